@@ -1,0 +1,334 @@
+"""The command line: parse, build the configuration, call. No arithmetic, and no framework before a job starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_train import __version__
+from hvd_train.errors import ConfigError, TrainError
+
+SPEAK_SECONDS = 1.0
+
+
+class Commands(click.Group):
+    """A group that guesses what a mistyped command was meant to be."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            if near and not args[0].startswith("-"):
+                error.message = f"No such command '{args[0]}'. Did you mean '{near[0]}'?"
+            raise
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # the order of a first session, not the alphabet
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="hvd-train")
+def cli() -> None:
+    """Train PyTorch and Keras 3 / TensorFlow models in data parallel over Horovod.
+
+    \b
+    A first run (digits data, a small CNN, two ranks on this host):
+      hvd-train fit -np 2 --set data.image_size=28 --set max_epochs=5 --run-dir runs/first
+    The same in the other framework, from the same configuration:
+      hvd-train fit -np 2 --set data.image_size=28 --set max_epochs=5 --set framework=tensorflow --run-dir runs/second
+    On a cluster, let the launcher start the ranks:
+      mpirun -np 8 hvd-train fit -c job.yaml
+      horovodrun -np 8 -H host1:4,host2:4 hvd-train fit -c job.yaml
+    """
+
+
+config_option = click.option(
+    "-c", "--config", "path", type=click.Path(dir_okay=False, path_type=Path), help="YAML file; 'hvd-train config' prints one."
+)
+set_option = click.option(
+    "--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key, for example optim.lr=0.1; repeatable."
+)
+num_proc_option = click.option(
+    "-np", "--num-proc", type=click.IntRange(min=1), help="Start this many ranks on this host (without: this process alone)."
+)
+launcher_option = click.option(
+    "--launcher",
+    type=click.Choice(["auto", "horovodrun", "mpirun"]),
+    default="auto",
+    show_default=True,
+    help="What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun --gloo.",
+)
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs.")
+checkpoint_option = click.option(
+    "--checkpoint", default="last", show_default=True, metavar="last|best|PATH", help="Which checkpoint to load."
+)
+split_option = click.option("--split", type=click.Choice(["train", "val"]), default="val", show_default=True)
+
+
+@cli.command()
+@config_option
+@set_option
+@num_proc_option
+@launcher_option
+@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder: config, metrics, checkpoints, events.")
+@click.option(
+    "--resume",
+    metavar="auto|last|PATH",
+    help="Go on from a checkpoint: auto (newest, or from the start if there is none), last (newest), or a folder.",
+)
+@click.option(
+    "--allow-change", metavar="KEY", multiple=True, help="Let this key differ from the resumed run's; repeatable."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the run that the run folder holds.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of first weights, sample order and dropout.")
+@verbose_option
+def fit(
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int | None,
+    launcher: str,
+    run_dir: str | None,
+    resume: str | None,
+    allow_change: tuple[str, ...],
+    overwrite: bool,
+    seed: int | None,
+    verbose: bool,
+) -> None:
+    """Train a model.
+
+    \b
+    hvd-train fit -c job.yaml                       one rank
+    hvd-train fit -np 2 -c job.yaml                 two ranks on this host
+    mpirun -np 2 hvd-train fit -c job.yaml          the same, started by mpirun
+    hvd-train fit -np 2 -c job.yaml --resume auto   go on where the last run stopped
+    """
+    from hvd_train.config import load_config
+
+    config = load_config(path, sets, run_dir=run_dir, seed=seed)
+    _launch_or(num_proc, launcher, verbose, lambda: _run().fit(config, resume, allow_change, overwrite, verbose))
+
+
+def _run() -> Any:
+    from hvd_train import run
+
+    return run
+
+
+def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) -> None:
+    """Runs in this process, or starts the ranks of ``-np`` with the same arguments."""
+    from hvd_train.launch.environment import world
+
+    started = world()
+    if num_proc is not None and started.launcher and started.size != num_proc:
+        raise ConfigError(
+            f"-np {num_proc} inside a world of {started.size} ranks", where=f"started by {started.launcher}", fix="leave out -np"
+        )
+    if num_proc in (None, 1) or started.launcher:
+        sys.exit(here())
+    from hvd_train.launch import launch
+
+    sys.exit(launch(num_proc or 1, launcher, _without_launch_options(sys.argv[1:]), verbose))
+
+
+def _without_launch_options(arguments: list[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in ("-np", "--num-proc", "--launcher"):
+            skip = True
+        elif not argument.startswith(("-np", "--num-proc=", "--launcher=")):
+            kept.append(argument)
+    return kept
+
+
+def _trained_config(path: Path | None, sets: tuple[str, ...], run_dir: str | None) -> Any:
+    """The configuration of a run folder, unless a file is given."""
+    from hvd_train.config import load_config
+
+    if path is None and run_dir is None:
+        raise ConfigError("which run?", fix="give --run-dir FOLDER (its config.yaml is used), or -c FILE")
+    if path is None and run_dir is not None:
+        path = Path(run_dir) / "config.yaml"
+        if not path.exists():
+            raise ConfigError("is no run folder: it holds no config.yaml", where=run_dir)
+    return load_config(path, sets, run_dir=run_dir)
+
+
+@cli.command("eval")
+@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used.")
+@config_option
+@set_option
+@checkpoint_option
+@split_option
+@num_proc_option
+@launcher_option
+@verbose_option
+def evaluate(
+    run_dir: str | None,
+    path: Path | None,
+    sets: tuple[str, ...],
+    checkpoint: str,
+    split: str,
+    num_proc: int | None,
+    launcher: str,
+    verbose: bool,
+) -> None:
+    """Loss and accuracy of a trained model; every sample counts exactly once, on any number of ranks.
+
+    \b
+    hvd-train eval --run-dir runs/cnn
+    hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
+    """
+    config = _trained_config(path, sets, run_dir)
+    _launch_or(num_proc, launcher, verbose, lambda: _run().evaluate(config, checkpoint, split, verbose))
+
+
+@cli.command()
+@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used.")
+@config_option
+@set_option
+@checkpoint_option
+@split_option
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A .npy file: logits, one row a sample."
+)
+@num_proc_option
+@launcher_option
+@verbose_option
+def predict(
+    run_dir: str | None,
+    path: Path | None,
+    sets: tuple[str, ...],
+    checkpoint: str,
+    split: str,
+    output: Path,
+    num_proc: int | None,
+    launcher: str,
+    verbose: bool,
+) -> None:
+    """Write a trained model's predictions in the data set's order.
+
+    hvd-train predict --run-dir runs/cnn -o predictions.npy -np 2
+    """
+    config = _trained_config(path, sets, run_dir)
+    _launch_or(num_proc, launcher, verbose, lambda: _run().predict(config, checkpoint, output, split, verbose))
+
+
+@cli.command()
+@verbose_option
+def doctor(verbose: bool) -> None:
+    """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed."""
+    from hvd_train.cli import doctor as checks
+
+    sys.exit(checks.doctor(verbose))
+
+
+@cli.command("config")
+@config_option
+@set_option
+@click.option("--explain", is_flag=True, help="Every key with its type, default and meaning.")
+def show_config(path: Path | None, sets: tuple[str, ...], explain: bool) -> None:
+    """Print the resolved configuration, or explain every key.
+
+    \b
+    hvd-train config > job.yaml          a full file to start from
+    hvd-train config -c job.yaml         what the defaults make of it
+    """
+    from hvd_train import config as configuration
+
+    if not explain:
+        click.echo(configuration.resolved_yaml(configuration.load_config(path, sets)), nl=False)
+        return
+    from hvd_train.report.tables import table
+
+    click.echo(table(["key", "type", "default", "meaning"], configuration.explain()))
+
+
+@cli.command()
+def models() -> None:
+    """List the models that both frameworks have, with their options."""
+    from hvd_train.cli.zoo import listing
+    from hvd_train.report.tables import table
+
+    click.echo(table(["model.name", "options", "frameworks", "what"], listing()))
+    click.echo("Your own: model.name 'package.module:function', called with input_shape, num_classes and the options.")
+
+
+@cli.command()
+def data() -> None:
+    """List the kinds of data sets."""
+    from hvd_train.data.sources import catalog
+    from hvd_train.report.tables import table
+
+    click.echo(table(["data.name", "what"], list(catalog().items())))
+    click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).")
+
+
+def main() -> None:
+    """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
+    try:
+        cli.main(prog_name="hvd-train", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        _wait_turn()
+        error.show()
+        _leave(error.exit_code)
+    except TrainError as error:
+        _wait_turn()
+        for line in _lines(error):
+            print(line, file=sys.stderr)
+        _leave(error.exit_code)
+    except KeyboardInterrupt:
+        _leave(130)
+    except BrokenPipeError:
+        _leave(0)
+    except Exception as error:  # a fault of ours or of the user's model: the traceback is what helps
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        lost = type(error).__name__ == "HorovodInternalError"
+        print(f"error{_rank()}: {'another rank was lost' if lost else summary}", file=sys.stderr)
+        if not lost:
+            traceback.print_exc()
+        _leave(5 if lost else 1)
+
+
+def _rank() -> str:
+    from hvd_train.launch.environment import world
+
+    try:
+        here = world()
+    except TrainError:
+        return ""
+    return f"[rank {here.rank}]" if here.launcher else ""
+
+
+def _lines(error: TrainError) -> list[str]:
+    """``error[rank 1]: what; where; what to do``; a table below the first line is indented and stands as it is."""
+    first, *rest = str(error).split("\n")
+    if rest and not rest[0].startswith("  "):
+        return [f"error{_rank()}: {line}" for line in (first, *rest)]
+    return [f"error{_rank()}: {first}", *rest]
+
+
+def _wait_turn() -> None:
+    """Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say, the launcher ends this one first."""
+    if _rank() not in ("", "[rank 0]"):
+        time.sleep(SPEAK_SECONDS)
+
+
+def _leave(code: int) -> None:
+    """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _rank():
+        os._exit(code)
+    sys.exit(code)

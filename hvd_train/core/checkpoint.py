@@ -1,0 +1,252 @@
+"""Checkpoints: folders of safetensors files and a JSON manifest, committed by rename; nothing is ever unpickled.
+
+Commit: write ``step-N.tmp-XXXX/``, fsync each file, write the manifest (size and SHA-256 of each) last, fsync, rename to
+``step-N``, fsync the parent; only then remove old ones. So at every instant after the first commit a valid one exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d+)$")
+STALE = re.compile(r"step-\d+\.(tmp|old)-[0-9a-f]+$")
+FILE = re.compile(r"(weights|optimizer|rank-\d+)\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``tree``: neutral arrays (see protocol.FrontEnd.state); ``local``: per rank; ``meta``: JSON."""
+
+    step: int
+    epoch: int
+    consumed: int
+    tree: dict[str, np.ndarray]
+    local: list[dict[str, np.ndarray]]
+    meta: dict[str, Any]
+
+
+def preflight(folder: Path) -> None:
+    """Proves at the start that checkpoints can be written, not after the first epoch."""
+    probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(probe, b"probe")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(folder)) from error
+
+
+def save(folder: Path, snapshot: Snapshot) -> Path:
+    """Commits ``folder/step-N``; one of the same step is replaced. Old ones are not touched."""
+    final = folder / f"step-{snapshot.step:08d}"
+    try:
+        return _once_more(lambda: _commit(folder, final, snapshot))
+    except OSError as error:
+        needed = sum(array.nbytes for array in snapshot.tree.values())
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        room = f"; {needed:,} bytes needed, {free:,} free" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise CheckpointError(f"the checkpoint cannot be written: {error.strerror}{room}", where=str(final)) from error
+
+
+def _once_more(work: Callable[[], Path]) -> Path:
+    """A transient I/O error must not end a run: one more try."""
+    try:
+        return work()
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ESTALE):
+            raise
+        time.sleep(0.5)
+        return work()
+
+
+def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
+    from safetensors.numpy import save as serialize
+
+    weights = {k: v for k, v in snapshot.tree.items() if not k.startswith("slots/")}
+    slots = {k: v for k, v in snapshot.tree.items() if k.startswith("slots/")}
+    parts = {"weights": weights, "optimizer": slots}
+    if any(snapshot.local):
+        parts |= {f"rank-{rank}": tree for rank, tree in enumerate(snapshot.local)}
+    temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
+    try:
+        temporary.mkdir(parents=True)
+        files = {}
+        for part, tree in parts.items():
+            content = serialize({key: np.ascontiguousarray(array) for key, array in tree.items()})
+            _write(temporary / f"{part}.safetensors", content)
+            files[f"{part}.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest = {
+            "format": FORMAT,
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "consumed": snapshot.consumed,
+            "ranks": len(snapshot.local),
+            "meta": snapshot.meta,
+            "files": files,
+        }
+        _write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
+        _sync(temporary)
+        if final.exists():
+            _remove(final)
+        os.rename(temporary, final)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Rename first: a kill in between leaves no half-removed folder under a valid name."""
+    aside = path.with_name(f"{path.name}.old-{secrets.token_hex(4)}")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_symlink() or (path / MANIFEST).is_symlink():
+            raise CheckpointError("is a symbolic link", where=str(path))
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"has format {manifest['format']}; this version reads {FORMAT}", where=str(path))
+        for name, entry in manifest["files"].items():
+            if not FILE.match(name):
+                raise CheckpointError(f"the manifest names '{name}'", where=str(path))
+            int(entry["bytes"]), str(entry["sha256"])
+        for key in ("step", "epoch", "consumed", "ranks"):
+            int(manifest[key])
+        dict(manifest["meta"])
+        return manifest
+    except FileNotFoundError as error:
+        raise CheckpointError("there is no checkpoint", where=str(path / MANIFEST)) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path / MANIFEST)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError("the manifest is damaged", where=str(path / MANIFEST)) from error
+
+
+def load(path: Path) -> Snapshot:
+    """Reads and verifies a checkpoint: size and SHA-256 of every file before a byte of it is used."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as parse
+
+    manifest, trees = _manifest(path), {}
+    for name, entry in manifest["files"].items():
+        file = path / name
+        try:
+            if file.is_symlink():
+                raise CheckpointError("is a symbolic link", where=str(file))
+            if file.stat().st_size != entry["bytes"]:
+                raise CheckpointError(f"has {file.stat().st_size:,} of {entry['bytes']:,} bytes", where=str(file))
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+                raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
+            trees[name] = parse(content)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"is no safetensors file: {error}", where=str(file)) from error
+    tree = {**trees.get("weights.safetensors", {}), **trees.get("optimizer.safetensors", {})}
+    local = [trees.get(f"rank-{rank}.safetensors", {}) for rank in range(manifest["ranks"])]
+    return Snapshot(manifest["step"], manifest["epoch"], manifest["consumed"], tree, local, manifest["meta"])
+
+
+def find(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
+    if not folder.is_dir():
+        return []
+    matches = [(NAME.match(path.name), path) for path in folder.iterdir()]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
+    """The newest valid one; each damaged one on the way is a warning. None: there is none at all."""
+    found = find(folder)
+    for _, path in reversed(found):
+        try:
+            return load(path)
+        except CheckpointError as error:
+            last = error
+            warn(f"checkpoint {path.name} cannot be used ({error}); trying the one before")
+    if found:
+        raise CheckpointError(f"no checkpoint can be used; the oldest {last.what}", where=last.where)
+    return None
+
+
+def _ranked(folder: Path, monitor: str, mode: str) -> list[tuple[float, int, Path]]:
+    """(monitored value, best smallest; step; path) of the checkpoints that have one, best first."""
+    sign, rows = (1 if mode == "min" else -1), []
+    for step, path in find(folder):
+        try:
+            value = _manifest(path)["meta"].get("monitor", {}).get(monitor)
+        except CheckpointError:
+            continue
+        if value is not None:
+            rows.append((sign * float(value), step, path))
+    return sorted(rows)
+
+
+def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
+    """Keeps the k best and the newest, sweeps what a killed run left; never removes the only one."""
+    for path in folder.iterdir():
+        if STALE.match(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    found = find(folder)
+    keep = {path for _, _, path in _ranked(folder, monitor, mode)[:save_top_k]}
+    if found and (save_last or not keep):
+        keep.add(found[-1][1])
+    for _, path in found:
+        if path not in keep:
+            _remove(path)
+
+
+def resolve(run_dir: Path, which: str, monitor: str = "val_loss", mode: str = "min") -> Path:
+    """``best``, ``last``, or the path of a checkpoint, a run folder or its ``checkpoints``."""
+    folder = run_dir / "checkpoints"
+    if which == "best":
+        ranked = _ranked(folder, monitor, mode)
+        if ranked:
+            return ranked[0][2]
+        raise CheckpointError(f"no checkpoint has a {monitor}", where=str(folder), fix="use 'last' or a path")
+    if which != "last":
+        path = Path(which)
+        if (path / MANIFEST).exists() or NAME.match(path.name):
+            return path
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = find(folder)
+    if not found:
+        raise CheckpointError("there is no checkpoint", where=str(folder), fix="give a folder of the form step-N")
+    return found[-1][1]

@@ -1,0 +1,369 @@
+"""The training loop. It knows the order of calls and no framework."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core import checkpoint
+from hvd_train.core.agreement import agree
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.schedule import Schedule
+from hvd_train.data.loader import Loader, Step
+from hvd_train.errors import CheckpointError, NonFiniteError
+from hvd_train.protocol import Batch, FrontEnd, Source, Tree
+
+WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation and caches settle in them
+
+
+@dataclass(frozen=True)
+class Result:
+    """Mean loss and accuracy over ``samples``."""
+
+    loss: float
+    accuracy: float
+    samples: int
+
+    @classmethod
+    def of(cls, sums: np.ndarray) -> Result:
+        count = max(float(sums[2]), 1.0)
+        return cls(float(sums[0]) / count, float(sums[1]) / count, round(float(sums[2])))
+
+
+@dataclass
+class Progress:
+    """Where training stands; saved with every checkpoint, equal on all ranks."""
+
+    step: int = 0
+    epoch: int = 0
+    consumed: int = 0  # samples of this epoch already used
+    seen: int = 0  # samples used in all epochs
+    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    val: dict[str, float] = field(default_factory=dict)  # newest evaluation
+    best: float | None = None  # early stopping
+    waited: int = 0
+    stopped: bool = False
+
+
+def mix(seed: int, step: int, micro: int, rank: int) -> int:
+    """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def global_sums(frontend: FrontEnd, local: np.ndarray) -> np.ndarray:
+    """Adds (3,) sums over ranks, in rank order, in float64: the same bits on every rank."""
+    parts = frontend.communicator.allgather_bytes(np.asarray(local, np.float64).tobytes())
+    return np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
+
+
+def evaluate(frontend: FrontEnd, batches: Iterator[Batch], tick: Callable[[], None] = lambda: None) -> Result:
+    """Every sample of the batches of all ranks once: sums and counts travel, the division comes last."""
+    frontend.average_statistics()
+    sums = np.zeros(3)
+    for batch in batches:
+        if batch.count:
+            sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
+        tick()
+    return Result.of(global_sums(frontend, sums))
+
+
+class Trainer:
+    """Trains ``frontend`` on ``train`` and evaluates on ``val``; all ranks run the same calls in the same order."""
+
+    def __init__(
+        self, config: Config, frontend: FrontEnd, train: Source, val: Source, run_dir: Path, log: RunLog | NullLog
+    ) -> None:
+        self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
+        self.communicator = frontend.communicator
+        rank, size = self.communicator.rank, self.communicator.size
+        self.global_batch = config.global_batch(size)
+        self.accumulate = config.accumulate_grad_batches
+        self.train_loader = Loader(
+            train, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
+        )
+        self.val_loader = Loader(
+            val, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
+        )
+        self.train_size, self.val_size = len(train), len(val)
+        self.steps_per_epoch = -(-self.train_size // self.global_batch)
+        self.limit = config.limit_train_batches or self.steps_per_epoch
+        self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
+        self.progress = Progress()
+        self._pending: list[Any] = []  # this rank's sums on the device, not yet read
+        self._rates: deque[float] = deque(maxlen=10_000)
+        self._timed = 0
+
+    def _total(self) -> int:
+        per_epoch = min(self.limit, self.steps_per_epoch)
+        totals = [self.config.max_steps, self.config.max_epochs and self.config.max_epochs * per_epoch]
+        return min(total for total in totals if total)
+
+    # ---- training
+
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end; returns the run's summary."""
+        while not self._finished():
+            self._epoch()
+        return self._summary()
+
+    def _finished(self) -> bool:
+        p, c = self.progress, self.config
+        return p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
+
+    def _epoch(self) -> None:
+        p, c = self.progress, self.config
+        started = time.perf_counter()
+        window_started = p.consumed
+        done_in_epoch = p.consumed // self.global_batch
+        steps = self.train_loader.epoch(p.epoch, p.consumed)
+        clock = time.perf_counter()
+        for step in steps:
+            rate = self._step(step)
+            now = time.perf_counter()
+            self._time(step.count, now - clock)
+            self.log.progress(p.epoch, p.consumed, self.train_size, math.nan, self.samples_per_second())
+            done_in_epoch += 1
+            at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
+            out_of_steps = bool(c.max_steps and p.step >= c.max_steps)
+            if at_end or out_of_steps or p.step % c.log_every_n_steps == 0:
+                self._log_train(rate)
+                window_started = p.consumed
+            if not at_end and c.checkpoint.every_n_steps and p.step % c.checkpoint.every_n_steps == 0:
+                self._log_train(rate) if window_started != p.consumed else None
+                window_started = p.consumed
+                self._save()
+            if at_end or out_of_steps:
+                steps.close()
+                break
+            clock = time.perf_counter()
+        self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
+
+    def _step(self, step: Step) -> float:
+        p = self.progress
+        scale = 1.0 / step.count
+        # The rate follows the place in the epoch, so that it means the same after a resume on another world size.
+        position = p.epoch * self.schedule.steps_per_epoch + p.consumed // self.global_batch
+        rate = self.schedule.rate(position)
+        *earlier, last = step.micro_batches
+        for micro, batch in enumerate(earlier):
+            seed = mix(self.config.seed, p.step, micro, self.communicator.rank)
+            self._pending.append(self.frontend.accumulate(self.frontend.place(batch), scale, seed))
+        seed = mix(self.config.seed, p.step, len(earlier), self.communicator.rank)
+        self._pending.append(self.frontend.step(self.frontend.place(last), scale, seed, rate))
+        p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
+        return rate
+
+    def _time(self, samples: int, seconds: float) -> None:
+        self._timed += 1
+        if self._timed == WARMUP_STEPS + 1:
+            self._rates.clear()
+        self._rates.append(samples / max(seconds, 1e-9))
+
+    def samples_per_second(self) -> float:
+        """Global and steady: the median over training steps after the first 20, evaluation and saving left out."""
+        return float(np.median(self._rates)) if self._rates else 0.0
+
+    def _log_train(self, rate: float) -> None:
+        """One line for the samples since the line before it; so that lines add up by their ``samples``."""
+        p = self.progress
+        local = np.sum([self.frontend.ops.to_numpy(sums) for sums in self._pending], axis=0)
+        self._pending.clear()
+        sums = global_sums(self.frontend, local)
+        result = Result.of(sums)
+        if not math.isfinite(result.loss):
+            raise NonFiniteError(
+                f"the training loss is {result.loss}", where=f"epoch {p.epoch + 1}, before step {p.step}", fix=NONFINITE_FIX
+            )
+        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
+        self.log.train(
+            p.epoch, p.step, result.loss, result.accuracy, result.samples, rate, self.samples_per_second()
+        )
+
+    def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
+        p, c = self.progress, self.config
+        epoch, train = p.epoch, Result.of(np.array(p.epoch_sums))
+        if complete:
+            p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, [0.0, 0.0, 0.0]
+        last = self._finished()
+        val = None
+        if last or (complete and p.epoch % c.check_val_every_n_epoch == 0):
+            val = self._evaluate()
+            p.val = {"val_loss": val.loss, "val_accuracy": val.accuracy, "val_samples": val.samples}
+            self.log.val(epoch, p.step, val.loss, val.accuracy, val.samples, rate, self.samples_per_second())
+            self._early_stopping({"train_loss": train.loss, "train_accuracy": train.accuracy, **p.val})
+            last = self._finished()
+        self.log.epoch_line(
+            epoch=epoch,
+            step=p.step,
+            train_loss=train.loss,
+            train_accuracy=train.accuracy,
+            val_loss=val.loss if val else None,
+            val_accuracy=val.accuracy if val else None,
+            lr=rate,
+            samples_per_second=self.samples_per_second(),
+            seconds=seconds,
+        )
+        every = c.checkpoint.every_n_epochs
+        if last or (complete and every and p.epoch % every == 0):
+            self._save({"train_loss": train.loss, **(p.val if val else {})})
+
+    def _evaluate(self) -> Result:
+        batches = self.val_loader.evaluation()
+        return evaluate(self.frontend, _limited(batches, self.config.limit_val_batches))
+
+    def _early_stopping(self, metrics: dict[str, float]) -> None:
+        """All ranks hold the same metrics (summed in rank order), so they decide alike without another collective."""
+        rule, p = self.config.early_stopping, self.progress
+        if rule is None:
+            return
+        value = metrics[rule.monitor] * (1 if rule.mode == "min" else -1)
+        if p.best is None or value < p.best - rule.min_delta:
+            p.best, p.waited = value, 0
+            return
+        p.waited += 1
+        if p.waited >= rule.patience:
+            p.stopped = True
+            self.log.message(f"early stopping: {rule.monitor} has not improved for {p.waited} evaluations")
+
+    # ---- checkpoints
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def _save(self, metrics: dict[str, float] | None = None) -> None:
+        """Rank 0 writes; every rank learns whether it could, so that all go on or all stop."""
+        c, communicator = self.config, self.communicator
+        if not (c.checkpoint.save_last or c.checkpoint.save_top_k):
+            return
+        self.frontend.average_statistics()
+        local = [_unpack(part) for part in communicator.allgather_bytes(_pack(self.frontend.local_state()))]
+        outcome = ""
+        if communicator.rank == 0:
+            meta = {
+                "framework": c.framework,
+                "world_size": communicator.size,
+                "config": c.model_dump(mode="json"),
+                "progress": asdict(self.progress),
+                "monitor": metrics or {},
+            }
+            p = self.progress
+            try:
+                checkpoint.save(
+                    self.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, self.frontend.state(), local, meta)
+                )
+                rule = c.checkpoint
+                checkpoint.prune(
+                    self.folder,
+                    save_top_k=rule.save_top_k,
+                    save_last=rule.save_last,
+                    monitor=rule.monitor,
+                    mode=rule.mode,
+                )
+            except CheckpointError as error:
+                outcome = json.dumps([error.what, error.where, error.fix])
+        outcome = communicator.broadcast_bytes(outcome.encode()).decode()
+        if outcome:
+            what, where, fix = json.loads(outcome)
+            raise CheckpointError(what, where=where, fix=fix)
+
+    def restore(self, snapshot: checkpoint.Snapshot | None) -> None:
+        """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks."""
+        communicator = self.communicator
+        found = json.loads(communicator.broadcast_bytes(_head(snapshot) if communicator.rank == 0 else b""))
+        if found:
+            self.progress = Progress(**found["progress"])
+            everyone = [_unpack(communicator.broadcast_bytes(_pack(part))) for part in _locals(snapshot, found["ranks"])]
+            if found["ranks"] == communicator.size and everyone[communicator.rank]:
+                self.frontend.load_local(everyone[communicator.rank])
+        own = snapshot.tree if snapshot else self.frontend.state()
+        tree = _unpack(communicator.broadcast_bytes(_pack(own) if communicator.rank == 0 else b""))
+        check_tree(self.frontend.state(), tree)
+        self.frontend.load(tree)
+
+    # ---- summary
+
+    def _summary(self) -> dict[str, Any]:
+        p = self.progress
+        weights = hashlib.sha256()
+        for key, array in sorted(self.frontend.state().items()):
+            if key.startswith(("weights/", "statistics/")):
+                weights.update(f"{key} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+        return {
+            "framework": self.config.framework,
+            "model": self.config.model.name,
+            "world_size": self.communicator.size,
+            "epochs": p.epoch,
+            "steps": p.step,
+            "train_samples": p.seen,
+            "val_samples": p.val.get("val_samples", 0),
+            "val_loss": p.val.get("val_loss"),
+            "val_accuracy": p.val.get("val_accuracy"),
+            "samples_per_second": self.samples_per_second(),
+            "weights_sha256": weights.hexdigest(),
+        }
+
+
+NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
+
+
+def check_tree(expected: Tree, given: Tree) -> None:
+    """The checkpoint must fit the model, tensor by tensor; else a table of what differs."""
+    rows = []
+    for key in sorted(expected.keys() | given.keys()):
+        if key not in given:
+            rows.append(f"  {key}: not in the checkpoint")
+        elif key not in expected:
+            rows.append(f"  {key}: not in this model or optimizer")
+        elif expected[key].shape != given[key].shape:
+            rows.append(f"  {key}: {given[key].shape} in the checkpoint, {expected[key].shape} in the model")
+    if rows:
+        more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
+        raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
+
+
+def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -> None:
+    """Model, data, configuration and versions are compared before the first collective that could hang."""
+    specs = json.dumps([(s.name, s.shape, s.dtype) for s in frontend.specs()])
+    digest = hashlib.sha256(specs.encode()).hexdigest()[:12]
+    agree(frontend.communicator, {**facts, "model": f"{config.model.name}, {len(frontend.specs())} tensors, {digest}"})
+
+
+def _limited(batches: Iterator[Batch], limit: int | None) -> Iterator[Batch]:
+    for i, batch in enumerate(batches):
+        if limit and i >= limit:
+            return
+        yield batch
+
+
+def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
+    if snapshot is None:
+        return b"{}"
+    return json.dumps({"progress": snapshot.meta["progress"], "ranks": len(snapshot.local)}).encode()
+
+
+def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
+    return list(snapshot.local) if snapshot else [{}] * ranks
+
+
+def _pack(tree: Tree) -> bytes:
+    from safetensors.numpy import save
+
+    return save({key: np.ascontiguousarray(array) for key, array in tree.items()})
+
+
+def _unpack(data: bytes) -> Tree:
+    from safetensors.numpy import load
+
+    return load(data)

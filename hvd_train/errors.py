@@ -1,0 +1,50 @@
+"""One ladder of errors. Each carries its exit code; the command line prints one line and leaves with it.
+
+``0`` done, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
+at run time, ``6`` a non-finite loss, ``75`` pre-empted and saved.
+"""
+
+from __future__ import annotations
+
+
+class TrainError(Exception):
+    """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        return "; ".join(part for part in (self.what, self.where, self.fix) if part)
+
+
+class ConfigError(TrainError):
+    """The command line, the configuration or the environment cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(TrainError):
+    """A data set is missing, damaged or unfit."""
+
+    exit_code = 3
+
+
+class CheckpointError(TrainError):
+    """A checkpoint or run folder cannot be written, read or used."""
+
+    exit_code = 4
+
+
+class CommunicationError(TrainError):
+    """A rank was lost, stalled, or differs from the others."""
+
+    exit_code = 5
+
+
+class NonFiniteError(TrainError):
+    """The loss or a gradient is NaN or infinite."""
+
+    exit_code = 6

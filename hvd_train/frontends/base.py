@@ -1,0 +1,213 @@
+"""What front-ends share without knowing a framework: neutral names and axis order, bytes over Horovod, model look-up."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import struct
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.protocol import Build, Communicator, Ops, Tree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor's neutral name and axis order: neutral = own.reshape(view).transpose(axes).reshape(shape)."""
+
+    name: str
+    own_shape: tuple[int, ...]
+    view: tuple[int, ...]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, own_shape: Sequence[int], entry: tuple) -> Layout:
+        name, view, axes, shape = entry
+        own = tuple(int(n) for n in own_shape)
+        view = tuple(view or own)
+        return cls(name, own, view, tuple(axes or range(len(view))), tuple(shape))
+
+    def to_neutral(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x.reshape(self.view).transpose(self.axes)).reshape(self.shape)
+
+    def from_neutral(self, x: np.ndarray) -> np.ndarray:
+        permuted = tuple(self.view[axis] for axis in self.axes)
+        own = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.own_shape)
+        return np.ascontiguousarray(own).reshape(self.own_shape)
+
+
+class StateTree(ABC):
+    """``state`` and ``load`` over a subclass' own arrays.
+
+    Own keys are ``weights/OWN``, ``statistics/OWN`` and ``slots/SLOT/OWN``; neutral keys have the neutral name in place
+    of OWN. A key that ends in no known name (``slots/step``) is the same in both.
+    """
+
+    ops: Ops
+    communicator: Communicator
+    layouts: dict[str, Layout]
+
+    @abstractmethod
+    def _arrays(self) -> Tree:
+        """Copies of all arrays under their own keys."""
+
+    @abstractmethod
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def _split(self, key: str) -> tuple[str, Layout | None]:
+        prefix = "/".join(key.split("/")[: 2 if key.startswith("slots/") else 1]) + "/"
+        return prefix, self.layouts.get(key[len(prefix) :])
+
+    def state(self) -> Tree:
+        tree = {}
+        for key, array in self._arrays().items():
+            prefix, layout = self._split(key)
+            tree[prefix + layout.name if layout else key] = layout.to_neutral(array) if layout else array
+        return tree
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        own = {}
+        for key in self._arrays():
+            prefix, layout = self._split(key)
+            neutral = prefix + layout.name if layout else key
+            if neutral in tree:
+                own[key] = layout.from_neutral(tree[neutral]) if layout else tree[neutral]
+        self._assign(own)
+
+    def average(self, names: Sequence[str] | None = None) -> None:
+        """In place, over the ranks: the weights of these neutral names, or all weights and statistics."""
+        chosen = {}
+        for key, array in self._arrays().items():
+            prefix, layout = self._split(key)
+            floating = np.issubdtype(array.dtype, np.floating)
+            if prefix != "slots/" and floating and (names is None or (layout and layout.name in names)):
+                chosen[key] = array
+        self._average(chosen)
+
+    def average_statistics(self) -> None:
+        """Makes running statistics equal on all ranks; they are the only part that each rank gathers for itself."""
+        arrays = self._arrays()
+        self._average({k: v for k, v in arrays.items() if k.startswith("statistics/") and v.dtype.kind == "f"})
+
+    def _average(self, chosen: Tree) -> None:
+        if self.communicator.size == 1 or not chosen:
+            return
+        flat = np.concatenate([array.ravel() for array in chosen.values()])
+        handle = self.communicator.allreduce_async(self.ops.from_numpy(flat), "average")
+        flat = self.ops.to_numpy(self.communicator.synchronize(handle)) / self.communicator.size
+        ends = np.cumsum([array.size for array in chosen.values()])
+        parts = np.split(flat, ends[:-1])
+        self._assign({k: part.reshape(a.shape) for (k, a), part in zip(chosen.items(), parts, strict=True)})
+
+
+class HorovodCommunicator(ABC):
+    """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+    module: str
+
+    def __init__(self, expected_size: int) -> None:
+        self._expected = expected_size
+
+    def open(self) -> None:
+        try:
+            self.hvd: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
+        self.hvd.init()
+        self.rank, self.size = self.hvd.rank(), self.hvd.size()
+        self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
+        if self.size != self._expected:
+            # Without this, each process would train alone and nobody would notice.
+            raise CommunicationError(
+                f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
+                fix="Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or use horovodrun --gloo",
+            )
+
+    def close(self) -> None:
+        self.hvd.shutdown()
+
+    @abstractmethod
+    def _broadcast(self, data: np.ndarray, root: int, name: str) -> np.ndarray: ...
+
+    @abstractmethod
+    def _allgather(self, data: np.ndarray, name: str) -> np.ndarray: ...
+
+    def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
+        length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
+        (count,) = struct.unpack("<q", length.tobytes())
+        buffer = np.frombuffer(data, np.uint8).copy() if self.rank == root else np.zeros(count, np.uint8)
+        return self._broadcast(buffer, root, "bytes.data").tobytes() if count else b""
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()
+        joined, parts = self._allgather(framed, "bytes.gather").tobytes(), []
+        while joined:
+            (count,) = struct.unpack_from("<q", joined)
+            parts.append(joined[8 : 8 + count])
+            joined = joined[8 + count :]
+        return parts
+
+    def barrier(self) -> None:
+        self.allgather_bytes(b"")
+
+
+def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:
+    """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
+    module_name, _, function = name.partition(":")
+    where = f"model.name: {name}"
+    if function and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    target = module_name if function else f"{zoo}.{name}"
+    try:
+        module = importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name is None or not target.startswith(error.name):
+            raise  # the user's module is there, something that it imports is not
+        fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
+        raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
+    build = getattr(module, function or "build", None)
+    if not callable(build):
+        raise ConfigError(f"'{target}' has no function '{function or 'build'}'", where=where)
+    parameters = inspect.signature(build).parameters
+    known = [p for p in parameters if p not in ("input_shape", "num_classes")]
+    unknown = [o for o in options if o not in parameters]
+    if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(f"model '{name}' has no option {', '.join(unknown)}", where=where, fix=f"it takes {known}")
+    return build, module
+
+
+def build_model(zoo: str, name: str, options: Mapping[str, Any], input_shape: tuple[int, ...], num_classes: int):
+    """(model, its module); a build function that refuses its arguments is the configuration's fault."""
+    build, module = find_model(zoo, name, options)
+    try:
+        return build(input_shape=input_shape, num_classes=num_classes, **options), module
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
+
+
+def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
+    """The GPU of this rank: its local rank among the visible ones, or among those that ``devices`` names.
+
+    A launcher that shows each rank one GPU of its own makes every rank's index 0.
+    """
+    if devices is None and visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and local_rank:
+        if "SLURM_GPUS_PER_TASK" in os.environ or "SLURM_GPUS_ON_NODE" in os.environ:
+            return 0
+    choice = list(devices) if devices is not None else list(range(visible))
+    if local_rank >= len(choice) or choice[local_rank] >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: {visible} visible, devices {choice}",
+            fix="start as many ranks per host as it has GPUs, or set device: cpu",
+        )
+    return choice[local_rank]

@@ -1,0 +1,277 @@
+"""PyTorch: weights, gradients and slots live in flat buckets, of which the model's parameters are views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hvd_train.config import Config
+from hvd_train.core.exchange import Packing
+from hvd_train.core.initial import first_weights
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
+from hvd_train.protocol import Batch, Communicator, Exchange, TensorSpec, Tree
+
+DTYPES = {"32": torch.float32, "64": torch.float64}
+
+
+class TorchOps:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def from_numpy(self, x):
+        return torch.from_numpy(np.array(x)).to(self.device)
+
+    def to_numpy(self, x):
+        return x.detach().cpu().numpy().copy()
+
+    def cast(self, x, dtype):
+        return x.to(getattr(torch, dtype))
+
+    def reshape(self, x, shape):
+        return x.reshape(tuple(shape))
+
+    def topk(self, x, k):
+        return torch.topk(x, k, sorted=False).indices
+
+    def above(self, x, bound):
+        return torch.nonzero(x > bound).flatten()
+
+    def take(self, x, indices):
+        return x[indices]
+
+    def scatter(self, length, indices, values):
+        return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
+
+    def matmul(self, a, b, *, transpose_a=False):
+        return (a.T if transpose_a else a) @ b
+
+    def orthonormal(self, x):
+        return torch.linalg.qr(x).Q
+
+    def clip(self, x, limit):
+        return torch.clamp(x, -limit, limit)
+
+    def sum_of_squares(self, x):
+        return x.pow(2).sum()
+
+    def all_finite(self, x):
+        return torch.isfinite(x).all()
+
+
+class HorovodTorch(HorovodCommunicator):
+    module = "horovod.torch"
+
+    def allreduce_async(self, x, name, op="sum"):
+        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
+        return self.hvd.allreduce_async_(x, name=name, op=ops[op])
+
+    def allgather_async(self, x, name):
+        return self.hvd.allgather_async(x, name=name)
+
+    def synchronize(self, handle):
+        return self.hvd.synchronize(handle)
+
+    def _broadcast(self, data, root, name):
+        return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()
+
+    def _allgather(self, data, name):
+        return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
+
+
+class Flat:
+    """One bucket: a flat weight that the optimizer sees, a flat gradient, and the parameters as views of both."""
+
+    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter]) -> None:
+        self.names, self.shapes = names, [p.shape for p in parameters]
+        self.weight = torch.nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+        self.gradient = self.weight.grad = torch.zeros_like(self.weight)
+        for p, w, g in zip(parameters, self.views(self.weight.data), self.views(self.gradient), strict=True):
+            p.data, p.grad = w, g
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(flat, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def make_optimizer(config: Config, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's own optimizers are the reference formulas. Slots are made at once, so that every checkpoint has them."""
+    o = config.optim
+    if o.name == "sgd":
+        kind: type[torch.optim.Optimizer] = torch.optim.SGD
+        options: dict[str, Any] = {"momentum": o.momentum, "nesterov": o.nesterov}
+        slots = ["momentum_buffer"] if o.momentum else []
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name]
+        options, slots = {"betas": o.betas, "eps": o.eps}, ["exp_avg", "exp_avg_sq"]
+    optimizer = kind(weights, lr=o.lr, weight_decay=o.weight_decay, fused=True, **options)  # type: ignore[call-arg]
+    for weight in weights:
+        optimizer.state[weight].update({slot: torch.zeros_like(weight) for slot in slots})
+        if o.name != "sgd":
+            optimizer.state[weight]["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return optimizer
+
+
+# torch's slot names -> neutral ones
+SLOTS = {"momentum_buffer": "momentum", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+class PyTorchFrontEnd(StateTree):
+    packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
+
+    def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
+        self.config, self.communicator = config, communicator
+        self.device = _device(config, communicator)
+        self.ops = TorchOps(self.device)
+        self.dtype = DTYPES[config.precision]
+        # Images arrive as (height, width, channels), the order that decoders give; PyTorch wants channels first.
+        self._images = len(input_shape) == 3
+        own_shape = (input_shape[2], *input_shape[:2]) if self._images else input_shape
+        torch.manual_seed(config.seed)
+        options = dict(config.model.options)
+        model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
+        self.model = model.to(self.device, self.dtype)
+        table = module.neutral(model) if hasattr(module, "neutral") else {}
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        self.layouts = {n: Layout.of(t.shape, table.get(n, (n, None, None, t.shape))) for n, t in named.items()}
+        self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not self._trainable:
+            raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
+        self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
+        self._flats: list[Flat] = []
+        if table:
+            first = first_weights({self.layouts[n].name: self.layouts[n].shape for n in self._trainable}, config.seed)
+            self._set({n: self.layouts[n].from_neutral(first[self.layouts[n].name]) for n in self._trainable})
+
+    def specs(self) -> list[TensorSpec]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [TensorSpec(self.layouts[n].name, tuple(p.shape), dtype) for n, p in self._trainable.items()]
+
+    def connect(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        names, parameters = list(self._trainable), list(self._trainable.values())
+        self._flats = [Flat([names[i] for i in b], [parameters[i] for i in b]) for b in exchange.buckets]
+        self._optimizer = make_optimizer(self.config, [flat.weight for flat in self._flats])
+        self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
+
+    def place(self, batch: Batch):
+        inputs = torch.from_numpy(batch.inputs).to(self.device, self.dtype, non_blocking=True)
+        if self._images:
+            inputs = inputs.permute(0, 3, 1, 2)
+        labels = torch.from_numpy(batch.labels).to(self.device, non_blocking=True)
+        return inputs, labels, torch.from_numpy(batch.weights).to(self.device, self.dtype, non_blocking=True)
+
+    def accumulate(self, placed, scale: float, seed: int):
+        inputs, labels, weights = placed
+        self.model.train()
+        torch.manual_seed(seed)
+        logits = self.model(inputs)
+        loss, sums = _sums(logits, labels, weights)
+        (loss * scale).backward()
+        return sums
+
+    def step(self, placed, scale: float, seed: int, learning_rate: float):
+        sums = self.accumulate(placed, scale, seed)
+        start = self.exchange.start
+        started = [start(i, flat.gradient, self._exchange_state[i]) for i, flat in enumerate(self._flats)]
+        gradients, self._exchange_state = self.exchange.finish(started)
+        for flat, gradient in zip(self._flats, gradients, strict=True):
+            if gradient.data_ptr() != flat.gradient.data_ptr():
+                flat.gradient.copy_(gradient)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        for flat in self._flats:
+            flat.gradient.zero_()
+        return sums
+
+    @torch.inference_mode()
+    def score(self, placed):
+        inputs, labels, weights = placed
+        self.model.eval()
+        return _sums(self.model(inputs), labels, weights)[1]
+
+    @torch.inference_mode()
+    def predict(self, placed) -> np.ndarray:
+        self.model.eval()
+        return self.ops.to_numpy(self.model(placed[0]))
+
+    def local_state(self) -> Tree:
+        return {
+            f"{b}/{k}": self.ops.to_numpy(x) for b, state in enumerate(self._exchange_state) for k, x in enumerate(state)
+        }
+
+    def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
+        self._exchange_state = [
+            tuple(self.ops.from_numpy(tree[f"{b}/{k}"]) for k in range(len(state)))
+            for b, state in enumerate(self._exchange_state)
+        ]
+
+    def _slots(self) -> dict[str, torch.Tensor]:
+        """Own key -> view into the optimizer's flat slots, or its scalar step count."""
+        found: dict[str, torch.Tensor] = {}
+        for flat in self._flats:
+            for slot, x in self._optimizer.state[flat.weight].items():
+                if slot == "step":
+                    found.setdefault("slots/step", x)
+                else:
+                    views = zip(flat.names, flat.views(x), strict=True)
+                    found.update({f"slots/{SLOTS[slot]}/{name}": view for name, view in views})
+        return found
+
+    def _arrays(self) -> Tree:
+        tensors = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
+        tensors |= {f"statistics/{n}": t for n, t in self._fixed.items()}
+        return {k: self.ops.to_numpy(x) for k, x in (tensors | self._slots()).items()}
+
+    def _set(self, weights: Mapping[str, np.ndarray]) -> None:
+        with torch.no_grad():
+            for name, array in weights.items():
+                self._trainable[name].copy_(torch.from_numpy(array))
+
+    @torch.no_grad()
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        slots = self._slots()
+        for key, array in arrays.items():
+            kind, _, name = key.partition("/")
+            target = {"weights": self._trainable, "statistics": self._fixed}.get(kind, {}).get(name)
+            (slots[key] if target is None else target).copy_(torch.from_numpy(np.asarray(array)))
+        if "slots/step" in arrays:
+            for flat in self._flats:
+                self._optimizer.state[flat.weight]["step"].fill_(float(arrays["slots/step"]))
+
+
+def _sums(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64)."""
+    loss = F.cross_entropy(logits, labels, reduction="none").dot(weights)
+    correct = (logits.detach().argmax(1) == labels).to(weights.dtype).dot(weights)
+    return loss, torch.stack([loss.detach(), correct, weights.sum()]).double()
+
+
+def _device(config: Config, communicator: Communicator) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("this PyTorch sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'")
+    index = gpu_index(torch.cuda.device_count(), communicator.local_rank, config.devices)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def configure(threads: int, seed: int, verbose: bool) -> None:
+    """Before the first tensor: this rank's share of the cores."""
+    torch.set_num_threads(threads)
+
+
+def open_frontend(
+    config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
+) -> PyTorchFrontEnd:
+    return PyTorchFrontEnd(config, communicator, tuple(input_shape), num_classes)
+
+
+def horovod(expected_size: int) -> HorovodTorch:
+    return HorovodTorch(expected_size)

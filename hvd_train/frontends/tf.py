@@ -1,0 +1,276 @@
+"""Keras 3 on TensorFlow: forward, backward, exchange and update are traced as one ``tf.function``."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.config import Config
+from hvd_train.core.exchange import Packing
+from hvd_train.core.initial import first_weights
+from hvd_train.errors import ConfigError
+from hvd_train.frontends import keras_optimizers
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
+from hvd_train.protocol import Batch, Communicator, Exchange, TensorSpec, Tree
+
+DTYPES = {"32": "float32", "64": "float64"}
+
+
+class TensorFlowOps:
+    def from_numpy(self, x):
+        return tf.convert_to_tensor(x)
+
+    def to_numpy(self, x):
+        return np.array(x)
+
+    def cast(self, x, dtype):
+        return tf.cast(x, dtype)
+
+    def reshape(self, x, shape):
+        return tf.reshape(x, tuple(shape))
+
+    def topk(self, x, k):
+        return tf.math.top_k(x, k, sorted=False).indices
+
+    def above(self, x, bound):
+        return tf.cast(tf.where(x > bound)[:, 0], tf.int32)
+
+    def take(self, x, indices):
+        return tf.gather(x, indices)
+
+    def scatter(self, length, indices, values):
+        return tf.tensor_scatter_nd_add(tf.zeros((length,), values.dtype), indices[:, None], values)
+
+    def matmul(self, a, b, *, transpose_a=False):
+        return tf.matmul(a, b, transpose_a=transpose_a)
+
+    def orthonormal(self, x):
+        return tf.linalg.qr(x).q
+
+    def clip(self, x, limit):
+        return tf.clip_by_value(x, -limit, limit)
+
+    def sum_of_squares(self, x):
+        return tf.reduce_sum(tf.square(x))
+
+    def all_finite(self, x):
+        return tf.reduce_all(tf.math.is_finite(x))
+
+
+class HorovodTensorFlow(HorovodCommunicator):
+    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what."""
+
+    module = "horovod.tensorflow"
+
+    def allreduce_async(self, x, name, op="sum"):
+        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
+        return self.hvd.allreduce(x, name=name, op=ops[op])
+
+    def allgather_async(self, x, name):
+        return self.hvd.allgather(x, name=name)
+
+    def synchronize(self, handle):
+        return handle
+
+    def _broadcast(self, data, root, name):
+        return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
+
+    def _allgather(self, data, name):
+        return self.hvd.allgather(tf.constant(data), name=name).numpy()
+
+
+def make_optimizer(config: Config) -> keras_optimizers._Fused:
+    o = config.optim
+    if o.name == "sgd":
+        return keras_optimizers.SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
+    return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
+
+
+class TensorFlowFrontEnd(StateTree):
+    # Joining large tensors costs more than their separate transfers (a copy each way); small ones pay per call.
+    packing = Packing(bucket_bytes=1 << 20, alone_bytes=64 << 10)
+
+    def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
+        self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
+        self._device = _device(config, communicator)
+        self.dtype = DTYPES[config.precision]
+        keras.config.set_floatx(self.dtype)
+        keras.utils.set_random_seed(config.seed)
+        options = dict(config.model.options)
+        with tf.device(self._device):
+            self.model, module = build_model("tf_models", config.model.name, options, input_shape, num_classes)
+            if not self.model.built:
+                self.model.build((None, *input_shape))
+        if not self.model.trainable_variables:
+            raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
+        table = module.neutral(self.model) if hasattr(module, "neutral") else {}
+        self._trainable = {v.path: v for v in self.model.trainable_variables}
+        fixed = {v.path: v for v in self.model.non_trainable_variables}
+        # A generator's state is no weight: broadcasting or comparing it would give all ranks the same dropout masks.
+        self._seeds = [v for path, v in fixed.items() if path.endswith("seed_generator_state")]
+        self._fixed = {path: v for path, v in fixed.items() if not path.endswith("seed_generator_state")}
+        self.layouts = {
+            path: Layout.of(v.shape, table.get(path, (path.replace("/", "."), None, None, tuple(v.shape))))
+            for path, v in {**self._trainable, **self._fixed}.items()
+        }
+        if table:
+            first = first_weights({self.layouts[p].name: self.layouts[p].shape for p in self._trainable}, config.seed)
+            for path, variable in self._trainable.items():
+                variable.assign(self.layouts[path].from_neutral(first[self.layouts[path].name]))
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
+
+    def connect(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        with tf.device(self._device):
+            self._optimizer = make_optimizer(self.config)
+            self._optimizer.build(list(self._trainable.values()))
+            self._exchange_state = [
+                tuple(tf.Variable(a, trainable=False) for a in arrays) for arrays in exchange.initial()
+            ]
+            self._accumulated = [
+                tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
+                for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
+            ]
+        self._accumulate = tf.function(self._traced_accumulate)
+        self._step = tf.function(self._traced_step)
+        self._score = tf.function(self._traced_score)
+        self._predict = tf.function(lambda inputs: self.model(inputs, training=False))
+
+    def place(self, batch: Batch):
+        with tf.device(self._device):
+            inputs = tf.constant(batch.inputs.astype(self.dtype, copy=False))
+            return inputs, tf.constant(batch.labels), tf.constant(batch.weights.astype(self.dtype, copy=False))
+
+    def accumulate(self, placed, scale: float, seed: int):
+        return self._accumulate(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
+
+    def step(self, placed, scale: float, seed: int, learning_rate: float):
+        rate = tf.constant(learning_rate, self.dtype)
+        return self._step(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), rate)
+
+    def score(self, placed):
+        return self._score(*placed)
+
+    def predict(self, placed) -> np.ndarray:
+        return self._predict(placed[0]).numpy()
+
+    def _backward(self, inputs, labels, weights, scale, seed):
+        # uint32 pairs, one per generator: masks depend on (seed, step, rank) and repeat after a resume.
+        for i, variable in enumerate(self._seeds):
+            pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
+            variable.value.assign(tf.cast(pair, variable.value.dtype))
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            variables = [v.value for v in self._trainable.values()]
+            tape.watch(variables)
+            loss, sums = _sums(self.model(inputs, training=True), labels, weights)
+            scaled = loss * scale
+        gradients = tape.gradient(scaled, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [tf.convert_to_tensor(g) for g in gradients], sums
+
+    def _traced_accumulate(self, inputs, labels, weights, scale, seed):
+        gradients, sums = self._backward(inputs, labels, weights, scale, seed)
+        for total, gradient in zip(self._accumulated, gradients, strict=True):
+            total.assign_add(gradient)
+        return sums
+
+    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate):
+        gradients, sums = self._backward(inputs, labels, weights, scale, seed)
+        for i, total in enumerate(self._accumulated):
+            gradients[i] = gradients[i] + total
+            total.assign(tf.zeros_like(total))
+        started = []
+        for b, members in enumerate(self.exchange.buckets):
+            parts = [tf.reshape(gradients[i], [-1]) for i in members]
+            flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+            started.append(self.exchange.start(b, flat, tuple(v.value() for v in self._exchange_state[b])))
+        reduced, states = self.exchange.finish(started)
+        for variables, values in zip(self._exchange_state, states, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+        for members, flat in zip(self.exchange.buckets, reduced, strict=True):
+            shapes = [gradients[i].shape for i in members]
+            parts = tf.split(flat, [shape.num_elements() for shape in shapes]) if len(members) > 1 else [flat]
+            for i, shape, part in zip(members, shapes, parts, strict=True):
+                gradients[i] = tf.reshape(part, shape)
+        self._optimizer.learning_rate.assign(learning_rate)
+        self._optimizer.apply(gradients, list(self._trainable.values()))
+        return sums
+
+    def _traced_score(self, inputs, labels, weights):
+        return _sums(self.model(inputs, training=False), labels, weights)[1]
+
+    def local_state(self) -> Tree:
+        return {f"{b}/{k}": x.numpy() for b, state in enumerate(self._exchange_state) for k, x in enumerate(state)}
+
+    def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
+        for b, state in enumerate(self._exchange_state):
+            for k, variable in enumerate(state):
+                variable.assign(tree[f"{b}/{k}"])
+
+    def _variables(self) -> dict[str, tf.Variable]:
+        found = {f"weights/{p}": v for p, v in self._trainable.items()}
+        found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
+        for slot, variables in self._optimizer.slots.items():
+            found |= {f"slots/{slot}/{p}": v for p, v in zip(self._trainable, variables, strict=True)}
+        if self.config.optim.name != "sgd":
+            found["slots/step"] = self._optimizer.iterations
+        return found
+
+    def _arrays(self) -> Tree:
+        arrays = {key: np.array(v.value) for key, v in self._variables().items()}
+        if "slots/step" in arrays:  # PyTorch counts in float32
+            arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
+        return arrays
+
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        variables = self._variables()
+        for key, array in arrays.items():
+            variables[key].assign(np.asarray(array).astype(variables[key].dtype))
+
+
+def _sums(logits, labels, weights):
+    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64)."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    loss = tf.reduce_sum(losses * weights)
+    correct = tf.reduce_sum(tf.cast(tf.argmax(logits, 1) == labels, weights.dtype) * weights)
+    return loss, tf.cast(tf.stack([loss, correct, tf.reduce_sum(weights)]), tf.float64)
+
+
+def _device(config: Config, communicator: Communicator) -> str:
+    gpus = tf.config.list_physical_devices("GPU")
+    if config.device == "cpu" or (config.device == "auto" and not gpus):
+        tf.config.set_visible_devices([], "GPU")
+        return "/CPU:0"
+    if not gpus:
+        raise ConfigError(
+            "this TensorFlow sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'"
+        )
+    gpu = gpus[gpu_index(len(gpus), communicator.local_rank, config.devices)]
+    tf.config.set_visible_devices([gpu], "GPU")
+    tf.config.experimental.set_memory_growth(gpu, True)
+    return "/GPU:0"
+
+
+def configure(threads: int, seed: int, verbose: bool) -> None:
+    """Before the first op: this rank's share of the cores."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def open_frontend(
+    config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
+) -> TensorFlowFrontEnd:
+    return TensorFlowFrontEnd(config, communicator, tuple(input_shape), num_classes)
+
+
+def horovod(expected_size: int) -> HorovodTensorFlow:
+    return HorovodTensorFlow(expected_size)

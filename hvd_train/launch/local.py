@@ -1,0 +1,113 @@
+"""``hvd-train ... -np N``: the same command again under mpirun or horovodrun on this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hvd_train.errors import ConfigError
+
+GRACE_SECONDS = 15.0
+
+
+def find_tool(name: str) -> str | None:
+    """The launcher beside this Python (a virtual environment need not be activated), else the one on PATH."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def mpi_built() -> bool:
+    """Whether Horovod speaks MPI, found by a file name: loading Horovod would load a framework."""
+    from importlib.util import find_spec
+
+    spec = find_spec("horovod")
+    if spec is None or spec.origin is None:
+        raise ConfigError("Horovod is not installed", fix="run scripts/setup")
+    for library in Path(spec.origin).parent.glob("*/mpi_lib*.so"):
+        linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False).stdout
+        return "libmpi" in linked
+    return False
+
+
+def choose(launcher: str) -> str:
+    """MPI before Gloo: on CPUs its allreduce goes through shared memory."""
+    if launcher == "auto":
+        launcher = "mpirun" if find_tool("mpirun") and mpi_built() else "horovodrun"
+    if find_tool(launcher) is None:
+        raise ConfigError(f"{launcher} is not installed", where="--launcher", fix="run scripts/setup, or 'hvd-train doctor'")
+    if launcher == "mpirun" and not mpi_built():
+        raise ConfigError("Horovod was built without MPI", where="--launcher mpirun", fix="use --launcher horovodrun")
+    return launcher
+
+
+def command(num_proc: int, launcher: str, arguments: list[str]) -> list[str]:
+    """The launcher's command line for ``python -m hvd_train ARGUMENTS`` on ``num_proc`` ranks of this host."""
+    program = [sys.executable, "-m", "hvd_train", *arguments]
+    tool = find_tool(launcher) or launcher
+    if launcher == "mpirun":
+        # One core per rank while there are enough; more ranks than cores must not be bound.
+        binding = "core" if num_proc <= (os.cpu_count() or 1) else "none"
+        return [tool, "--quiet", "-np", str(num_proc), "--bind-to", binding, "--map-by", "slot:oversubscribe", *program]
+    return [tool, "-np", str(num_proc), "--gloo", "--network-interfaces", "lo", *program]
+
+
+def environment() -> dict[str, str]:
+    """What Open MPI asks for under root, and the terminal's width, which ranks behind a pipe cannot see."""
+    env = dict(os.environ)
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    # Ranks of one host need no network; a listening port is one more thing to protect.
+    env.setdefault("OMPI_MCA_btl", "self,vader")
+    env.setdefault("OMPI_MCA_oob_tcp_if_include", "lo")
+    if sys.stdout.isatty():
+        env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns)
+    return env
+
+
+def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = False) -> int:
+    """Runs the job to its end and returns its exit code; a signal to this process reaches the ranks."""
+    chosen = choose(launcher)
+    line = command(num_proc, chosen, arguments)
+    if verbose:
+        print(" ".join(line), file=sys.stderr, flush=True)
+    child = subprocess.Popen(line, env=environment(), start_new_session=True)
+    previous = {s: signal.signal(s, _forward(child)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _end(child)
+    return code if code >= 0 else 128 - code
+
+
+def _forward(child: subprocess.Popen) -> Callable:
+    def handler(number: int, frame: object) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+
+    return handler
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Leaves no process behind: whatever of the launcher's session still runs is ended."""
+    import psutil
+
+    left = [p for p in psutil.process_iter() if _in_session(p, child.pid)]
+    for process in left:
+        process.terminate()
+    for process in psutil.wait_procs(left, timeout=GRACE_SECONDS if left else 0)[1]:
+        process.kill()
+
+
+def _in_session(process: object, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session  # type: ignore[attr-defined]
+    except (ProcessLookupError, PermissionError):
+        return False

@@ -1,0 +1,208 @@
+"""The contracts between the core and everything that knows a framework, a network or a file format.
+
+A *tensor* below is whatever the front-end computes with (``torch.Tensor``, ``tf.Tensor``, ``numpy.ndarray``).
+State goes in and comes out: nothing here hides a dictionary, so the same code runs eagerly, traced and in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Tensor = Any
+Handle = Any
+Tree = dict[str, np.ndarray]  # flat: neutral name -> array
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A trainable tensor: neutral name, shape in the front-end's own axis order, NumPy dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a (micro-)batch, padded to a fixed length so that shapes never change.
+
+    inputs: (length, *input_shape) float32 in the source's scale; labels: (length,) int64;
+    weights: (length,) float32, 1 for a sample and 0 for padding; indices: (count,) int64, the samples' places in the
+    source, in the order in which they stand in ``inputs`` (padding comes last).
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    indices: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
+
+
+class Source(Protocol):
+    """A finite data set with random access. ``fetch`` must be a pure function of the indices."""
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    fingerprint: str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """indices (k,) int64 -> inputs (k, *input_shape) float32, labels (k,) int64."""
+
+
+class Communicator(Protocol):
+    """Horovod's verbs over a front-end's tensors. ``serial.py`` is the identity, so no caller asks "if distributed"."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
+        """Starts an allreduce (``op``: sum, average, adasum) of equally shaped tensors; may reduce ``x`` in place."""
+
+    def allgather_async(self, x: Tensor, name: str) -> Handle:
+        """Starts a concatenation over ranks along axis 0, in rank order; lengths may differ."""
+
+    def synchronize(self, handle: Handle) -> Tensor: ...
+
+    def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes: ...
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]: ...
+
+    def barrier(self) -> None: ...
+
+
+class Ops(Protocol):
+    """The tensor verbs that exchange and compression need; arithmetic operators come from the tensors themselves."""
+
+    def from_numpy(self, x: np.ndarray) -> Tensor: ...
+    def to_numpy(self, x: Tensor) -> np.ndarray: ...
+    def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
+    def topk(self, x: Tensor, k: int) -> Tensor:
+        """Indices (k,) of the largest entries of the flat ``x``."""
+
+    def above(self, x: Tensor, bound: float | Tensor) -> Tensor:
+        """Indices (m,) of the entries of the flat ``x`` that are > bound; m depends on the data."""
+
+    def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
+    def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
+        """A flat tensor of zeros into which values are added (an index may occur several times)."""
+
+    def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False) -> Tensor: ...
+    def orthonormal(self, x: Tensor) -> Tensor:
+        """An orthonormal basis of the column space of ``x`` (QR)."""
+
+    def clip(self, x: Tensor, limit: float) -> Tensor:
+        """Entries of ``x`` limited to [-limit, limit]."""
+
+    def sum_of_squares(self, x: Tensor) -> Tensor: ...
+    def all_finite(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels: ``sum`` tensors are added over ranks, ``gather`` tensors are concatenated along axis 0."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+
+
+State = tuple[Tensor, ...]  # a compressor's state for one bucket: residual, low-rank basis, ...
+Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
+
+
+class Compressor(Protocol):
+    """Turns one gradient into wires and back; it never sees a network.
+
+    Law: input + old residual = this rank's decoded part + new residual.
+    """
+
+    per_tensor: bool  # True: wants each tensor in its own shape (PowerSGD); False: works on flat buckets
+
+    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
+
+    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
+
+
+Sums = Tensor  # (3,) of the compute precision: [sum of weighted losses, weighted number correct, sum of weights]
+
+
+class FrontEnd(Protocol):
+    """A model, its optimizer and its device in one framework.
+
+    A step is: any number of ``accumulate`` calls, then one ``step``, which hands the gradients to ``exchange`` and
+    applies what comes back. ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples,
+    so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss.
+    """
+
+    ops: Ops
+    communicator: Communicator
+
+    def specs(self) -> list[TensorSpec]:
+        """Trainable tensors, in the same order on every rank."""
+
+    def connect(self, exchange: Exchange) -> None:
+        """Takes the exchange that every later ``step`` uses."""
+
+    def place(self, batch: Batch) -> Any: ...
+
+    def accumulate(self, placed: Any, scale: float, seed: int) -> Sums: ...
+
+    def step(self, placed: Any, scale: float, seed: int, learning_rate: float) -> Sums: ...
+
+    def score(self, placed: Any) -> Sums: ...
+
+    def predict(self, placed: Any) -> np.ndarray:
+        """(length, num_classes) float: logits."""
+
+    def state(self) -> Tree:
+        """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``."""
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Takes a tree of ``state``; tensors that are not in it stay as they are."""
+
+    def local_state(self) -> Tree:
+        """What differs between ranks: the compressor's state."""
+
+    def load_local(self, tree: Mapping[str, np.ndarray]) -> None: ...
+
+    def average(self, names: Sequence[str] | None = None) -> None:
+        """Averages the named weights (None: all weights and running statistics) over the ranks, in place."""
+
+
+class Exchange(Protocol):
+    """Gradients in, reduced gradients out (core/exchange.py): called eagerly, from hooks, or while tracing."""
+
+    buckets: Sequence[Sequence[int]]  # indices into ``specs()``; each bucket travels as one flat tensor
+
+    def initial(self) -> list[tuple[np.ndarray, ...]]: ...
+
+    def start(self, bucket: int, gradient: Tensor, state: State) -> Any: ...
+
+    def finish(self, started: Sequence[Any]) -> tuple[list[Tensor], list[State]]: ...
+
+
+Build = Callable[..., Any]  # a zoo's or a user's model function: build(input_shape=, num_classes=, **options)

@@ -1,0 +1,279 @@
+"""The three jobs of the command line, put together from the rooms: fit, evaluate, predict."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train import __version__
+from hvd_train.config import Config, changed, digest, resolved_yaml
+from hvd_train.core import checkpoint
+from hvd_train.core.agreement import together
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.loop import Trainer, check_tree, start_agreement
+from hvd_train.core.loop import evaluate as evaluate_batches
+from hvd_train.data.loader import Loader
+from hvd_train.data.sources import DataSet, open_data
+from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.environment import World, rank_settings, threads, world
+from hvd_train.protocol import Communicator, Exchange, FrontEnd
+
+FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
+
+
+@dataclass
+class Job:
+    """What every command needs: this rank's place, the data, the front-end."""
+
+    config: Config
+    communicator: Communicator
+    data: DataSet
+    frontend: FrontEnd
+
+    def loader(self, split: str) -> Loader:
+        c, communicator = self.config, self.communicator
+        return Loader(
+            getattr(self.data, split),
+            global_batch=c.global_batch(communicator.size),
+            accumulate=c.accumulate_grad_batches,
+            rank=communicator.rank,
+            size=communicator.size,
+            seed=c.seed,
+        )
+
+
+def _frontend_module(config: Config, here: World, verbose: bool) -> Any:
+    """Loads the framework, after the settings that it reads only then."""
+    count = threads(config.threads, here)
+    for name, value in rank_settings(here, config.framework, count, verbose).items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module(FRONTENDS[config.framework])
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("torch", "tensorflow", "keras"):
+            raise
+        fix = f"run scripts/setup --frameworks {config.framework}"
+        raise ConfigError(f"{config.framework} is not installed", where=f"framework: {config.framework}", fix=fix) from error
+    module.configure(count, config.seed, verbose)
+    return module
+
+
+def _connect(config: Config, frontend: FrontEnd) -> Exchange:
+    from hvd_train.compression import make
+    from hvd_train.core.exchange import Clip
+    from hvd_train.core.exchange import Exchange as GradientExchange
+
+    clip = Clip(config.gradient_clip_val, config.gradient_clip_algorithm)
+    compressor = make(config.exchange.compression)
+    exchange = GradientExchange(
+        frontend.specs(), frontend.packing, compressor, frontend.communicator, frontend.ops, clip
+    )
+    frontend.connect(exchange)
+    return exchange
+
+
+def _versions(config: Config) -> dict[str, str]:
+    names = {"pytorch": ["torch"], "tensorflow": ["tensorflow", "keras"]}[config.framework] + ["horovod", "numpy"]
+    found = {"hvd_train": __version__, "python": platform.python_version()}
+    for name in names:
+        for package in (name, f"{name}-cpu"):
+            try:
+                found[name] = importlib.metadata.version(package)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+@contextmanager
+def _job(config: Config, verbose: bool, datasets: DataSet | None = None) -> Iterator[Job]:
+    """Data first (it fails fastest), then the framework, the world, the model, and the ranks' agreement on all that."""
+    here = world()
+    data = open_data(config.data)
+    module = _frontend_module(config, here, verbose)
+    communicator = module.horovod(here.size) if here.size > 1 else Serial()
+    communicator.open()
+    frontend = together(
+        communicator, lambda: module.open_frontend(config, communicator, data.input_shape, data.num_classes)
+    )
+    facts = {
+        "config": digest(config),
+        "data": f"{data.name}, {len(data.train)} + {len(data.val)} samples, {data.fingerprint}",
+        "global batch": str(config.global_batch(communicator.size)),
+        **_versions(config),
+    }
+    start_agreement(config, frontend, facts)
+    _connect(config, frontend)
+    yield Job(config, communicator, data, frontend)
+    communicator.barrier()
+    communicator.close()
+
+
+def _run_folder(run_dir: Path, resume: str | None, overwrite: bool) -> None:
+    """A run folder holds one run: another one in its place must be asked for."""
+    used = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
+    if used and resume is None and not overwrite:
+        fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
+        raise ConfigError("the run folder holds a run already", where=str(run_dir), fix=fix)
+    if used and overwrite and resume is None:
+        for name in ("checkpoints", "tensorboard"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        for name in ("metrics.jsonl", "summary.json"):
+            (run_dir / name).unlink(missing_ok=True)
+    checkpoint.preflight(run_dir / "checkpoints")
+
+
+def _find_snapshot(
+    config: Config, run_dir: Path, resume: str | None, allow_change: Sequence[str], log: Any
+) -> checkpoint.Snapshot | None:
+    if resume is None:
+        return None
+    if resume in ("auto", "last"):
+        snapshot = checkpoint.newest(run_dir / "checkpoints", log.warning)
+        if snapshot is None and resume == "last":
+            raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
+    else:
+        path = checkpoint.resolve(run_dir, resume)
+        snapshot = checkpoint.load(path) if path else None
+    if snapshot is not None:
+        old = Config.model_validate(snapshot.meta["config"])
+        rows = [(key, a, b) for key, a, b in changed(old, config) if not _allowed(key, allow_change)]
+        if rows:
+            listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
+            keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
+            raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}")
+    return snapshot
+
+
+def _allowed(key: str, allow_change: Sequence[str]) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
+
+
+def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
+    """Trains; on rank 0 leaves a run folder. Returns the exit code."""
+    run_dir, here = Path(config.run_dir), world()
+    if here.rank == 0:
+        _run_folder(run_dir, resume, overwrite)
+    with _job(config, verbose) as job:
+        communicator = job.communicator
+        log: RunLog | NullLog = NullLog()
+        if communicator.rank == 0:
+            log = RunLog(
+                run_dir,
+                config_yaml=resolved_yaml(config),
+                tensorboard=config.tensorboard,
+                total_epochs=config.max_epochs,
+            )
+        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log)
+        snapshot = together(
+            communicator,
+            lambda: _find_snapshot(config, run_dir, resume, allow_change, log) if communicator.rank == 0 else None,
+        )
+        trainer.restore(snapshot)
+        if resume is not None:
+            log.truncate_after(trainer.progress.step)
+        log.message(_banner(job, trainer, snapshot))
+        summary = trainer.fit()
+        log.summary(summary)
+        log.message(_closing(summary, run_dir))
+        log.close()
+    return 0
+
+
+def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:
+    c, count = job.config, sum(spec.size for spec in job.frontend.specs())
+    lines = [
+        f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "
+        f"{len(job.data.val):,} validation samples",
+        f"{job.communicator.size} rank{'s' * (job.communicator.size > 1)}, global batch {trainer.global_batch}, "
+        f"{trainer.steps_per_epoch} steps per epoch",
+    ]
+    if snapshot:
+        p = trainer.progress
+        lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
+    return "\n".join(lines)
+
+
+def _closing(summary: dict[str, Any], run_dir: Path) -> str:
+    loss, accuracy = summary["val_loss"], summary["val_accuracy"]
+    result = f"validation loss {loss:.4f}, accuracy {accuracy:.4f}" if loss is not None else "no evaluation"
+    return f"done: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
+
+
+def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
+    """Rank 0 reads; all ranks get the weights and statistics (the optimizer's slots are not needed)."""
+    from hvd_train.core.loop import _pack, _unpack
+
+    communicator, run_dir = job.communicator, Path(job.config.run_dir)
+
+    def read() -> checkpoint.Snapshot | None:
+        if communicator.rank:
+            return None
+        if which == "last":
+            found = checkpoint.newest(run_dir / "checkpoints", lambda text: None)
+            if found is None:
+                raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
+            return found
+        path = checkpoint.resolve(run_dir, which)
+        assert path is not None
+        return checkpoint.load(path)
+
+    snapshot = together(communicator, read)
+    own = {k: v for k, v in snapshot.tree.items() if not k.startswith("slots/")} if snapshot else {}
+    tree = _unpack(communicator.broadcast_bytes(_pack(own) if communicator.rank == 0 else b""))
+    check_tree({k: v for k, v in job.frontend.state().items() if not k.startswith("slots/")}, tree)
+    job.frontend.load(tree)
+    return snapshot  # type: ignore[return-value]
+
+
+def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
+    """Loss and accuracy of a checkpoint over every sample of a split, exactly once; one JSON line on rank 0."""
+    with _job(config, verbose) as job:
+        _load_weights(job, which)
+        result = evaluate_batches(job.frontend, job.loader(split).evaluation())
+        if job.communicator.rank == 0:
+            print(
+                json.dumps(
+                    {"split": split, "loss": result.loss, "accuracy": result.accuracy, "samples": result.samples}
+                ),
+                flush=True,
+            )
+    return 0
+
+
+def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
+    """Writes (samples, num_classes) logits in the data set's order as .npy; N ranks share the work."""
+    with _job(config, verbose) as job:
+        _load_weights(job, which)
+        communicator, total = job.communicator, len(getattr(job.data, split))
+        rows = None
+        for batch in job.loader(split).evaluation():
+            logits = job.frontend.predict(job.frontend.place(batch))[: batch.count]
+            parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(logits).tobytes())
+            if communicator.rank:
+                continue
+            if rows is None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                partial = output.with_name(output.name + ".partial")
+                rows = np.lib.format.open_memmap(partial, "w+", logits.dtype, (total, logits.shape[1]))
+            width = 8 + rows.dtype.itemsize * rows.shape[1]
+            for part in parts:
+                count = len(part) // width
+                indices = np.frombuffer(part, np.int64, count)
+                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, -1)
+        if rows is not None:
+            rows.flush()
+            os.replace(partial, output)
+            print(f"{total:,} predictions of the {split} split: {output}", flush=True)
+    return 0

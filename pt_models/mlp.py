@@ -1,0 +1,38 @@
+"""A multi-layer perceptron on the flattened input: dense layers with ReLU between them."""
+
+import math
+
+import torch.nn as nn
+
+
+class MLP(nn.Module):
+    """(n, *input_shape) -> logits (n, num_classes)."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, hidden: list[int]) -> None:
+        super().__init__()
+        self.input_shape = tuple(input_shape)
+        sizes = [math.prod(input_shape), *hidden, num_classes]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = self.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def build(input_shape, num_classes, hidden: list[int] = (128,)) -> MLP:
+    return MLP(input_shape, num_classes, list(hidden))
+
+
+def neutral(model: MLP) -> dict[str, tuple]:
+    table = {}
+    for i, layer in enumerate(model.layers):
+        out, into = layer.weight.shape
+        if i == 0 and len(model.input_shape) == 3:  # (channels, height, width) -> (height, width, channels)
+            table[f"layers.{i}.weight"] = (f"fc{i + 1}.kernel", (out, *model.input_shape), (2, 3, 1, 0), (into, out))
+        else:
+            table[f"layers.{i}.weight"] = (f"fc{i + 1}.kernel", None, (1, 0), (into, out))
+        table[f"layers.{i}.bias"] = (f"fc{i + 1}.bias", None, None, (out,))
+    return table

@@ -38,7 +38,7 @@ class SGD(_Fused):
 
     def update_step(self, gradient, variable, learning_rate):
         if self.decay:
-            gradient = gradient + tf.cast(self.decay, gradient.dtype) * variable
+            gradient = gradient + tf.constant(self.decay, gradient.dtype) * variable
         rate, handle = tf.cast(learning_rate, gradient.dtype), variable.handle
         if not self.momentum:
             tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
@@ -48,7 +48,7 @@ class SGD(_Fused):
             accum=self._slot("momentum", variable),
             lr=rate,
             grad=gradient,
-            momentum=tf.cast(self.momentum, gradient.dtype),
+            momentum=tf.constant(self.momentum, gradient.dtype),
             use_nesterov=self.nesterov,
         )
 
@@ -67,7 +67,7 @@ class Adam(_Fused):
 
     def update_step(self, gradient, variable, learning_rate):
         dtype = gradient.dtype
-        rate, decay = tf.cast(learning_rate, dtype), tf.cast(self.decay, dtype)
+        rate, decay = tf.cast(learning_rate, dtype), tf.constant(self.decay, dtype)
         if self.decay and self.decoupled:
             variable.assign_sub(rate * decay * variable)
         elif self.decay:
@@ -81,9 +81,9 @@ class Adam(_Fused):
             beta1_power=powers[0],
             beta2_power=powers[1],
             lr=rate,
-            beta1=tf.cast(self.betas[0], dtype),
-            beta2=tf.cast(self.betas[1], dtype),
+            beta1=tf.constant(self.betas[0], dtype),
+            beta2=tf.constant(self.betas[1], dtype),
             # The kernel divides by sqrt(v) + epsilon and corrects the bias outside; torch corrects v first.
-            epsilon=tf.cast(self.eps, dtype) * tf.sqrt(1 - powers[1]),
+            epsilon=tf.constant(self.eps, dtype) * tf.sqrt(1 - powers[1]),
             grad=gradient,
         )

@@ -65,8 +65,7 @@ def environment() -> dict[str, str]:
     # Ranks of one host need no network; a listening port is one more thing to protect.
     env.setdefault("OMPI_MCA_btl", "self,vader")
     env.setdefault("OMPI_MCA_oob_tcp_if_include", "lo")
-    if sys.stdout.isatty():
-        env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns)
+    env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns) if sys.stdout.isatty() else "0"
     return env
 
 

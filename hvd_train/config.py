@@ -39,7 +39,7 @@ class ModelConfig(Section):
     """Any further key is an option of the model's build function."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str = Field("cnn", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'")
+    name: str = Field("mlp", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'")
 
     @property
     def options(self) -> dict[str, Any]:

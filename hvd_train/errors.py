@@ -8,13 +8,16 @@ from __future__ import annotations
 
 
 class TrainError(Exception):
-    """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``."""
+    """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``.
+
+    ``common``: every rank raises the same error, so that rank 0 alone need speak.
+    """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "", common: bool = False) -> None:
         super().__init__(what, where, fix)
-        self.what, self.where, self.fix = what, where, fix
+        self.what, self.where, self.fix, self.common = what, where, fix, common
 
     def __str__(self) -> str:
         return "; ".join(part for part in (self.what, self.where, self.fix) if part)

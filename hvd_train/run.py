@@ -122,7 +122,8 @@ def _job(config: Config, verbose: bool, datasets: DataSet | None = None) -> Iter
 
 def _run_folder(run_dir: Path, resume: str | None, overwrite: bool) -> None:
     """A run folder holds one run: another one in its place must be asked for."""
-    used = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
+    metrics = run_dir / "metrics.jsonl"
+    used = (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoint.find(run_dir / "checkpoints"))
     if used and resume is None and not overwrite:
         fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
         raise ConfigError("the run folder holds a run already", where=str(run_dir), fix=fix)

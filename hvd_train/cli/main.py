@@ -16,7 +16,7 @@ import click
 from hvd_train import __version__
 from hvd_train.errors import ConfigError, TrainError
 
-SPEAK_SECONDS = 1.0
+SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 
 
 class Commands(click.Group):
@@ -27,8 +27,8 @@ class Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            if near and not args[0].startswith("-"):
-                error.message = f"No such command '{args[0]}'. Did you mean '{near[0]}'?"
+            if near and "Did you mean" not in error.message and not args[0].startswith("-"):
+                error.message += f" Did you mean '{near[0]}'?"
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -233,6 +233,15 @@ def doctor(verbose: bool) -> None:
     sys.exit(checks.doctor(verbose))
 
 
+@cli.command(hidden=True)
+@click.option("--framework", type=click.Choice(["pytorch", "tensorflow"]), required=True)
+def probe(framework: str) -> None:
+    """One rank of the doctor's allreduce."""
+    from hvd_train.cli import doctor as checks
+
+    sys.exit(checks.probe(framework))
+
+
 @cli.command("config")
 @config_option
 @set_option
@@ -285,9 +294,10 @@ def main() -> None:
         error.show()
         _leave(error.exit_code)
     except TrainError as error:
-        _wait_turn()
-        for line in _lines(error):
-            print(line, file=sys.stderr)
+        if not (error.common and _rank() not in ("", "[rank 0]")):
+            _wait_turn()
+            for line in _lines(error):
+                print(line, file=sys.stderr)
         _leave(error.exit_code)
     except KeyboardInterrupt:
         _leave(130)

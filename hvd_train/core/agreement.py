@@ -23,7 +23,7 @@ def agree(communicator: Communicator, facts: Mapping[str, str]) -> None:
             groups = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
             rows += [f"  {key:<20} rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items()]
     if rows:
-        raise ConfigError("\n".join(["the ranks differ, so training would hang or be wrong:", *rows]))
+        raise ConfigError("\n".join(["the ranks differ, so training would hang or be wrong:", *rows]), common=True)
 
 
 def together(communicator: Communicator, work: Callable[[], T]) -> T:
@@ -40,5 +40,5 @@ def together(communicator: Communicator, work: Callable[[], T]) -> T:
         rank, (kind, what, where, fix) = next(iter(failed.items()))
         if len(failed) < len(records):
             what = f"on rank {', '.join(map(str, failed))}: {what}"
-        raise getattr(errors, kind)(what, where=where, fix=fix) from failure
+        raise getattr(errors, kind)(what, where=where, fix=fix, common=True) from failure
     return result  # type: ignore[return-value]

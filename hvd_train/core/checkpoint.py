@@ -90,7 +90,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
         temporary.mkdir(parents=True)
         files = {}
         for part, tree in parts.items():
-            content = serialize({key: np.ascontiguousarray(array) for key, array in tree.items()})
+            content = serialize({key: np.asarray(array, order="C") for key, array in tree.items()})
             _write(temporary / f"{part}.safetensors", content)
             files[f"{part}.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         manifest = {

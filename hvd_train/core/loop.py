@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import agree
+from hvd_train.core.agreement import agree, together
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.schedule import Schedule
 from hvd_train.data.loader import Loader, Step
@@ -182,9 +182,8 @@ class Trainer:
         sums = global_sums(self.frontend, local)
         result = Result.of(sums)
         if not math.isfinite(result.loss):
-            raise NonFiniteError(
-                f"the training loss is {result.loss}", where=f"epoch {p.epoch + 1}, before step {p.step}", fix=NONFINITE_FIX
-            )
+            where = f"epoch {p.epoch + 1}, up to step {p.step}"
+            raise NonFiniteError(f"the training loss is {result.loss}", where=where, fix=NONFINITE_FIX, common=True)
         p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
         self.log.train(
             p.epoch, p.step, result.loss, result.accuracy, result.samples, rate, self.samples_per_second()
@@ -276,7 +275,7 @@ class Trainer:
         outcome = communicator.broadcast_bytes(outcome.encode()).decode()
         if outcome:
             what, where, fix = json.loads(outcome)
-            raise CheckpointError(what, where=where, fix=fix)
+            raise CheckpointError(what, where=where, fix=fix, common=True)
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> None:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks."""
@@ -289,7 +288,7 @@ class Trainer:
                 self.frontend.load_local(everyone[communicator.rank])
         own = snapshot.tree if snapshot else self.frontend.state()
         tree = _unpack(communicator.broadcast_bytes(_pack(own) if communicator.rank == 0 else b""))
-        check_tree(self.frontend.state(), tree)
+        together(communicator, lambda: check_tree(self.frontend.state(), tree))
         self.frontend.load(tree)
 
     # ---- summary
@@ -360,7 +359,7 @@ def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
 def _pack(tree: Tree) -> bytes:
     from safetensors.numpy import save
 
-    return save({key: np.ascontiguousarray(array) for key, array in tree.items()})
+    return save({key: np.asarray(array, order="C") for key, array in tree.items()})
 
 
 def _unpack(data: bytes) -> Tree:

@@ -275,3 +275,7 @@ def open_frontend(
 
 def horovod(expected_size: int) -> HorovodTorch:
     return HorovodTorch(expected_size)
+
+
+def cpu_ops() -> TorchOps:
+    return TorchOps(torch.device("cpu"))

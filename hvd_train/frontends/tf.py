@@ -274,3 +274,7 @@ def open_frontend(
 
 def horovod(expected_size: int) -> HorovodTensorFlow:
     return HorovodTensorFlow(expected_size)
+
+
+def cpu_ops() -> TensorFlowOps:
+    return TensorFlowOps()

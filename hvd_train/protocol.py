@@ -14,7 +14,7 @@ import numpy as np
 
 Tensor = Any
 Handle = Any
-Tree = dict[str, np.ndarray]  # flat: neutral name -> array
+Tree = dict[str, np.ndarray]  # flat: key -> array
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Ops(Protocol):
     def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
         """A flat tensor of zeros into which values are added (an index may occur several times)."""
 
-    def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False) -> Tensor: ...
+    def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor: ...
     def orthonormal(self, x: Tensor) -> Tensor:
         """An orthonormal basis of the column space of ``x`` (QR)."""
 
@@ -150,6 +150,14 @@ class Compressor(Protocol):
 Sums = Tensor  # (3,) of the compute precision: [sum of weighted losses, weighted number correct, sum of weights]
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How tensors are put into buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
+
+    bucket_bytes: int
+    alone_bytes: int
+
+
 class FrontEnd(Protocol):
     """A model, its optimizer and its device in one framework.
 
@@ -160,6 +168,7 @@ class FrontEnd(Protocol):
 
     ops: Ops
     communicator: Communicator
+    packing: Packing
 
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors, in the same order on every rank."""
@@ -191,6 +200,9 @@ class FrontEnd(Protocol):
 
     def average(self, names: Sequence[str] | None = None) -> None:
         """Averages the named weights (None: all weights and running statistics) over the ranks, in place."""
+
+    def average_statistics(self) -> None:
+        """Averages the running statistics alone: they are what each rank gathers for itself."""
 
 
 class Exchange(Protocol):

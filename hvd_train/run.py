@@ -96,14 +96,8 @@ def _versions(config: Config) -> dict[str, str]:
     return found
 
 
-@contextmanager
-def _job(config: Config, verbose: bool, datasets: DataSet | None = None) -> Iterator[Job]:
-    """Data first (it fails fastest), then the framework, the world, the model, and the ranks' agreement on all that."""
-    here = world()
-    data = open_data(config.data)
-    module = _frontend_module(config, here, verbose)
-    communicator = module.horovod(here.size) if here.size > 1 else Serial()
-    communicator.open()
+def open_job(config: Config, module: Any, communicator: Communicator, data: DataSet) -> Job:
+    """Builds the model on every rank and makes the ranks agree on all that training rests on."""
     frontend = together(
         communicator, lambda: module.open_frontend(config, communicator, data.input_shape, data.num_classes)
     )
@@ -115,7 +109,18 @@ def _job(config: Config, verbose: bool, datasets: DataSet | None = None) -> Iter
     }
     start_agreement(config, frontend, facts)
     _connect(config, frontend)
-    yield Job(config, communicator, data, frontend)
+    return Job(config, communicator, data, frontend)
+
+
+@contextmanager
+def _job(config: Config, verbose: bool) -> Iterator[Job]:
+    """Data first (it fails fastest), then the framework, the world, the model."""
+    here = world()
+    data = open_data(config.data)
+    module = _frontend_module(config, here, verbose)
+    communicator = module.horovod(here.size) if here.size > 1 else Serial()
+    communicator.open()
+    yield open_job(config, module, communicator, data)
     communicator.barrier()
     communicator.close()
 
@@ -163,33 +168,35 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 
 def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
-    run_dir, here = Path(config.run_dir), world()
-    if here.rank == 0:
-        _run_folder(run_dir, resume, overwrite)
+    if world().rank == 0:
+        _run_folder(Path(config.run_dir), resume, overwrite)
     with _job(config, verbose) as job:
-        communicator = job.communicator
-        log: RunLog | NullLog = NullLog()
-        if communicator.rank == 0:
-            log = RunLog(
-                run_dir,
-                config_yaml=resolved_yaml(config),
-                tensorboard=config.tensorboard,
-                total_epochs=config.max_epochs,
-            )
-        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log)
-        snapshot = together(
-            communicator,
-            lambda: _find_snapshot(config, run_dir, resume, allow_change, log) if communicator.rank == 0 else None,
-        )
-        trainer.restore(snapshot)
-        if resume is not None:
-            log.truncate_after(trainer.progress.step)
-        log.message(_banner(job, trainer, snapshot))
-        summary = trainer.fit()
-        log.summary(summary)
-        log.message(_closing(summary, run_dir))
-        log.close()
+        train(job, resume, allow_change)
     return 0
+
+
+def train(job: Job, resume: str | None = None, allow_change: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs the training of an opened job; returns the summary, equal on all ranks."""
+    config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
+    log: RunLog | NullLog = NullLog()
+    if communicator.rank == 0:
+        text = resolved_yaml(config)
+        log = RunLog(run_dir, config_yaml=text, tensorboard=config.tensorboard, total_epochs=config.max_epochs)
+    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log)
+
+    def find() -> checkpoint.Snapshot | None:
+        return None if communicator.rank else _find_snapshot(config, run_dir, resume, allow_change, log)
+
+    snapshot = together(communicator, find)
+    trainer.restore(snapshot)
+    if resume is not None:
+        log.truncate_after(trainer.progress.step)
+    log.message(_banner(job, trainer, snapshot))
+    summary = trainer.fit()
+    log.summary(summary)
+    log.message(_closing(summary, run_dir))
+    log.close()
+    return summary
 
 
 def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:

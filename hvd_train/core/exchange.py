@@ -10,15 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Rounds, State, Tensor, TensorSpec, Wire
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How tensors are put into buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
-
-    bucket_bytes: int
-    alone_bytes: int
+from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
 
 
 def plan(specs: Sequence[TensorSpec], packing: Packing) -> tuple[tuple[int, ...], ...]:

@@ -65,7 +65,7 @@ class Arrays:
             raise DataError(f"sample {bad} holds NaN or infinity", where=self.where, fix="mend or remove it")
 
     def _fingerprint(self) -> str:
-        """Over shape, types and rows spread evenly over the set, first and last among them: milliseconds for any size."""
+        """Over shape, types and evenly spread rows, first and last among them: milliseconds for any size."""
         n = len(self)
         text = f"{n} {self.input_shape} {np.dtype(self.inputs.dtype).str} {getattr(self.inputs, 'names', '')}"
         digest = hashlib.sha256(text.encode())

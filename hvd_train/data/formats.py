@@ -46,8 +46,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     """
     start = 4 + 4 * axes
     try:
-        opened: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-        with opened as stream:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             head = _read(stream, start)
             shape = _idx_shape(path, head, axes)
             expected = start + math.prod(shape)

@@ -31,9 +31,9 @@ class Step:
 class Loader:
     """Cuts epochs of ``source`` into steps.
 
-    Global batch k of an epoch that goes on from ``consumed`` holds order positions [consumed + k B, consumed + (k+1) B),
-    cut off at n, whatever the world size; ranks take contiguous parts of it, micro-batches parts of those. Every
-    micro-batch is padded with weight 0 to ``length`` rows, so shapes never change and an empty part is still a batch.
+    Global batch k of an epoch that goes on from ``consumed`` holds order positions
+    [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; ranks take contiguous parts of it,
+    micro-batches parts of those. Every micro-batch is padded with weight 0 to ``length`` rows, so shapes never change and an empty part is still a batch.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Loader:
             raise DataError(what, fix="use fewer ranks or more data")
         self.source, self.global_batch, self.accumulate = source, global_batch, accumulate
         self.rank, self.size, self.seed = rank, size, seed
-        self.length = -(-(-(-global_batch // size)) // accumulate)
+        # The first part is the longest: ceil(ceil(B / size) / accumulate).
+        self.length = share(share(global_batch, size, 0)[1], accumulate, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
@@ -62,7 +63,7 @@ class Loader:
 
     def _steps(self, epoch: int, consumed: int) -> Iterator[Step]:
         n, batch = len(self.source), self.global_batch
-        each = max(1, CHUNK // -(-batch // self.size))  # steps permuted at once
+        each = max(1, CHUNK // share(batch, self.size, 0)[1])  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
             own = [self._own(start, stop) for start, stop in bounds]
@@ -112,7 +113,7 @@ def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
                 ready.put(("item", item))
                 if left.is_set():
                     return
-        except BaseException as error:
+        except BaseException as error:  # the consumer raises it
             last = ("error", error)
         ready.put(last)
 

@@ -65,7 +65,7 @@ def _idx(config: DataConfig) -> Pair:
         images, labels = formats.read_idx(files[0], 3), formats.read_idx(files[1], 1)
         if len(images) != len(labels):
             raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
-        if config.image_size and config.image_size not in images.shape[1:]:
+        if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
             images = formats.resize(images, config.image_size)
         parts.append(Arrays(images, labels, str(files[0]), config.num_classes))
     return parts[0], parts[1]

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.config import Config
-from hvd_train.core.exchange import Packing
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
-from hvd_train.protocol import Batch, Communicator, Exchange, TensorSpec, Tree
+from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"32": torch.float32, "64": torch.float64}
 
@@ -47,8 +46,8 @@ class TorchOps:
     def scatter(self, length, indices, values):
         return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
 
-    def matmul(self, a, b, *, transpose_a=False):
-        return (a.T if transpose_a else a) @ b
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+        return (a.T if transpose_a else a) @ (b.T if transpose_b else b)
 
     def orthonormal(self, x):
         return torch.linalg.qr(x).Q

@@ -13,12 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.core.exchange import Packing
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import keras_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
-from hvd_train.protocol import Batch, Communicator, Exchange, TensorSpec, Tree
+from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"32": "float32", "64": "float64"}
 
@@ -48,8 +47,8 @@ class TensorFlowOps:
     def scatter(self, length, indices, values):
         return tf.tensor_scatter_nd_add(tf.zeros((length,), values.dtype), indices[:, None], values)
 
-    def matmul(self, a, b, *, transpose_a=False):
-        return tf.matmul(a, b, transpose_a=transpose_a)
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+        return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
     def orthonormal(self, x):
         return tf.linalg.qr(x).q

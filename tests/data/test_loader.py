@@ -1,0 +1,230 @@
+"""Every sample exactly once, the same global batches for every N, and a thread that leaves nothing behind."""
+
+import gc
+import threading
+import time
+import tracemalloc
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hvd_train.data import loader as loader_module
+from hvd_train.data.arrays import Arrays, Synthetic
+from hvd_train.data.loader import AHEAD, Loader
+from hvd_train.data.order import permute, steps
+from hvd_train.errors import DataError
+
+
+def source(n):
+    """Sample i holds the value i, so that inputs tell which sample they are."""
+    return Arrays(np.arange(n, dtype=np.float32)[:, None], np.zeros(n, np.int64), "test")
+
+
+def ranks(n, size, batch, accumulate=1, seed=0):
+    return [
+        Loader(source(n), global_batch=batch, accumulate=accumulate, rank=rank, size=size, seed=seed)
+        for rank in range(size)
+    ]
+
+
+def epoch_of(loaders, epoch=0, consumed=0):
+    """[(count, consumed, indices in order)] of all ranks together; checks every batch on the way."""
+    found = []
+    # The thread is tested below; without it the grids take a tenth of the time.
+    for together in zip(*(one._steps(epoch, consumed) for one in loaders), strict=True):
+        assert len({(step.count, step.consumed) for step in together}) == 1
+        batches = [batch for step in together for batch in step.micro_batches]
+        for batch in batches:
+            check(batch, loaders[0])
+        found.append((together[0].count, together[0].consumed, np.concatenate([b.indices for b in batches])))
+    return found
+
+
+def check(batch, one):
+    assert batch.inputs.shape == (one.length, 1)
+    assert batch.labels.shape == batch.weights.shape == (one.length,)
+    types = [a.dtype.name for a in (batch.inputs, batch.labels, batch.weights, batch.indices)]
+    assert types == ["float32", "int64", "float32", "int64"]
+    assert batch.weights.tolist() == [1.0] * batch.count + [0.0] * (one.length - batch.count)
+    assert batch.inputs[: batch.count, 0].tolist() == batch.indices.tolist()
+    assert not batch.inputs[batch.count :].any()
+
+
+@pytest.mark.parametrize("n", [5, 8, 13, 64, 101])
+@pytest.mark.parametrize("batch", [1, 3, 8, 10, 200])
+def test_every_sample_once_in_the_same_batches_for_every_world(n, batch):
+    expected = permute(np.arange(n), n, 4, 2)
+    for size, accumulate in product([1, 2, 3, 4, 5], [1, 2, 3]):
+        found = epoch_of(ranks(n, size, batch, accumulate, seed=4), epoch=2)
+        assert len(found) == steps(n, 0, batch)
+        for k, (count, consumed, indices) in enumerate(found):
+            assert consumed == min((k + 1) * batch, n)
+            assert count == len(indices)
+            assert indices.tolist() == expected[k * batch : consumed].tolist()
+
+
+@pytest.mark.parametrize(("first", "then"), [((1, 8), (3, 8)), ((2, 8), (2, 8)), ((4, 10), (1, 7)), ((3, 5), (5, 20))])
+def test_resume_goes_on_in_the_same_order(first, then):
+    n, expected = 61, permute(np.arange(61), 61, 0, 1)
+    for count, consumed, _ in epoch_of(ranks(n, *first), epoch=1):
+        assert count
+        rest = epoch_of(ranks(n, *then), epoch=1, consumed=consumed)
+        assert [i for _, _, part in rest for i in part] == expected[consumed:].tolist()
+        assert len(rest) == steps(n, consumed, then[1])
+
+
+@pytest.mark.parametrize("consumed", range(0, 18))
+def test_resume_anywhere(consumed):
+    rest = epoch_of(ranks(17, 2, 4, 2), consumed=consumed)
+    assert [i for _, _, part in rest for i in part] == permute(np.arange(17), 17, 0, 0)[consumed:].tolist()
+
+
+def test_the_order_does_not_depend_on_the_chunk(monkeypatch):
+    whole = [part.tolist() for _, _, part in epoch_of(ranks(3000, 3, 17, 2))]
+    monkeypatch.setattr(loader_module, "CHUNK", 20)
+    assert [part.tolist() for _, _, part in epoch_of(ranks(3000, 3, 17, 2))] == whole
+
+
+@pytest.mark.parametrize(("n", "batch", "accumulate"), list(product([5, 8, 13, 64, 101], [1, 3, 8, 50], [1, 2, 3])))
+def test_evaluation_covers_every_sample_once(n, batch, accumulate):
+    for size in (1, 2, 3, 4, 5):
+        loaders = ranks(n, size, batch, accumulate)
+        rounds = list(zip(*(one._evaluation() for one in loaders), strict=True))
+        for together in rounds:
+            for one in together:
+                check(one, loaders[0])
+        assert [i for together in rounds for one in together for i in one.indices] == list(range(n))
+
+
+def test_both_iterators_give_the_same_through_the_thread():
+    (one,) = ranks(50, 1, 8, 2)
+    pairs = [(one.epoch(3, 8), one._steps(3, 8)), (one.evaluation(), one._evaluation())]
+    for threaded, direct in pairs:
+        a, b = list(threaded), list(direct)
+        assert len(a) == len(b) > 0
+        flat = [[x for step in side for x in getattr(step, "micro_batches", (step,))] for side in (a, b)]
+        assert all(np.array_equal(x.inputs, y.inputs) for x, y in zip(*flat, strict=True))
+
+
+def test_a_rank_without_samples_gets_padding():
+    loaders = ranks(9, 4, 8)
+    last = list(loaders[3]._steps(0, 0))[-1]
+    assert last.count == 1
+    assert last.micro_batches[0].count == 0
+    assert not last.micro_batches[0].weights.any()
+
+
+def test_length_is_that_of_the_longest_part():
+    lengths = [ranks(100, size, batch, parts)[0].length for batch, size, parts in ((64, 2, 1), (65, 2, 1), (10, 3, 3))]
+    assert lengths == [32, 33, 2]
+
+
+def test_a_billion_samples():
+    one = Loader(Synthetic(10**9, (2, 2, 1), 10), global_batch=64, rank=1, size=3)
+    tracemalloc.start()
+    it = one.epoch(0, 500_000_000)
+    got = [next(it) for _ in range(5)]
+    it.close()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**21
+    assert one.steps_per_epoch == 15_625_000
+    assert got[-1].consumed == 500_000_320
+
+
+def test_fewer_samples_than_ranks():
+    with pytest.raises(DataError, match="3 samples for 4 ranks"):
+        Loader(source(3), global_batch=8, rank=0, size=4)
+
+
+def test_impossible_places_are_refused():
+    for bad in ({"global_batch": 0}, {"accumulate": 0}, {"rank": 2, "size": 2}, {"rank": -1}):
+        with pytest.raises(ValueError, match="no loader"):
+            Loader(source(9), **{"global_batch": 4, **bad})
+    for consumed in (-1, 10):
+        with pytest.raises(ValueError, match="consumed"):
+            Loader(source(9), global_batch=4).epoch(0, consumed)
+
+
+# ---- the thread
+
+
+class Watched:
+    """A source that counts its fetches and fails at one of them."""
+
+    input_shape, num_classes, fingerprint = (1,), 1, "watched"
+
+    def __init__(self, n, fail_at=-1):
+        self.n, self.fail_at, self.fetches = n, fail_at, 0
+
+    def __len__(self):
+        return self.n
+
+    def fetch(self, indices):
+        self.fetches += 1
+        if self.fetches == self.fail_at:
+            raise DataError("sample 7 holds NaN", where="x")
+        return np.zeros((len(indices), 1), np.float32), np.zeros(len(indices), np.int64)
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "prefetch"]
+
+
+def wait_for_none():
+    end = time.monotonic() + 5
+    while threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not threads()
+
+
+def test_the_thread_runs_ahead_but_not_away():
+    watched = Watched(10_000)
+    it = Loader(watched, global_batch=1).epoch(0)
+    next(it)
+    end = time.monotonic() + 5
+    while watched.fetches < AHEAD + 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert AHEAD + 1 <= watched.fetches <= AHEAD + 2
+    it.close()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 7, 20])
+@pytest.mark.parametrize("leave", ["close", "collect"])
+def test_leaving_early_ends_the_thread(taken, leave):
+    it = Loader(source(20), global_batch=1).epoch(0)
+    for _ in range(taken):
+        next(it)
+    if leave == "close":
+        it.close()
+        assert not threads()
+    del it
+    gc.collect()
+    assert wait_for_none()
+
+
+def test_running_to_the_end_leaves_no_thread():
+    one = Loader(source(20), global_batch=3)
+    for epoch in range(20):
+        assert len(list(one.epoch(epoch))) == 7
+    assert not threads()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 6])
+def test_an_error_reaches_the_consumer_in_its_place(fail_at):
+    it, got = Loader(Watched(10, fail_at), global_batch=1).epoch(0), 0
+    with pytest.raises(DataError, match="sample 7"):
+        for _ in it:
+            got += 1
+    assert got == fail_at - 1
+    assert not threads()
+
+
+def test_many_left_in_the_middle():
+    for _ in range(200):
+        it = Loader(source(50), global_batch=1).epoch(0)
+        next(it)
+        it.close()
+    assert not threads()

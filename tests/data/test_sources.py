@@ -1,0 +1,566 @@
+"""Every format opens and reads back what was written; every fault is one line that names the file and the way out."""
+
+import gzip
+import struct
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvd_train.data.arrays import Arrays, Synthetic
+from hvd_train.data.sources import KINDS, catalog, open_data
+from hvd_train.errors import DataError
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+RNG = np.random.default_rng(0)
+DEFAULTS = {
+    "path": None, "image_size": None, "val_fraction": 0.2, "num_samples": 100, "input_shape": [4, 4, 1],
+    "num_classes": None, "options": {},
+}  # fmt: skip
+
+
+def config(name, path=None, **keys):
+    return SimpleNamespace(**{**DEFAULTS, "name": name, "path": path and str(path), **keys})
+
+
+def opened(*args, **keys):
+    return open_data(config(*args, **keys))
+
+
+def fault(*args, **keys):
+    """The one line a user sees."""
+    with pytest.raises(DataError) as caught:
+        data = opened(*args, **keys)
+        for part in (data.train, data.val):  # what only fetching shows
+            part.fetch(np.arange(len(part)))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def everything(source):
+    inputs, labels = source.fetch(np.arange(len(source)))
+    assert inputs.dtype == np.float32
+    assert labels.dtype == np.int64
+    assert inputs.shape == (len(source), *source.input_shape)
+    assert labels.shape == (len(source),)
+    return inputs, labels
+
+
+# ---- IDX
+
+
+def idx(array, code=8):
+    return struct.pack(f">HBB{array.ndim}I", 0, code, array.ndim, *array.shape) + array.tobytes()
+
+
+def mnist(folder, *, dot="-", gz=False, size=(6, 5)):
+    """A small MNIST folder; returns {part: (images, labels)}."""
+    parts = {}
+    for part, n in (("train", 20), ("t10k", 10)):
+        images = RNG.integers(0, 256, (n, *size), np.uint8)
+        labels = np.arange(n, dtype=np.uint8) % 10
+        parts[part] = images, labels
+        for kind, array in (("images", images), ("labels", labels)):
+            path = folder / f"{part}-{kind}{dot}idx{array.ndim}-ubyte{'.gz' if gz else ''}"
+            path.write_bytes(gzip.compress(idx(array)) if gz else idx(array))
+    return parts
+
+
+@pytest.mark.parametrize("dot", ["-", "."])
+@pytest.mark.parametrize("gz", [False, True])
+def test_idx(tmp_path, dot, gz):
+    parts = mnist(tmp_path, dot=dot, gz=gz)
+    data = opened("idx", tmp_path)
+    assert data.input_shape == (6, 5, 1)
+    assert data.num_classes == 10
+    for source, (images, labels) in zip((data.train, data.val), parts.values(), strict=True):
+        inputs, got = everything(source)
+        assert np.array_equal(inputs[..., 0], images / np.float32(255))
+        assert np.array_equal(got, labels)
+
+
+def test_idx_plain_and_packed_are_the_same_data(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    parts = mnist(tmp_path / "a")
+    for part, arrays in parts.items():
+        for kind, array in zip(("images", "labels"), arrays, strict=True):
+            packed = tmp_path / "b" / f"{part}-{kind}.idx{array.ndim}-ubyte.gz"
+            packed.write_bytes(gzip.compress(idx(array)))
+    assert opened("idx", tmp_path / "a").fingerprint == opened("idx", tmp_path / "b").fingerprint
+
+
+def test_idx_resized(tmp_path):
+    mnist(tmp_path)
+    data = opened("idx", tmp_path, image_size=12)
+    assert data.input_shape == (12, 12, 1)
+    assert everything(data.train)[0].max() <= 1
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+FAULTS = {
+    "truncated": (IMAGES, lambda b: b[:-7], ["truncated", "616 bytes expected", "609 found", IMAGES]),
+    "long": (IMAGES, lambda b: b + b"x", ["too long", "616 bytes expected", "617 found", IMAGES]),
+    "header": (IMAGES, lambda b: b[:9], ["truncated", "16 bytes of header", "9 found"]),
+    "empty file": (IMAGES, lambda b: b"", ["truncated", "0 found", IMAGES]),
+    "magic": (IMAGES, lambda b: b"\x89PNG" + b[4:], ["89 50 4e 47", IMAGES]),
+    "dtype": (IMAGES, lambda b: b[:2] + b"\x0d" + b[3:], ["00 00 0d 03", IMAGES]),
+    "dims": (LABELS, lambda b: idx(np.zeros((20, 1), np.uint8)), ["1-dimensional", "00 00 08 02", LABELS]),
+    "huge": (IMAGES, lambda b: b[:4] + b"\xff" * 12, ["truncated", "616 found"]),
+    "count": (LABELS, lambda b: idx(np.zeros(19, np.uint8)), ["20 images", "19 labels", LABELS]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_idx_faults(tmp_path, name):
+    mnist(tmp_path)
+    file, damage, words = FAULTS[name]
+    path = tmp_path / file
+    path.write_bytes(damage(path.read_bytes()))
+    text = fault("idx", tmp_path)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda b: gzip.compress(b)[:-40], ["616 bytes expected", "found"]),
+        (lambda b: gzip.compress(b[:-7]), ["616 bytes expected", "609 found"]),
+        (lambda b: gzip.compress(b + bytes(5000)), ["too long", "616 bytes expected", "over 616 found"]),
+        (lambda b: b, ["no readable IDX file"]),
+        (lambda b: gzip.compress(b)[:30] + b"\xff" * 60, ["train-images"]),
+    ],
+)
+def test_idx_packed_faults(tmp_path, damage, words):
+    mnist(tmp_path, gz=True)
+    path = tmp_path / f"{IMAGES}.gz"
+    path.write_bytes(damage(gzip.decompress(path.read_bytes())))
+    text = fault("idx", tmp_path)
+    assert all(word in text for word in [*words, path.name]), text
+
+
+def test_idx_without_its_files(tmp_path):
+    assert "train-images-idx3-ubyte (or .gz)" in fault("idx", tmp_path)
+    mnist(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    assert "t10k-labels-idx1-ubyte" in fault("idx", tmp_path)
+
+
+@pytest.mark.skipif(not FASHION.exists(), reason="the package dataset-fashion-mnist is not installed")
+def test_fashion_mnist():
+    data = opened("idx", FASHION)
+    assert (len(data.train), len(data.val), data.num_classes) == (60_000, 10_000, 10)
+    assert data.input_shape == (28, 28, 1)
+    labels = data.train.fetch(np.arange(0, 60_000, 60))[1]
+    assert set(labels.tolist()) == set(range(10))
+    assert np.bincount(everything(data.val)[1]).tolist() == [1000] * 10
+
+
+# ---- digits, synthetic
+
+
+def test_digits():
+    data = opened("digits")
+    train, val = everything(data.train), everything(data.val)
+    assert (len(data.train), len(data.val)) == (1438, 359)
+    assert data.input_shape == (8, 8, 1)
+    assert train[0].min() == 0
+    assert train[0].max() == 1
+    both = np.bincount(train[1]) + np.bincount(val[1])
+    assert np.abs(np.bincount(val[1]) - both / 5).max() <= 0.5
+    rows = np.concatenate([data.train.rows, data.val.rows])
+    assert np.array_equal(np.sort(rows), np.arange(1797))
+
+
+def test_digits_resized_show_the_same_digits():
+    small, large = opened("digits"), opened("digits", image_size=28)
+    assert large.input_shape == (28, 28, 1)
+    (a, labels), (b, same) = everything(small.train), everything(large.train)
+    assert np.array_equal(labels, same)
+    assert 0 <= b.min() <= b.max() <= 1
+    assert abs(a.mean() - b.mean()) < 0.01
+    assert small.fingerprint != large.fingerprint
+    assert large.fingerprint == opened("digits", image_size=28).fingerprint
+
+
+def test_synthetic_is_a_function_of_the_index():
+    data = opened("synthetic", num_samples=1000, input_shape=[5, 3, 2], num_classes=4)
+    inputs, labels = everything(data.train)
+    assert np.array_equal(data.train.fetch(np.array([7, 3, 7]))[0], inputs[[7, 3, 7]])
+    assert 0 <= inputs.min() < 0.1 < 0.9 < inputs.max() <= 1
+    assert (len(data.val), data.num_classes) == (200, 4)
+    flat = np.concatenate([inputs, everything(data.val)[0]]).reshape(1200, -1)
+    assert len(np.unique(flat, axis=0)) == 1200
+    means = np.stack([inputs[labels == k].mean(0).ravel() for k in range(4)])
+    held, truth = everything(data.val)
+    nearest = ((held.reshape(200, 1, -1) - means) ** 2).sum(-1).argmin(1)
+    assert (nearest == truth).mean() > 0.95
+
+
+def test_synthetic_takes_no_memory():
+    tracemalloc.start()
+    data = opened("synthetic", num_samples=10**9)
+    inputs, labels = data.train.fetch(np.array([0, 10**9 - 1]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len(data.train) == 10**9
+    assert np.array_equal(Synthetic(5, [4, 4, 1], 10, start=10**9 - 1).fetch(np.zeros(1, np.int64))[0], inputs[1:])
+
+
+# ---- named arrays: npz, npy, hdf5
+
+NAMES = ["train_x", "train_y", "val_x", "val_y"]
+
+
+def arrays(n=30, held=10, shape=(4, 3), dtype=np.uint8, classes=3):
+    made = RNG.integers(0, 256, (n + held, *shape)) if dtype == np.uint8 else RNG.normal(size=(n + held, *shape))
+    labels = np.arange(n + held) % classes
+    made = made.astype(dtype)
+    return {"train_x": made[:n], "train_y": labels[:n], "val_x": made[n:], "val_y": labels[n:]}
+
+
+def write(kind, folder, named):
+    folder.mkdir(exist_ok=True)
+    if kind == "npy":
+        for name, array in named.items():
+            np.save(folder / f"{name}.npy", array)
+        return folder
+    path = folder / f"data.{kind}"
+    if kind == "npz":
+        np.savez(path, **named)
+        return path
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        for name, array in named.items():
+            file[name] = array
+    return path
+
+
+@pytest.fixture(params=["npz", "npy", "hdf5"])
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("shape", [(7,), (4, 3), (4, 3, 2)])
+def test_named_arrays(tmp_path, kind, dtype, shape):
+    named = arrays(shape=shape, dtype=dtype)
+    data = opened(kind, write(kind, tmp_path, named))
+    assert data.input_shape == ((*shape, 1) if len(shape) == 2 else shape)
+    assert data.num_classes == 3
+    for source, x, y in ((data.train, "train_x", "train_y"), (data.val, "val_x", "val_y")):
+        inputs, labels = everything(source)
+        expected = named[x].astype(np.float32) / (np.float32(255) if dtype == np.uint8 else np.float32(1))
+        assert np.array_equal(inputs.reshape(expected.shape), expected)
+        assert np.array_equal(labels, named[y])
+    picked = np.array([9, 2, 2, 0])
+    assert np.array_equal(data.train.fetch(picked)[0], everything(data.train)[0][picked])
+
+
+@pytest.mark.parametrize("names", [("x", "y"), ("train_x", "train_y")])
+def test_one_part_is_split_fairly(tmp_path, kind, names):
+    labels = np.repeat([0, 1, 2], [50, 30, 10])
+    inputs = np.arange(90, dtype=np.float32)[:, None]
+    data = opened(kind, write(kind, tmp_path, dict(zip(names, (inputs, labels), strict=True))), val_fraction=0.1)
+    assert np.bincount(everything(data.val)[1]).tolist() == [5, 3, 1]
+    both = np.concatenate([everything(data.train)[0], everything(data.val)[0]])
+    assert np.array_equal(np.sort(both, axis=0), inputs)
+
+
+def test_a_class_of_one_stays_in_training():
+    train, val = Arrays(np.zeros((5, 1), np.float32), np.array([0, 0, 0, 0, 1]), "test").split(0.5)
+    assert 1 in train.fetch(np.arange(len(train)))[1]
+    assert len(val) == 2
+    with pytest.raises(DataError, match="held out"):
+        Arrays(np.zeros((2, 1), np.float32), np.array([0, 1]), "test").split(0.5)
+
+
+def test_equal_data_has_an_equal_fingerprint(tmp_path, kind):
+    named = arrays(n=3000)
+    first = opened(kind, write(kind, tmp_path / "a", named)).fingerprint
+    assert opened(kind, write(kind, tmp_path / "b", named)).fingerprint == first
+    for name in NAMES:
+        changed = {**named, name: named[name].copy()}
+        changed[name][-1] = (changed[name][-1] + 1) % 3
+        assert opened(kind, write(kind, tmp_path / name, changed)).fingerprint != first
+    shorter = {**named, "val_x": named["val_x"][:-1], "val_y": named["val_y"][:-1]}
+    assert opened(kind, write(kind, tmp_path / "c", shorter)).fingerprint != first
+
+
+def bad(**changes):
+    return {**arrays(), **changes}
+
+
+def with_label(value):
+    labels = np.arange(30) % 3
+    labels[17] = value
+    return labels
+
+
+ARRAY_FAULTS = {
+    "lengths": (lambda: bad(train_y=np.zeros(29, int)), ["(30, 4, 3)", "(29,)", "length"]),
+    "empty": (lambda: bad(val_x=np.zeros((0, 4, 3)), val_y=np.zeros(0, int)), ["empty"]),
+    "negative label": (lambda: bad(train_y=with_label(-1)), ["label -1 of sample 17", "out of range"]),
+    "large label": (lambda: bad(train_y=with_label(3)), ["label 3 of sample 17", "[0, 3)", "num_classes"]),
+    "float labels": (lambda: bad(train_y=np.zeros(30)), ["float64", "whole numbers"]),
+    "one-hot labels": (lambda: bad(train_y=np.zeros((30, 3), int)), ["(30, 3)"]),
+    "text": (lambda: bad(train_x=np.full(30, b"ab")), ["|S2"]),
+    "complex": (lambda: bad(train_x=np.zeros((30, 2), complex)), ["complex128"]),
+    "shapes differ": (lambda: bad(val_x=np.zeros((10, 4, 4))), ["(4, 3, 1)", "(4, 4, 1)"]),
+    "NaN": (lambda: bad(train_x=np.where(np.arange(30)[:, None] == 5, np.nan, np.ones((30, 3))), val_x=np.zeros((10, 3))),
+            ["sample 5", "NaN"]),
+    "no label array": (lambda: {"train_x": np.zeros((3, 2))}, ["train_x found", "train_x, train_y"]),
+    "half a part": (lambda: {k: v for k, v in arrays().items() if k != "val_y"}, ["val_x found"]),
+    "other names": (lambda: {"images": np.zeros((3, 2))}, ["train_x, train_y"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARRAY_FAULTS)
+def test_named_array_faults(tmp_path, kind, name):
+    make, words = ARRAY_FAULTS[name]
+    path = write(kind, tmp_path / "data", make())
+    text = fault(kind, path, num_classes=3)
+    assert all(word in text for word in [*words, str(path)]), text
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.98])
+def test_truncated_files(tmp_path, kind, keep):
+    path = write(kind, tmp_path, arrays(n=3000))
+    file = path / "train_x.npy" if kind == "npy" else path
+    content = file.read_bytes()
+    file.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    text = fault(kind, path)
+    assert file.name in text
+    assert "no readable" in text
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (pytest.fail, ("unpickled",))
+
+    for kind in ("npz", "npy"):
+        path = write(kind, tmp_path / kind, bad(train_x=np.array([Trap()] * 30, dtype=object)))
+        assert "no readable NumPy file" in fault(kind, path)
+
+
+def test_infinity_and_overflow_are_found():
+    for value in (np.inf, -np.inf, 1e300):
+        inputs = np.zeros((6, 2, 2))
+        inputs[4, 1, 1] = value
+        source = Arrays(inputs, np.zeros(6, int), "here")
+        assert len(source.fetch(np.arange(4))[0]) == 4
+        with pytest.raises(DataError, match="sample 4 holds NaN or infinity; here"):
+            source.fetch(np.array([5, 4]))
+    large = np.full((2, 100), 3e38, np.float32)  # finite, though their sum is not
+    assert np.array_equal(Arrays(large, np.zeros(2, int), "here").fetch(np.arange(2))[0], large)
+
+
+def test_labels_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr("hvd_train.data.arrays.SCAN", 7)
+    labels = np.zeros(50, int)
+    labels[44] = 9
+    assert Arrays(np.zeros((50, 1)), labels, "test").num_classes == 10
+    with pytest.raises(DataError, match="label 9 of sample 44"):
+        Arrays(np.zeros((50, 1)), labels, "test", 9)
+
+
+def test_npy_stays_on_disk(tmp_path):
+    path = write("npy", tmp_path, arrays(n=40_000, shape=(28, 28)))
+    tracemalloc.start()
+    data = opened("npy", path)
+    data.train.fetch(np.arange(64))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6 < 40_000 * 28 * 28
+
+
+def test_hdf5_from_several_threads(tmp_path):
+    data = opened("hdf5", write("hdf5", tmp_path, arrays(n=500, dtype=np.float32)))
+    inputs, labels = everything(data.train)
+    picks = [RNG.integers(0, 500, 32) for _ in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        for pick, (x, y) in zip(picks, pool.map(data.train.fetch, picks), strict=True):
+            assert np.array_equal(x, inputs[pick])
+            assert np.array_equal(y, labels[pick])
+
+
+@pytest.mark.parametrize("trick", ["soft", "external", "virtual", "raw"])
+def test_hdf5_reads_no_other_file(tmp_path, trick):
+    h5py = pytest.importorskip("h5py")
+    path, other = tmp_path / "data.h5", tmp_path / "other.h5"
+    named = arrays()
+    with h5py.File(other, "w") as file:
+        file["secret"] = named["train_x"]
+    with h5py.File(path, "w") as file:
+        for name in NAMES[1:]:
+            file[name] = named[name]
+        if trick == "soft":
+            file["train_x"] = h5py.SoftLink("/val_x")
+        elif trick == "external":
+            file["train_x"] = h5py.ExternalLink(str(other), "/secret")
+        elif trick == "virtual":
+            layout = h5py.VirtualLayout((30, 4, 3), np.uint8)
+            layout[...] = h5py.VirtualSource(str(other), "secret", (30, 4, 3))
+            file.create_virtual_dataset("train_x", layout)
+        else:
+            raw = tmp_path / "raw"
+            raw.write_bytes(bytes(360))
+            file.create_dataset("train_x", (30, 4, 3), np.uint8, external=[(str(raw), 0, 360)])
+    text = fault("hdf5", path)
+    assert "train_x" in text
+    assert "of the file itself" in text
+
+
+def test_wrong_kind_of_file(tmp_path):
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    assert "single array" in fault("npz", tmp_path / "one.npy")
+    assert "folder is needed" in fault("npy", tmp_path / "one.npy")
+    for kind in ("npz", "hdf5"):
+        assert "no readable" in fault(kind, tmp_path)
+
+
+# ---- folders of images
+
+
+def pictures(folder, classes=("cat", "dog"), n=5, mode="RGB", size=(9, 7), suffix="png"):
+    image = pytest.importorskip("PIL.Image")
+    for k, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for i in range(n):
+            image.new(mode, size, (20 * k + i,) * len(mode)).save(folder / name / f"{i}.{suffix}")
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1), ("RGBA", 3), ("LA", 1)])
+def test_imagefolder(tmp_path, mode, channels):
+    pictures(tmp_path / "train", mode=mode)
+    pictures(tmp_path / "val", mode=mode, n=2)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".hidden").mkdir()
+    data = opened("imagefolder", tmp_path)
+    assert data.input_shape == (7, 9, channels)
+    inputs, labels = everything(data.train)
+    assert labels.tolist() == [0] * 5 + [1] * 5
+    values = np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]) / np.float32(255)
+    assert np.allclose(inputs, values[:, None, None, None])
+    assert len(data.val) == 4
+    assert opened("imagefolder", tmp_path, image_size=6).input_shape == (6, 6, channels)
+
+
+def test_imagefolder_split_and_jpeg(tmp_path):
+    data = opened("imagefolder", pictures(tmp_path / "all", n=10, suffix="jpg"), image_size=8)
+    assert (len(data.train), len(data.val)) == (16, 4)
+    assert np.bincount(everything(data.val)[1]).tolist() == [2, 2]
+
+
+def test_imagefolder_faults(tmp_path):
+    assert "no images in CLASS/ folders" in fault("imagefolder", tmp_path)
+    pictures(tmp_path / "train")
+    pictures(tmp_path / "val", classes=("cat", "cow"))
+    assert "classes cow are not in the training part" in fault("imagefolder", tmp_path)
+    (tmp_path / "val" / "cow").rename(tmp_path / "val" / "dog")
+    odd = tmp_path / "train" / "dog" / "3.png"
+    whole = odd.read_bytes()
+    odd.write_bytes(whole[:40])
+    assert str(odd) in fault("imagefolder", tmp_path)
+    odd.write_bytes(b"no image at all")
+    assert str(odd) in fault("imagefolder", tmp_path)
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (5, 5)).save(odd)
+    assert "set data.image_size" in fault("imagefolder", tmp_path)
+    image.fromarray(np.full((7, 9), 40_000, np.uint16)).save(odd)
+    assert "8 bits" in fault("imagefolder", tmp_path)
+
+
+# ---- names, paths, the user's own
+
+
+def test_unknown_names():
+    text = fault("digitss")
+    assert "did you mean 'digits'" in text
+    assert all(name in text for name in KINDS)
+    assert "imagefolder" in fault("qqq")
+
+
+@pytest.mark.parametrize("name", ["idx", "npz", "npy", "hdf5", "imagefolder"])
+def test_missing_paths(tmp_path, name):
+    assert "needs a path; data.path" in fault(name)
+    gone = tmp_path / "gone"
+    text = fault(name, gone)
+    assert "no such file or folder" in text
+    assert str(gone) in text
+
+
+def test_image_size_is_not_ignored(tmp_path):
+    assert "data.image_size" in fault("synthetic", image_size=8)
+
+
+def test_catalog_has_one_line_each():
+    assert list(catalog()) == list(KINDS)
+    assert all(line and "\n" not in line for line in catalog().values())
+
+
+OWN = """
+import numpy as np
+class Mine:
+    input_shape, num_classes, fingerprint = (3,), 2, "mine"
+    kind = np.float32
+    def __len__(self): return 4
+    def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.ones(len(indices), np.int64)
+class Wide(Mine):
+    kind = np.float64
+class Broken(Mine):
+    def fetch(self, indices): return indices / {}
+def pairs(n=4): return (np.ones((n, 3)), np.arange(n) % 2), (np.zeros((2, 3)), np.zeros(2, int))
+def sources(): return Mine(), Mine()
+def one(): return Mine()
+def nothing(): return None, None
+def wide(): return Wide(), Mine()
+def broken(): return Mine(), Broken()
+def raises(): raise KeyError("no key")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_data.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_data", raising=False)
+
+
+def test_own_function(own):
+    data = opened("own_data:pairs", options={"n": 6})
+    assert (len(data.train), len(data.val), data.num_classes, data.input_shape) == (6, 2, 2, (3,))
+    assert opened("own_data:sources").train.fingerprint == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own_dat:pairs", "No module named"),
+        ("own_data:pair", "no attribute 'pair'"),
+        ("own_data:", "cannot be imported"),
+        (":pairs", "cannot be imported"),
+        ("own_data:one", "must return (train, val)"),
+        ("own_data:nothing", "NoneType has no __len__, fetch"),
+        ("own_data:wide", "float64"),
+        ("own_data:broken", "val; "),
+        ("own_data:raises", "KeyError"),
+    ],
+)
+def test_own_faults(own, name, words):
+    text = fault(name)
+    assert words in text or words in text + "; "
+    assert f"data.name: {name}" in text
+
+
+def test_own_options_that_do_not_fit(own):
+    assert "unexpected keyword argument 'm'" in fault("own_data:pairs", options={"m": 1})

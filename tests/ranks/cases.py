@@ -1,0 +1,64 @@
+"""The cases that every launched world runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MLP = {
+    "model.name": "mlp",
+    "model.hidden": [24],
+    "data.name": "digits",
+    "global_batch_size": 50,
+    "precision": 64,
+    "optim.lr": 0.05,
+    "tensorboard": False,
+}
+CNN = MLP | {"model": {"name": "cnn", "hidden": 50}, "data.image_size": 28, "optim.momentum": 0.9, "optim.lr": 0.02}
+CNN.pop("model.name")
+CNN.pop("model.hidden")
+SGD = {"optim.momentum": 0.9, "optim.weight_decay": 1e-3, "optim.warmup_epochs": 0.5, "max_steps": 60, "max_epochs": 3}
+ADAM = SGD | {"optim.momentum": 0, "optim.lr": 0.002}
+# name: configuration of a training whose final weights must not depend on the world, the launcher or the framework
+TRAININGS = {
+    "cnn": CNN | {"max_steps": 50, "max_epochs": 3, "optim.weight_decay": 1e-4, "optim.warmup_epochs": 1},
+    "sgd": MLP | SGD | {"optim.schedule": "cosine"},
+    "nesterov": MLP | SGD | {"optim.nesterov": True, "gradient_clip_val": 0.5},
+    "adam": MLP | ADAM | {"optim.name": "adam", "optim.schedule": "exponential", "optim.gamma": 0.5},
+    "adamw": MLP | ADAM | {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
+}
+
+
+def cases(framework: str, size: int, folder: Path) -> list[dict]:
+    def own(name: str, config: dict) -> dict:
+        return config | {"framework": framework, "run_dir": str(folder / name)}
+
+    made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in TRAININGS.items()]
+    made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
+    toys = {"threshold": 0.002, "powersgd": 2, "partial": 1}
+    made += [
+        {"name": f"toy-{t}", "kind": "toy", "toy": t, "argument": a, "steps": 8, "config": own("toy", MLP)}
+        for t, a in toys.items()
+    ]
+    # Settings under which a compressor changes nothing: the result must be that of no compression.
+    made += [
+        {"name": f"full-{t}", "kind": "toy", "toy": t, "argument": a, "steps": 8, "config": own("toy", MLP)}
+        for t, a in {"threshold": -1.0, "powersgd": 64}.items()
+    ]
+    made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
+    if size > 1:
+        made += [
+            {"name": "average", "kind": "average", "config": own("average", MLP)},
+            {"name": "one_fails", "kind": "one_fails"},
+        ]
+        differences = {
+            "model": {"model.hidden": [25]},
+            "seed": {"seed": 7},
+            "data": {"data.image_size": 9},
+            "unbuildable": {"model.name": "nothing"},
+        }
+        made += [
+            {"name": f"disagree-{n}", "kind": "disagree", "config": own("disagree", MLP), "differs": d}
+            for n, d in differences.items()
+        ]
+    return made

@@ -1,0 +1,64 @@
+"""Launched worlds, started once each: ``worlds(framework, launcher, size)`` gives the results of all cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_train.launch.local import command, environment
+from tests.ranks.cases import cases
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300
+
+
+class Results:
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+
+    def json(self, name: str) -> list[dict]:
+        return [json.loads((self.folder / f"{name}.{rank}.json").read_text()) for rank in range(self.size)]
+
+    def trees(self, name: str) -> list[dict[str, np.ndarray]]:
+        return [dict(np.load(self.folder / f"{name}.{rank}.npz")) for rank in range(self.size)]
+
+
+def world_command(size: int, launcher: str, program: list[str]) -> list[str]:
+    """The product's own launcher line, with another program behind it."""
+    if size == 1:
+        return [sys.executable, *program]
+    line = command(size, launcher, [])
+    at = line.index(sys.executable)
+    return [*line[: at + 1], *program]
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory):
+    done: dict[tuple, Results] = {}
+
+    def get(framework: str, launcher: str, size: int) -> Results:
+        key = (framework, launcher if size > 1 else "", size)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("-".join(map(str, key)))
+            (folder / "cases.json").write_text(json.dumps(cases(framework, size, folder)))
+            line = world_command(size, launcher, ["-m", "tests.ranks.worker", framework, str(folder)])
+            run = subprocess.run(
+                line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+            assert run.returncode == 0, f"{line}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+            done[key] = Results(folder, size)
+        return done[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plain_environment():
+    """What a user's shell has: root needs Open MPI's permission for bare mpirun."""
+    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -1,0 +1,168 @@
+"""One rank of a launched world: opens Horovod once and runs many cases, since a launch costs seconds.
+
+``python -m tests.ranks.worker FRAMEWORK FOLDER``: reads FOLDER/cases.json ([{name, kind, config, ...}]), writes
+FOLDER/NAME.RANK.json (or .npz for weights). Exit code 0 if every case ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train import run
+from hvd_train.config import load_config
+from hvd_train.core.agreement import agree, together
+from hvd_train.core.exchange import Exchange
+from hvd_train.core.loop import evaluate
+from hvd_train.data.sources import open_data
+from hvd_train.errors import DataError, TrainError
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.environment import rank_settings, world
+from tests.toys import Apart, PowerSGD, Threshold
+
+SECONDS = 240
+
+
+def job_of(case, module, communicator):
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in case["config"].items()])
+    return run.open_job(config, module, communicator, open_data(config.data))
+
+
+def train(case, module, communicator, folder):
+    """Trains as ``fit`` does; the final tree and the summary are the result."""
+    job = job_of(case, module, communicator)
+    summary = run.train(job, case.get("resume"))
+    tree = {key.replace("/", "|"): array for key, array in job.frontend.state().items()}
+    np.savez(folder / f"{case['name']}.{communicator.rank}.npz", **tree)
+    return summary
+
+
+def toy(case, module, communicator, folder):
+    """Some steps with a toy compressor; the law input + old residual = decoded + new residual is checked on the way."""
+    job = job_of(case, module, communicator)
+    frontend = job.frontend
+    if case["toy"] == "partial":
+        frontend.connect(Apart(frontend.specs(), frontend.packing))
+    else:
+        compressor = {"threshold": Threshold, "powersgd": PowerSGD}[case["toy"]](case["argument"])
+        frontend.connect(
+            Exchange(frontend.specs(), frontend.packing, compressor, communicator, frontend.ops)
+        )
+    names = [spec.name for spec in frontend.specs()]
+    for number, step in enumerate(job.loader("train").epoch(0)):
+        (batch,) = step.micro_batches
+        apart = communicator.size if case["toy"] == "partial" else 1
+        frontend.step(frontend.place(batch), apart / step.count, number, 0.05)
+        if case["toy"] == "partial":
+            parts = case["argument"]
+            frontend.average([name for k, name in enumerate(names) if k % parts == number % parts])
+        if number + 1 == case["steps"]:
+            break
+    local = frontend.local_state()
+    frontend.load_local(local)
+    again = frontend.local_state()
+    assert local.keys() == again.keys() and all((local[k] == again[k]).all() for k in local)
+    frontend.average()
+    tree = {key.replace("/", "|"): array for key, array in frontend.state().items()}
+    np.savez(folder / f"{case['name']}.{communicator.rank}.npz", **tree)
+    return {"residual": float(sum(np.abs(x).sum() for x in local.values())), "tensors": len(local)}
+
+
+def verbs(case, module, communicator, folder):
+    """The communicator's own verbs against NumPy."""
+    ops, rank, size = module.cpu_ops(), communicator.rank, communicator.size
+    x = np.arange(5, dtype=np.float64) * (rank + 1)
+    out = {"rank": rank, "size": size}
+    total = communicator.synchronize(communicator.allreduce_async(ops.from_numpy(x), "verbs.sum"))
+    out["sum"] = ops.to_numpy(total).tolist()
+    own = ops.from_numpy(np.full((rank + 1, 2), rank, np.float32))
+    out["gather"] = ops.to_numpy(communicator.synchronize(communicator.allgather_async(own, "verbs.gather"))).tolist()
+    out["broadcast"] = communicator.broadcast_bytes(b"from %d" % rank, root=size - 1).decode()
+    out["empty"] = communicator.broadcast_bytes(b"").decode()
+    out["bytes"] = [part.decode() for part in communicator.allgather_bytes(b"x" * rank)]
+    communicator.barrier()
+    return out
+
+
+def disagree(case, module, communicator, folder):
+    """What each rank is told when one of them differs, or fails."""
+    config = dict(case["config"])
+    if communicator.rank == communicator.size - 1:
+        config |= case["differs"]
+    try:
+        job_of(case | {"config": config}, module, communicator)
+    except TrainError as error:
+        return {"type": type(error).__name__, "text": str(error), "common": error.common}
+    return {"type": None}
+
+
+def one_fails(case, module, communicator, folder):
+    def work():
+        if communicator.rank == 1:
+            raise DataError("the file is gone", where="x.npz")
+
+    try:
+        together(communicator, work)
+    except TrainError as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {"type": None}
+
+
+def same_facts(case, module, communicator, folder):
+    agree(communicator, {"a": "1"})
+    return {}
+
+
+def evaluation(case, module, communicator, folder):
+    job = job_of(case, module, communicator)
+    return dataclasses.asdict(evaluate(job.frontend, job.loader("train").evaluation()))
+
+
+def average(case, module, communicator, folder):
+    """Weights that differ by rank become their mean, the named ones only."""
+    job = job_of(case, module, communicator)
+    before = job.frontend.state()
+    shifted = {k: v + communicator.rank for k, v in before.items() if k.startswith("weights/")}
+    job.frontend.load(shifted)
+    name = job.frontend.specs()[0].name
+    job.frontend.average([name])
+    after = job.frontend.state()
+    mean = (communicator.size - 1) / 2
+    named = np.abs(after[f"weights/{name}"] - before[f"weights/{name}"] - mean).max()
+    others = max(np.abs(after[k] - shifted[k]).max() for k in shifted if k != f"weights/{name}")
+    return {"named": float(named), "others": float(others)}
+
+
+KINDS = {f.__name__: f for f in (train, toy, verbs, disagree, one_fails, same_facts, evaluation, average)}
+
+
+def main() -> int:
+    framework, folder = sys.argv[1], Path(sys.argv[2])
+    # A hang must end with the worker, whatever the launcher does.
+    timer = threading.Timer(SECONDS, lambda: os._exit(99))
+    timer.daemon = True
+    timer.start()
+    here = world()
+    for name, value in rank_settings(here, framework, 1, verbose=False).items():
+        os.environ.setdefault(name, value)
+    module = importlib.import_module(run.FRONTENDS[framework])
+    module.configure(1, 0, False)
+    communicator = module.horovod(here.size) if here.size > 1 else Serial()
+    communicator.open()
+    for case in json.loads((folder / "cases.json").read_text()):
+        result = KINDS[case["kind"]](case, module, communicator, folder)
+        (folder / f"{case['name']}.{communicator.rank}.json").write_text(json.dumps(result))
+    communicator.barrier()
+    communicator.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,3 @@
-# NOTE TO COLLEAGUES (helpers): the lead has written this file already and it is in use. Do not rewrite it or its interface; your job now: WRITE ITS TESTS, fix bugs you find with small edits, commit.
 """The configuration: typed, frozen, every key explained; all mistakes of a file are reported at once, with lines."""
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ class ModelConfig(Section):
     """Any further key is an option of the model's build function."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str = Field("mlp", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'")
+    name: str = Field(
+        "mlp", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,7 +57,9 @@ class DataConfig(Section):
         0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"
     )
     num_samples: Positive = Field(10_000, description="synthetic: number of training samples")
-    input_shape: list[Positive] = Field([28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)")
+    input_shape: list[Positive] = Field(
+        [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
+    )
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
 
@@ -90,7 +93,9 @@ class OptimConfig(Section):
         if self.name != "sgd" and (self.momentum or self.nesterov):
             problems.append(("momentum", f"belongs to sgd; {self.name} has betas"))
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
-            problems.append(("lr_reference_batch", f"lr_scaling {self.lr_scaling} needs it: the global batch lr was chosen for"))
+            problems.append(
+                ("lr_reference_batch", f"lr_scaling {self.lr_scaling} needs it: the global batch lr was chosen for")
+            )
         if self.warmup_epochs and self.warmup_steps:
             problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
         rule(problems)
@@ -126,7 +131,9 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
     batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
-    global_batch_size: Positive | None = Field(None, description="samples per step over all ranks, instead of batch_size")
+    global_batch_size: Positive | None = Field(
+        None, description="samples per step over all ranks, instead of batch_size"
+    )
     accumulate_grad_batches: Positive = Field(1, description="micro-batches per step; their gradients travel once")
     max_epochs: Positive | None = Field(None, description="epochs to train (default 1, if max_steps is not given)")
     max_steps: Positive | None = Field(None, description="steps to train; with max_epochs: whichever ends first")
@@ -143,7 +150,9 @@ class Config(Section):
         "32", description="bits of weights and arithmetic: 32, or 64 for proofs of equality"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
-    devices: list[Count] | None = Field(None, description="GPU indices for the local ranks, in order; null: all visible")
+    devices: list[Count] | None = Field(
+        None, description="GPU indices for the local ranks, in order; null: all visible"
+    )
     threads: Positive | Literal["auto"] = Field("auto", description="threads per rank; auto: cores / local ranks")
     seed: Count = Field(0, description="of first weights, sample order and dropout")
     run_dir: str = Field("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
@@ -325,14 +334,18 @@ def _explain(item: Mapping[str, Any], lines: Mapping[Path_, str], file: Path | N
     path = list(item["loc"])
     while len(path) > 1 and _section(path[:-1]) is None and not isinstance(path[-1], int):
         path.pop()
-    place = next((lines[tuple(path[:n])] for n in range(len(path), -1, -1) if tuple(path[:n]) in lines), str(file or ""))
+    place = next(
+        (lines[tuple(path[:n])] for n in range(len(path), -1, -1) if tuple(path[:n]) in lines), str(file or "")
+    )
     key, value = _dotted(path), item["input"]
     if item["type"] == "extra_forbidden":
         section = _section(path[:-1])
         near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
         everywhere = [row[0] for row in explain() if row[0].split(".")[-1] == path[-1]]
         hint = f"did you mean '{_dotted((*path[:-1], near[0]))}'?" if near else ""
-        hint = hint or (f"did you mean '{everywhere[0]}'?" if everywhere else "'hvd-train config --explain' lists the keys")
+        hint = hint or (
+            f"did you mean '{everywhere[0]}'?" if everywhere else "'hvd-train config --explain' lists the keys"
+        )
         text = f"unknown key; {hint}"
     elif item["type"] == "rule":
         text = item["msg"]

@@ -58,7 +58,9 @@ class Source(Protocol):
 
     input_shape: tuple[int, ...]
     num_classes: int
-    fingerprint: str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
+    fingerprint: (
+        str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
+    )
 
     def __len__(self) -> int: ...
 
@@ -152,7 +154,7 @@ Sums = Tensor  # (3,) of the compute precision: [sum of weighted losses, weighte
 
 @dataclass(frozen=True)
 class Packing:
-    """How tensors are put into buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
+    """How tensors fill buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
 
     bucket_bytes: int
     alone_bytes: int

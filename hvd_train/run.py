@@ -22,6 +22,7 @@ from hvd_train.core.agreement import together
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, check_tree, start_agreement
 from hvd_train.core.loop import evaluate as evaluate_batches
+from hvd_train.core.trees import pack, unpack, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError
@@ -64,7 +65,9 @@ def _frontend_module(config: Config, here: World, verbose: bool) -> Any:
         if (error.name or "").split(".")[0] not in ("torch", "tensorflow", "keras"):
             raise
         fix = f"run scripts/setup --frameworks {config.framework}"
-        raise ConfigError(f"{config.framework} is not installed", where=f"framework: {config.framework}", fix=fix) from error
+        raise ConfigError(
+            f"{config.framework} is not installed", where=f"framework: {config.framework}", fix=fix
+        ) from error
     module.configure(count, config.seed, verbose)
     return module
 
@@ -158,7 +161,9 @@ def _find_snapshot(
         if rows:
             listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
             keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
-            raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}")
+            raise ConfigError(
+                f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}"
+            )
     return snapshot
 
 
@@ -221,8 +226,6 @@ def _closing(summary: dict[str, Any], run_dir: Path) -> str:
 
 def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
     """Rank 0 reads; all ranks get the weights and statistics (the optimizer's slots are not needed)."""
-    from hvd_train.core.loop import _pack, _unpack
-
     communicator, run_dir = job.communicator, Path(job.config.run_dir)
 
     def read() -> checkpoint.Snapshot | None:
@@ -238,9 +241,9 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
         return checkpoint.load(path)
 
     snapshot = together(communicator, read)
-    own = {k: v for k, v in snapshot.tree.items() if not k.startswith("slots/")} if snapshot else {}
-    tree = _unpack(communicator.broadcast_bytes(_pack(own) if communicator.rank == 0 else b""))
-    check_tree({k: v for k, v in job.frontend.state().items() if not k.startswith("slots/")}, tree)
+    own = without_slots(snapshot.tree) if snapshot else {}
+    tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
+    check_tree(without_slots(job.frontend.state()), tree)
     job.frontend.load(tree)
     return snapshot  # type: ignore[return-value]
 

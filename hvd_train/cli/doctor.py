@@ -29,7 +29,8 @@ out = {}
 try:
     module = importlib.import_module(framework)
     out["version"] = module.__version__
-    out["gpus"] = module.cuda.device_count() if framework == "torch" else len(module.config.list_physical_devices("GPU"))
+    gpus = module.cuda.device_count if framework == "torch" else module.config.list_physical_devices
+    out["gpus"] = gpus() if framework == "torch" else len(gpus("GPU"))
     hvd = importlib.import_module(name)
     out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
 except Exception as error:
@@ -52,7 +53,9 @@ def _look(framework: str) -> dict:
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     line = [sys.executable, "-c", LOOK, module, horovod]
     try:
-        done = subprocess.run(line, env=os.environ | quiet, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            line, env=os.environ | quiet, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
         return json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return {"error": f"cannot be loaded ({type(error).__name__})"}
@@ -75,7 +78,9 @@ def doctor(verbose: bool) -> int:
         elif "error" in facts:
             rows.append((framework, facts["error"], "run scripts/setup again"))
         else:
-            built = ", ".join(name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name])
+            built = ", ".join(
+                name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if facts[name]
+            )
             rows.append((framework, f"{facts['version']}; Horovod with {built}; {facts['gpus']} GPUs", _advice(facts)))
     print(table(["what", "found", "what to do"], rows), flush=True)
     usable = [framework for framework, facts in found.items() if "error" not in facts]
@@ -83,7 +88,9 @@ def doctor(verbose: bool) -> int:
     probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
     results = [_probe(framework, tool, verbose) for framework, tool in probes]
     print(table(["framework", "launcher", *SIZES, "verdict"], results))
-    broken = any(_version(*p) and "error" in found[f] for f, p in (("pytorch", ("torch",)), ("tensorflow", ("tensorflow-cpu",))))
+    broken = any(
+        _version(*p) and "error" in found[f] for f, p in (("pytorch", ("torch",)), ("tensorflow", ("tensorflow-cpu",)))
+    )
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
 
 
@@ -120,7 +127,9 @@ def probe(framework: str) -> int:
     here = world()
     for name, value in rank_settings(here, framework, threads("auto", here), verbose=False).items():
         os.environ.setdefault(name, value)
-    module = importlib.import_module({"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}[framework])
+    module = importlib.import_module(
+        {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}[framework]
+    )
     communicator = module.horovod(here.size)
     communicator.open()
     ops, seconds = module.cpu_ops(), {}

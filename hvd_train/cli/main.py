@@ -1,4 +1,3 @@
-# NOTE TO COLLEAGUES (helpers): the lead has written this file already and it is in use. Do not rewrite it or its interface; your job now: WRITE ITS TESTS, fix bugs you find with small edits, commit.
 """The command line: parse, build the configuration, call. No arithmetic, and no framework before a job starts."""
 
 from __future__ import annotations
@@ -52,13 +51,20 @@ def cli() -> None:
 
 
 config_option = click.option(
-    "-c", "--config", "path", type=click.Path(dir_okay=False, path_type=Path), help="YAML file; 'hvd-train config' prints one."
+    "-c",
+    "--config",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="YAML file; 'hvd-train config' prints one.",
 )
 set_option = click.option(
     "--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key, for example optim.lr=0.1; repeatable."
 )
 num_proc_option = click.option(
-    "-np", "--num-proc", type=click.IntRange(min=1), help="Start this many ranks on this host (without: this process alone)."
+    "-np",
+    "--num-proc",
+    type=click.IntRange(min=1),
+    help="Start this many ranks on this host (without: this process alone).",
 )
 launcher_option = click.option(
     "--launcher",
@@ -67,7 +73,9 @@ launcher_option = click.option(
     show_default=True,
     help="What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun --gloo.",
 )
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs.")
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs."
+)
 checkpoint_option = click.option(
     "--checkpoint", default="last", show_default=True, metavar="last|best|PATH", help="Which checkpoint to load."
 )
@@ -130,7 +138,9 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
     started = world()
     if num_proc is not None and started.launcher and started.size != num_proc:
         raise ConfigError(
-            f"-np {num_proc} inside a world of {started.size} ranks", where=f"started by {started.launcher}", fix="leave out -np"
+            f"-np {num_proc} inside a world of {started.size} ranks",
+            where=f"started by {started.launcher}",
+            fix="leave out -np",
         )
     if num_proc in (None, 1) or started.launcher:
         sys.exit(here())
@@ -165,7 +175,9 @@ def _trained_config(path: Path | None, sets: tuple[str, ...], run_dir: str | Non
 
 
 @cli.command("eval")
-@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used.")
+@click.option(
+    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
+)
 @config_option
 @set_option
 @checkpoint_option
@@ -194,13 +206,19 @@ def evaluate(
 
 
 @cli.command()
-@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used.")
+@click.option(
+    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
+)
 @config_option
 @set_option
 @checkpoint_option
 @split_option
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A .npy file: logits, one row a sample."
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="A .npy file: logits, one row a sample.",
 )
 @num_proc_option
 @launcher_option

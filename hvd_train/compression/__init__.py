@@ -1,4 +1,4 @@
-"""Compressors by name. Each algorithm stands here once, for every framework; it imports the contracts and NumPy only."""
+"""Compressors by name. Each algorithm stands here once, for every framework: contracts and NumPy only."""
 
 from __future__ import annotations
 

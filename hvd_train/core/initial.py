@@ -13,8 +13,8 @@ def first_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str,
     """float64 arrays in neutral order for {neutral name: shape}.
 
     Kernels are normal with variance 2 / fan-in (He et al. 2015, "Delving Deep into Rectifiers"), the last axis being
-    the output; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own generator,
-    drawn from (seed, name), so that adding a layer changes no other.
+    the output; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own
+    generator, drawn from (seed, name), so that adding a layer changes no other.
     """
     return {name: _draw(name, shape, seed) for name, shape in shapes.items()}
 

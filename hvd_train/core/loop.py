@@ -19,6 +19,7 @@ from hvd_train.core import checkpoint
 from hvd_train.core.agreement import agree, together
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.schedule import Schedule
+from hvd_train.core.trees import pack, unpack, weights_sha256
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Source, Tree
@@ -119,7 +120,9 @@ class Trainer:
 
     def _finished(self) -> bool:
         p, c = self.progress, self.config
-        return p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
+        return (
+            p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
+        )
 
     def _epoch(self) -> None:
         p, c = self.progress, self.config
@@ -132,7 +135,7 @@ class Trainer:
             rate = self._step(step)
             now = time.perf_counter()
             self._time(step.count, now - clock)
-            self.log.progress(p.epoch, p.consumed, self.train_size, math.nan, self.samples_per_second())
+            self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second())
             done_in_epoch += 1
             at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
             out_of_steps = bool(c.max_steps and p.step >= c.max_steps)
@@ -185,9 +188,7 @@ class Trainer:
             where = f"epoch {p.epoch + 1}, up to step {p.step}"
             raise NonFiniteError(f"the training loss is {result.loss}", where=where, fix=NONFINITE_FIX, common=True)
         p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
-        self.log.train(
-            p.epoch, p.step, result.loss, result.accuracy, result.samples, rate, self.samples_per_second()
-        )
+        self.log.train(p.epoch, p.step, result.loss, result.accuracy, result.samples, rate, self.samples_per_second())
 
     def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
         p, c = self.progress, self.config
@@ -247,7 +248,7 @@ class Trainer:
         if not (c.checkpoint.save_last or c.checkpoint.save_top_k):
             return
         self.frontend.average_statistics()
-        local = [_unpack(part) for part in communicator.allgather_bytes(_pack(self.frontend.local_state()))]
+        local = [unpack(part) for part in communicator.allgather_bytes(pack(self.frontend.local_state()))]
         outcome = ""
         if communicator.rank == 0:
             meta = {
@@ -283,11 +284,11 @@ class Trainer:
         found = json.loads(communicator.broadcast_bytes(_head(snapshot) if communicator.rank == 0 else b""))
         if found:
             self.progress = Progress(**found["progress"])
-            everyone = [_unpack(communicator.broadcast_bytes(_pack(part))) for part in _locals(snapshot, found["ranks"])]
+            everyone = [unpack(communicator.broadcast_bytes(pack(part))) for part in _locals(snapshot, found["ranks"])]
             if found["ranks"] == communicator.size and everyone[communicator.rank]:
                 self.frontend.load_local(everyone[communicator.rank])
         own = snapshot.tree if snapshot else self.frontend.state()
-        tree = _unpack(communicator.broadcast_bytes(_pack(own) if communicator.rank == 0 else b""))
+        tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
         together(communicator, lambda: check_tree(self.frontend.state(), tree))
         self.frontend.load(tree)
 
@@ -295,10 +296,6 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         p = self.progress
-        weights = hashlib.sha256()
-        for key, array in sorted(self.frontend.state().items()):
-            if key.startswith(("weights/", "statistics/")):
-                weights.update(f"{key} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
         return {
             "framework": self.config.framework,
             "model": self.config.model.name,
@@ -310,7 +307,7 @@ class Trainer:
             "val_loss": p.val.get("val_loss"),
             "val_accuracy": p.val.get("val_accuracy"),
             "samples_per_second": self.samples_per_second(),
-            "weights_sha256": weights.hexdigest(),
+            "weights_sha256": weights_sha256(self.frontend.state()),
         }
 
 
@@ -354,15 +351,3 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
 
 def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
     return list(snapshot.local) if snapshot else [{}] * ranks
-
-
-def _pack(tree: Tree) -> bytes:
-    from safetensors.numpy import save
-
-    return save({key: np.asarray(array, order="C") for key, array in tree.items()})
-
-
-def _unpack(data: bytes) -> Tree:
-    from safetensors.numpy import load
-
-    return load(data)

@@ -33,7 +33,8 @@ class Loader:
 
     Global batch k of an epoch that goes on from ``consumed`` holds order positions
     [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; ranks take contiguous parts of it,
-    micro-batches parts of those. Every micro-batch is padded with weight 0 to ``length`` rows, so shapes never change and an empty part is still a batch.
+    micro-batches parts of those. Every micro-batch is padded with weight 0 to ``length`` rows, so shapes never change
+    and an empty part is still a batch.
     """
 
     def __init__(

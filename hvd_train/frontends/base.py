@@ -1,4 +1,4 @@
-"""What front-ends share without knowing a framework: neutral names and axis order, bytes over Horovod, model look-up."""
+"""What front-ends share without knowing a framework: neutral names and axes, bytes over Horovod, model look-up."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class HorovodCommunicator(ABC):
             # Without this, each process would train alone and nobody would notice.
             raise CommunicationError(
                 f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
-                fix="Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or use horovodrun --gloo",
+                fix="Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or use --gloo",
             )
 
     def close(self) -> None:
@@ -199,11 +199,10 @@ def build_model(zoo: str, name: str, options: Mapping[str, Any], input_shape: tu
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
     """The GPU of this rank: its local rank among the visible ones, or among those that ``devices`` names.
 
-    A launcher that shows each rank one GPU of its own makes every rank's index 0.
+    Where Slurm shows each rank a GPU of its own (--gpus-per-task), every rank's index is 0.
     """
-    if devices is None and visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and local_rank:
-        if "SLURM_GPUS_PER_TASK" in os.environ or "SLURM_GPUS_ON_NODE" in os.environ:
-            return 0
+    if devices is None and visible == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        return 0
     choice = list(devices) if devices is not None else list(range(visible))
     if local_rank >= len(choice) or choice[local_rank] >= visible:
         raise ConfigError(

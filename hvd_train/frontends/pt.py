@@ -201,7 +201,9 @@ class PyTorchFrontEnd(StateTree):
 
     def local_state(self) -> Tree:
         return {
-            f"{b}/{k}": self.ops.to_numpy(x) for b, state in enumerate(self._exchange_state) for k, x in enumerate(state)
+            f"{b}/{k}": self.ops.to_numpy(x)
+            for b, state in enumerate(self._exchange_state)
+            for k, x in enumerate(state)
         }
 
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
@@ -255,7 +257,9 @@ def _device(config: Config, communicator: Communicator) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("this PyTorch sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'")
+        raise ConfigError(
+            "this PyTorch sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'"
+        )
     index = gpu_index(torch.cuda.device_count(), communicator.local_rank, config.devices)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -11,7 +11,12 @@ from hvd_train.errors import ConfigError
 # launcher: variables of (rank, world size, local rank, local size)
 LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
@@ -40,7 +45,9 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     text = environ.get(name, str(default))
     if not text.isdigit():
-        raise ConfigError(f"'{text}' is not a number", where=f"environment variable {name}", fix="unset it, or start anew")
+        raise ConfigError(
+            f"'{text}' is not a number", where=f"environment variable {name}", fix="unset it, or start anew"
+        )
     return int(text)
 
 
@@ -58,7 +65,7 @@ def threads(config_threads: int | str, here: World) -> int:
 
 
 def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dict[str, str]:
-    """Environment of one rank, before any framework is loaded. ``os.environ.setdefault`` each: the user's word stands."""
+    """Environment of one rank, before any framework is loaded; set it by ``setdefault``: the user's word stands."""
     settings = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
     if framework == "tensorflow":
         settings |= {"KERAS_BACKEND": "tensorflow"}

@@ -39,7 +39,9 @@ def choose(launcher: str) -> str:
     if launcher == "auto":
         launcher = "mpirun" if find_tool("mpirun") and mpi_built() else "horovodrun"
     if find_tool(launcher) is None:
-        raise ConfigError(f"{launcher} is not installed", where="--launcher", fix="run scripts/setup, or 'hvd-train doctor'")
+        raise ConfigError(
+            f"{launcher} is not installed", where="--launcher", fix="run scripts/setup, or 'hvd-train doctor'"
+        )
     if launcher == "mpirun" and not mpi_built():
         raise ConfigError("Horovod was built without MPI", where="--launcher mpirun", fix="use --launcher horovodrun")
     return launcher

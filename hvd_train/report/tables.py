@@ -1,4 +1,3 @@
-# NOTE TO COLLEAGUES (helpers): the lead has written this file already and it is in use. Do not rewrite it or its interface; your job now: WRITE ITS TESTS, fix bugs you find with small edits, commit.
 """Tables for the terminal: boxed and wrapped on a screen, aligned plain columns in a pipe."""
 
 from __future__ import annotations

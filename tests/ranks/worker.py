@@ -52,9 +52,7 @@ def toy(case, module, communicator, folder):
         frontend.connect(Apart(frontend.specs(), frontend.packing))
     else:
         compressor = {"threshold": Threshold, "powersgd": PowerSGD}[case["toy"]](case["argument"])
-        frontend.connect(
-            Exchange(frontend.specs(), frontend.packing, compressor, communicator, frontend.ops)
-        )
+        frontend.connect(Exchange(frontend.specs(), frontend.packing, compressor, communicator, frontend.ops))
     names = [spec.name for spec in frontend.specs()]
     for number, step in enumerate(job.loader("train").epoch(0)):
         (batch,) = step.micro_batches

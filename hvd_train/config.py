@@ -93,9 +93,7 @@ class OptimConfig(Section):
         if self.name != "sgd" and (self.momentum or self.nesterov):
             problems.append(("momentum", f"belongs to sgd; {self.name} has betas"))
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
-            problems.append(
-                ("lr_reference_batch", f"lr_scaling {self.lr_scaling} needs it: the global batch lr was chosen for")
-            )
+            problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
         if self.warmup_epochs and self.warmup_steps:
             problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
         rule(problems)
@@ -294,7 +292,7 @@ def load_config(path: Path | None = None, sets: Sequence[str] = (), **overrides:
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        problems += [_explain(item, lines, path) for item in _expanded(error)]
+        problems += _explained(error, lines, path)
     if problems or config is None:
         raise ConfigError("\n".join(problems))
     return config
@@ -305,8 +303,8 @@ def _expanded(error: ValidationError) -> Iterator[dict[str, Any]]:
         if item["type"] == "combination":
             for key, what in item["ctx"]["problems"]:
                 yield {"type": "rule", "loc": (*item["loc"], key), "msg": what, "input": None}
-        elif "float" not in item["loc"] and not (item["type"] == "literal_error" and "int" in str(item["loc"])):
-            yield item  # type: ignore[misc]
+        else:
+            yield dict(item)
 
 
 def _dotted(path: Sequence[str | int]) -> str:
@@ -329,33 +327,55 @@ def _inner(annotation: Any) -> Any:
     return sections[0] if sections else annotation
 
 
-def _explain(item: Mapping[str, Any], lines: Mapping[Path_, str], file: Path | None) -> str:
-    # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are no keys.
-    path = list(item["loc"])
-    while len(path) > 1 and _section(path[:-1]) is None and not isinstance(path[-1], int):
-        path.pop()
-    place = next(
-        (lines[tuple(path[:n])] for n in range(len(path), -1, -1) if tuple(path[:n]) in lines), str(file or "")
-    )
-    key, value = _dotted(path), item["input"]
-    if item["type"] == "extra_forbidden":
+# pydantic's kind of error -> what was expected, in a user's words
+EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number", "string_type": "text",
+    "bool_type": "true or false", "list_type": "a list", "dict_type": "a section of keys",
+    "model_type": "a section of keys", "finite_number": "finite", "literal_error": "{expected}",
+    "greater_than": "> {gt}", "greater_than_equal": ">= {ge}", "less_than": "< {lt}", "less_than_equal": "<= {le}",
+    "too_long": "of at most {max_length} items", "too_short": "of at least {min_length} items",
+}  # fmt: skip
+
+
+def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | None) -> list[str]:
+    """One line per key, in the order of the file; the alternatives of a key ("auto" or a number) are one mistake."""
+    found: dict[Path_, list[dict[str, Any]]] = {}
+    for item in _expanded(error):
+        # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are no keys.
+        path = list(item["loc"])
+        while len(path) > 1 and _section(path[:-1]) is None and not isinstance(path[-1], int):
+            path.pop()
+        found.setdefault(tuple(path), []).append(item)
+    order = list(lines)
+    rows = []
+    for path, items in found.items():
+        near = [path[:n] for n in range(len(path), 0, -1) if path[:n] in lines]
+        near += [given for given in lines if given[: len(path)] == path]  # "optm" of "--set optm.lr=3"
+        place = lines[near[0]] if near else str(file or "")
+        text = f"{_dotted(path)}: {_text(path, items)}"
+        rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
+    return [row for _, row in sorted(rows, key=lambda row: row[0])]
+
+
+def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
+    kinds = [item["type"] for item in items]
+    if "extra_forbidden" in kinds:
         section = _section(path[:-1])
         near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
-        everywhere = [row[0] for row in explain() if row[0].split(".")[-1] == path[-1]]
-        hint = f"did you mean '{_dotted((*path[:-1], near[0]))}'?" if near else ""
-        hint = hint or (
-            f"did you mean '{everywhere[0]}'?" if everywhere else "'hvd-train config --explain' lists the keys"
-        )
-        text = f"unknown key; {hint}"
-    elif item["type"] == "rule":
-        text = item["msg"]
-    else:
-        text = f"{item['msg'][0].lower()}{item['msg'][1:]}, not {json.dumps(value, default=str)[:60]}"
-        if item["type"] == "literal_error" and isinstance(value, str):
-            options = re.findall(r"'([^']+)'", item["msg"])
-            near = difflib.get_close_matches(value, options, 1, 0.6)
-            text += f"; did you mean '{near[0]}'?" if near else ""
-    return f"{place}: {key}: {text}" if place else f"{key}: {text}"
+        guesses = [_dotted((*path[:-1], *near))] if near else []
+        guesses += [key for key, *_ in explain() if key.split(".")[-1] == path[-1]]
+        return f"unknown key; did you mean '{guesses[0]}'?" if guesses else f"unknown key; {LISTED}"
+    if "rule" in kinds:
+        return str(items[0]["msg"])
+    expected = [EXPECTED.get(i["type"], i["msg"]).format_map(i.get("ctx") or {}) for i in items]
+    value = items[0]["input"]
+    text = f"must be {' or '.join(dict.fromkeys(expected))}, not {json.dumps(value, default=str)[:60]}"
+    options = [option for words in expected for option in re.findall(r"'([^']+)'", words)]
+    near = difflib.get_close_matches(value, options, 1, 0.6) if isinstance(value, str) else []
+    return text + (f"; did you mean '{near[0]}'?" if near else "")
+
+
+LISTED = "'hvd-train config --explain' lists the keys"
 
 
 # ---- writing

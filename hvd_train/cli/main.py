@@ -243,6 +243,26 @@ def predict(
 
 
 @cli.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw their curves too."
+)
+def compare(run_dirs: tuple[Path, ...], output: Path | None) -> None:
+    """Finished runs side by side.
+
+    hvd-train compare runs/a runs/b -o curves.png
+    """
+    from hvd_train.report.tables import side_by_side
+
+    click.echo(side_by_side(run_dirs))
+    if output is not None:
+        from hvd_train.report.plots import curves
+
+        curves(run_dirs, output)
+        click.echo(f"curves: {output}")
+
+
+@cli.command()
 @verbose_option
 def doctor(verbose: bool) -> None:
     """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_train.errors import CheckpointError
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -22,3 +27,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return capture.get().rstrip("\n")
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """``summary.json`` of a finished run."""
+    path = run_dir / "summary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        what = "holds no finished run" if run_dir.is_dir() else "there is no such run folder"
+        raise CheckpointError(what, where=str(run_dir)) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {str(error).splitlines()[0]}", where=str(path)) from error
+
+
+def side_by_side(run_dirs: Sequence[Path]) -> str:
+    """The results of finished runs, a row each."""
+    header = ["run folder", "framework", "model", "ranks", "epochs", "steps", "val loss", "val accuracy", "samples/s"]
+    rows = []
+    for run_dir in run_dirs:
+        run = summary(run_dir)
+        row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
+        missing = run["val_loss"] is None
+        row += ["-", "-"] if missing else [f"{run['val_loss']:.4f}", f"{run['val_accuracy']:.4f}"]
+        rows.append([*row, f"{run['samples_per_second']:,.0f}"])
+    return table(header, rows)

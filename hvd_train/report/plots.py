@@ -1,0 +1,65 @@
+"""Pictures of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_train.errors import CheckpointError
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    path, rows = run_dir / "metrics.jsonl", []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
+    """(epoch numbers from 1, mean of ``value`` in each): lines weigh as many samples as they cover."""
+    sums: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if row["event"] == event:
+            total, count = sums.get(row["epoch"], (0.0, 0.0)) if event == "train" else (0.0, 0.0)
+            sums[row["epoch"]] = (total + row[value] * row["samples"], count + row["samples"])
+    return [epoch + 1 for epoch in sums], [total / max(count, 1) for total, count in sums.values()]
+
+
+def curves(run_dirs: Sequence[Path], picture: Path) -> None:
+    """Loss and accuracy per epoch of all runs, training dashed and validation drawn through."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    runs = [(run_dir.name, metrics(run_dir)) for run_dir in run_dirs]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for (name, rows), color in zip(runs, pyplot.cm.tab10.colors * len(runs), strict=False):
+        for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
+            for event, style in (("train", "--"), ("val", "-")):
+                marker = {"marker": ".", "markersize": 5}
+                axis.plot(*epochs(rows, event, value), style, color=color, label=f"{name}, {event}", **marker)
+    for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
+        axis.set(xlabel="epoch", ylabel=value)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture, dpi=120)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"the picture cannot be written: {reason}", where=str(picture)) from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,220 @@
+"""A front-end of a few lines of NumPy and ranks that are threads: the core runs on them as on any framework."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hvd_train.frontends.base import Layout, StateTree
+from hvd_train.protocol import Packing, TensorSpec
+
+SECONDS = 60
+
+
+class NumpyOps:
+    def from_numpy(self, x):
+        return np.array(x)
+
+    def to_numpy(self, x):
+        return np.array(x)
+
+    def cast(self, x, dtype):
+        return x.astype(dtype)
+
+    def reshape(self, x, shape):
+        return np.reshape(x, shape)
+
+    def topk(self, x, k):
+        return np.argpartition(-x, k - 1)[:k]
+
+    def above(self, x, bound):
+        return np.flatnonzero(x > bound)
+
+    def take(self, x, indices):
+        return x[indices]
+
+    def scatter(self, length, indices, values):
+        out = np.zeros(length, values.dtype)
+        np.add.at(out, indices, values)
+        return out
+
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+        return (a.T if transpose_a else a) @ (b.T if transpose_b else b)
+
+    def orthonormal(self, x):
+        return np.linalg.qr(x).Q
+
+    def clip(self, x, limit):
+        return np.clip(x, -limit, limit)
+
+    def sum_of_squares(self, x):
+        return np.sum(np.square(x))
+
+    def all_finite(self, x):
+        return np.isfinite(x).all()
+
+
+class World:
+    """What the threads of one world share."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.slots = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=SECONDS)
+
+    def gather(self, rank, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        return everyone
+
+
+class Threads:
+    """A communicator whose ranks are threads; sums are in rank order."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self.local_rank, self.local_size = rank, world.size
+
+    def open(self):
+        pass
+
+    def close(self):
+        pass
+
+    def allreduce_async(self, x, name, op="sum"):
+        parts = self.world.gather(self.rank, (name, np.array(x)))
+        assert len({part[0] for part in parts}) == 1, f"ranks reduce different tensors: {parts}"
+        total = sum(part[1] for part in parts)
+        return total / self.size if op == "average" else total
+
+    def allgather_async(self, x, name):
+        return np.concatenate(self.world.gather(self.rank, np.array(x)))
+
+    def synchronize(self, handle):
+        return handle
+
+    def broadcast_bytes(self, data, root=0):
+        return self.world.gather(self.rank, data)[root]
+
+    def allgather_bytes(self, data):
+        return self.world.gather(self.rank, data)
+
+    def barrier(self):
+        self.world.gather(self.rank, None)
+
+
+def run_ranks(size, work):
+    """[work(communicator)] of all ranks; the first error ends the others."""
+    world = World(size)
+
+    def guarded(rank):
+        try:
+            return work(Threads(world, rank))
+        except threading.BrokenBarrierError:
+            return None
+        except BaseException:
+            world.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(size)]
+        return [future.result(SECONDS) for future in futures]
+
+
+class NumpyFrontEnd(StateTree):
+    """Softmax regression in float64 with momentum SGD; a "statistic" counts this rank's samples."""
+
+    packing = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
+
+    def __init__(self, communicator, input_size, num_classes, momentum=0.9, poison_at=None):
+        self.communicator, self.ops, self.momentum = communicator, NumpyOps(), momentum
+        rng = np.random.default_rng(communicator.rank)  # different on purpose: rank 0's must win
+        self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
+        self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
+        self.layouts["mean"] = Layout.of((1,), ("mean", None, None, (1,)))
+        self.slots = {n: np.zeros_like(x) for n, x in self.w.items()}
+        self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
+        self.statistic = np.zeros(1)
+        self.seeds, self.poison_at, self.steps = [], poison_at, 0
+
+    def specs(self):
+        return [TensorSpec(n, x.shape, "float64") for n, x in self.w.items()]
+
+    def connect(self, exchange):
+        self.exchange = exchange
+        self.exchange_state = [tuple(map(np.array, s)) for s in exchange.initial()]
+
+    def place(self, batch):
+        return batch
+
+    def _forward(self, batch):
+        x = batch.inputs.reshape(len(batch.inputs), -1).astype(np.float64)
+        z = x @ self.w["w"] + self.w["b"]
+        z -= z.max(axis=1, keepdims=True)
+        logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        rows = np.arange(len(x))
+        losses = -logp[rows, batch.labels] * batch.weights
+        correct = (logp.argmax(1) == batch.labels) * batch.weights
+        return x, logp, np.array([losses.sum(), correct.sum(), batch.weights.sum()], np.float64)
+
+    def accumulate(self, batch, scale, seed):
+        x, logp, sums = self._forward(batch)
+        self.seeds.append(seed)
+        error = np.exp(logp)
+        error[np.arange(len(x)), batch.labels] -= 1
+        error *= batch.weights[:, None] * scale
+        self.sums["w"] += x.T @ error
+        self.sums["b"] += error.sum(axis=0)
+        self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
+        return sums
+
+    def step(self, batch, scale, seed, learning_rate):
+        sums = self.accumulate(batch, scale, seed)
+        if self.steps == self.poison_at:
+            sums = sums * np.nan
+        self.steps += 1
+        names, started = list(self.w), []
+        for b, members in enumerate(self.exchange.buckets):
+            flat = np.concatenate([self.sums[names[i]].ravel() for i in members])
+            started.append(self.exchange.start(b, flat, self.exchange_state[b]))
+        reduced, self.exchange_state = self.exchange.finish(started)
+        for members, flat in zip(self.exchange.buckets, reduced, strict=True):
+            ends = np.cumsum([self.w[names[i]].size for i in members])
+            for i, part in zip(members, np.split(flat, ends[:-1]), strict=True):
+                n = names[i]
+                self.slots[n] = self.momentum * self.slots[n] + part.reshape(self.w[n].shape)
+                self.w[n] = self.w[n] - learning_rate * self.slots[n]
+                self.sums[n] = np.zeros_like(self.w[n])
+        return sums
+
+    def score(self, batch):
+        return self._forward(batch)[2]
+
+    def predict(self, batch):
+        return self._forward(batch)[1]
+
+    def local_state(self):
+        return {f"{b}/{k}": np.array(x) for b, s in enumerate(self.exchange_state) for k, x in enumerate(s)}
+
+    def load_local(self, tree):
+        self.exchange_state = [
+            tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self.exchange_state)
+        ]
+
+    def _arrays(self):
+        tree = {f"weights/{n}": np.array(x) for n, x in self.w.items()}
+        tree |= {f"slots/momentum/{n}": np.array(x) for n, x in self.slots.items()}
+        return tree | {"statistics/mean": np.array(self.statistic)}
+
+    def _assign(self, arrays):
+        for key, array in arrays.items():
+            kind, _, name = key.partition("/")
+            if kind == "weights":
+                self.w[name] = np.array(array)
+            elif kind == "slots":
+                self.slots[name.partition("/")[2]] = np.array(array)
+            else:
+                self.statistic = np.array(array)

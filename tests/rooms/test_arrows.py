@@ -1,0 +1,110 @@
+"""The rooms of the house: a file imports only its own room and lower ones, and looking in loads no framework."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvd_train
+
+PACKAGE = Path(hvd_train.__file__).parent
+ROOT = PACKAGE.parent
+ROOMS = {
+    "errors": 0, "config": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2, "frontends": 3, "launch": 3,
+    "report": 3, "run": 4, "cli": 5, "__main__": 6, "__init__": 0,
+}  # fmt: skip
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(module: str) -> str:
+    """hvd_train.data.loader -> data; hvd_train itself -> __init__."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: relative import"
+            packages = node.module == "hvd_train"
+            found |= {f"hvd_train.{a.name}" if packages and a.name in ROOMS else node.module for a in node.names}
+    return found
+
+
+def own_room(file: Path) -> str:
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_arrows_point_down(file):
+    here = own_room(file)
+    for module in imports(file):
+        if module.split(".")[0] != "hvd_train":
+            continue
+        there = room(module)
+        down = ROOMS[there] < ROOMS[here] or ROOMS[there] == 0
+        assert here == there or down, f"{here} imports {module}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_who_knows_what(file):
+    packages = {module.split(".")[0] for module in imports(file)}
+    here = own_room(file)
+    if here != "frontends":
+        assert not packages & FRAMEWORKS, "only a front-end imports a framework"
+    if here != "cli":
+        assert "click" not in packages
+    if here == "compression":
+        assert packages <= {"__future__", "numpy", "hvd_train"}
+        assert {m for m in imports(file) if m.startswith("hvd_train")} <= {"hvd_train.protocol"} | {
+            f"hvd_train.compression.{f.stem}" for f in (PACKAGE / "compression").glob("*.py")
+        }
+
+
+@pytest.mark.parametrize("zoo", ["pt_models", "tf_models"])
+def test_models_are_plain_framework_code(zoo):
+    for file in (ROOT / zoo).glob("*.py"):
+        packages = {module.split(".")[0] for module in imports(file)}
+        assert packages <= {"torch", "math"} if zoo == "pt_models" else packages <= {"keras", "math"}
+
+
+def test_both_zoos_hold_the_same_models():
+    names = [{file.name for file in (ROOT / zoo).glob("*.py")} for zoo in ("pt_models", "tf_models")]
+    assert names[0] == names[1]
+
+
+def loaded(code: str) -> set[str]:
+    line = f"{code}\nimport sys; print(' '.join(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return {name.split(".")[0] for name in run.stdout.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hvd_train",
+        "import hvd_train.run, hvd_train.core.loop, hvd_train.launch, hvd_train.report.plots",
+        "from hvd_train.config import load_config; load_config()",
+        "from hvd_train.cli.main import cli; cli(['fit', '--help'], standalone_mode=False)",
+        "from hvd_train.cli.main import cli; cli(['models'], standalone_mode=False)",
+        "from hvd_train.cli.main import cli; cli(['data'], standalone_mode=False)",
+        "from hvd_train.cli.main import cli; cli(['config', '--explain'], standalone_mode=False)",
+    ],
+)
+def test_looking_in_loads_no_framework(code):
+    assert not loaded(code) & FRAMEWORKS
+
+
+def test_help_loads_little():
+    """What half a second allows: help needs click alone."""
+    heavy = FRAMEWORKS | {"numpy", "pydantic", "rich", "matplotlib", "sklearn"}
+    assert not loaded("from hvd_train.cli.main import cli; cli(['--help'], standalone_mode=False)") & heavy

@@ -1,0 +1,197 @@
+"""The configuration: what is taken, and that every mistake is one line with its place, its value and a way out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import yaml
+
+from hvd_train import config as configuration
+from hvd_train.config import Config, changed, digest, explain, load_config, resolved_yaml
+from hvd_train.errors import ConfigError
+
+
+def lines(*sets, path=None, **flags):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, sets, **flags)
+    return str(caught.value).split("\n")
+
+
+def write(folder, text):
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_train():
+    config = load_config()
+    assert (config.framework, config.batch_size, config.max_epochs) == ("pytorch", 32, 1)
+    assert load_config(None, ["max_steps=3"]).max_epochs is None
+    assert load_config(None, ["global_batch_size=3"]).batch_size is None
+
+
+def test_file_then_set_then_flag(tmp_path):
+    path = write(tmp_path, "seed: 1\noptim: {lr: 1e-3, momentum: 0.9}\nmodel: {name: cnn, hidden: 7}\n")
+    config = load_config(path, ["seed=2", "optim.lr=0.5"], seed=3, run_dir=None)
+    assert (config.seed, config.optim.lr, config.optim.momentum) == (3, 0.5, 0.9)
+    assert config.model.options == {"hidden": 7}
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-5", "0.00001", ".1e-4"])
+def test_numbers_as_people_write_them(text):
+    assert load_config(None, [f"optim.weight_decay={text}"]).optim.weight_decay == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("given", "bits"), [("32", "32"), ("64", "64"), ("64-true", "64")])
+def test_precision_as_number_or_word(given, bits):
+    assert load_config(None, [f"precision={given}"]).precision == bits
+
+
+def test_resolved_yaml_loads_back_equal(tmp_path):
+    config = load_config(None, ["optim.name=adam", "model.hidden=[3,4]", "early_stopping.patience=2", "precision=64"])
+    assert load_config(write(tmp_path, resolved_yaml(config))) == config
+
+
+def test_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        load_config().seed = 3
+
+
+def test_every_key_is_explained():
+    for key, kind, default, meaning in explain():
+        assert meaning, key
+        assert kind and default is not None, key
+        assert len(meaning) < 110 and not meaning.endswith("."), key
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("bacth_size=3", ["bacth_size: unknown key; did you mean 'batch_size'?"]),
+        ("optim.momentm=3", ["did you mean 'optim.momentum'?"]),
+        ("lr=3", ["did you mean 'optim.lr'?"]),
+        ("xyz.abc=3", ["xyz: unknown key", "--explain"]),
+        ("framework=torch", ["'pytorch' or 'tensorflow'", 'not "torch"', "did you mean 'pytorch'?"]),
+        ("threads=foo", ["a whole number or 'auto'"]),
+        ("threads=0", ["> 0"]),
+        ("seed=1.5", ["a whole number", "1.5"]),
+        ("seed=true", ["a whole number"]),
+        ("seed=-1", [">= 0"]),
+        ("batch_size=0", ["> 0"]),
+        ("batch_size='3'", ["a whole number"]),
+        ("optim.lr=0", ["> 0"]),
+        ("optim.lr=.nan", ["optim.lr"]),
+        ("optim.lr=.inf", ["finite"]),
+        ("optim.momentum=1", ["< 1"]),
+        ("optim.betas=[0.9]", ["at least 2"]),
+        ("optim.betas=[0.9,1]", ["optim.betas.1", "< 1"]),
+        ("optim=3", ["section"]),
+        ("model=cnn", ["section", '"cnn"']),
+        ("model.name=3", ["text"]),
+        ("data.val_fraction=1", ["< 1"]),
+        ("optim.nesterov=true", ["optim.nesterov", "momentum"]),
+        ("optim.lr_scaling=linear", ["lr_reference_batch"]),
+        ("precision=16", ["'32' or '64'"]),
+        ("exchange.compression=zip", ["'none'"]),
+        ("run_dir=' '", ["run_dir", "empty"]),
+        ("foo", ["key=value"]),
+        ("=3", ["key=value"]),
+        ("seed={", ["not valid YAML"]),
+        ("data.options=[1", ["not valid YAML"]),
+    ],
+)
+def test_a_mistake_on_the_command_line(setting, words):
+    (line,) = lines(setting)
+    assert line.startswith(f"--set {setting}: ")
+    assert all(word in line for word in words), line
+
+
+def test_combinations():
+    (line,) = lines("batch_size=3", "global_batch_size=4")
+    assert "not both" in line
+    (line,) = lines("optim.warmup_epochs=1", "optim.warmup_steps=4")
+    assert "not both" in line
+    (line,) = lines("optim.name=adam", "optim.momentum=0.9")
+    assert "sgd" in line
+    (line,) = lines("device=cpu", "devices=[0]")
+    assert "devices" in line
+
+
+def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
+    path = write(
+        tmp_path, "framework: torch\nbatch_size: abc\n\noptim:\n  lr: -1\n  momentm: 0.9\nmodl: {name: cnn}\nseed: 1\n"
+    )
+    found = lines("threads=x", path=path, run_dir="")
+    places = [f"{path}:1: framework: ", f"{path}:2: batch_size: ", f"{path}:5: optim.lr: ", f"{path}:6: optim.momentm: "]
+    places += [f"{path}:7: modl: ", "--set threads=x: threads: "]
+    assert [line.startswith(place) for line, place in itertools.zip_longest(found, places, fillvalue="")] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["empty"]),
+        ("# only a comment\n", ["empty"]),
+        ("- a\n- b\n", ["key: value"]),
+        ("just words", ["key: value"]),
+        ("a: [1\n", [":2:", "not valid YAML"]),
+        ("seed: 1\n\tx: 2\n", [":2:", "blanks, not tabs"]),
+        ("seed: 1\nseed: 2\n", [":2: seed: stands twice"]),
+        ("optim: {lr: 1, lr: 2}\n", ["optim.lr: stands twice"]),
+        ("a: &x 1\nb: *x\n", ["anchors"]),
+        ("a: !!python/name:os.system\n", ["not valid YAML"]),
+        ("model: {name: cnn, options: &x {a: *x}}", ["anchors"]),
+        ("x" * (configuration.MAX_BYTES + 1), ["bytes"]),
+        ("a: " + "[" * 2000 + "]" * 2000, ["YAML"]),
+    ],
+    ids=range(13),
+)
+def test_a_file_that_is_no_configuration(tmp_path, text, words):
+    path = write(tmp_path, text)
+    found = lines(path=path)
+    assert str(path) in found[0]
+    assert all(word in found[0] for word in words), found
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    (line,) = lines(path=tmp_path / "gone.yaml")
+    assert "No such file" in line
+    (line,) = lines(path=tmp_path)
+    assert "directory" in line
+    (tmp_path / "job.yaml").write_bytes(b"seed: 1 # \xff")
+    (line,) = lines(path=tmp_path / "job.yaml")
+    assert "UTF-8" in line and "byte 10" in line
+
+
+def test_what_a_resumed_run_may_change():
+    old = load_config(None, ["max_epochs=2", "optim.lr=0.1"])
+    assert changed(old, load_config(None, ["max_epochs=5", "optim.lr=0.1", "run_dir=x", "threads=3"])) == []
+    assert changed(old, load_config(None, ["max_epochs=2", "optim.lr=0.2"])) == [("optim.lr", 0.1, 0.2)]
+    assert changed(old, load_config(None, ["max_epochs=2", "optim.lr=0.1", "seed=1"])) == [("seed", 0, 1)]
+    # A cosine schedule's rates depend on where it ends.
+    cosine = ["optim.schedule=cosine", "optim.lr=0.1"]
+    rows = changed(load_config(None, [*cosine, "max_epochs=2"]), load_config(None, [*cosine, "max_epochs=3"]))
+    assert [key for key, _, _ in rows] == ["max_epochs"]
+
+
+def test_digest_tells_configurations_apart():
+    assert digest(load_config()) == digest(load_config())
+    assert digest(load_config()) != digest(load_config(None, ["seed=1"]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_global_batch(size, accumulate):
+    assert Config(batch_size=5, accumulate_grad_batches=accumulate).global_batch(size) == 5 * size * accumulate
+    assert Config(global_batch_size=50, accumulate_grad_batches=accumulate).global_batch(size) == 50
+
+
+def test_example_files_are_valid():
+    from pathlib import Path
+
+    files = sorted(Path("scripts/configs").glob("*.yaml"))
+    assert [file.stem for file in files] == ["demo", "fashion_mnist", "tiny"]
+    for file in files:
+        load_config(file)
+        assert yaml.safe_load(file.read_text())

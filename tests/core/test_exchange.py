@@ -1,0 +1,130 @@
+"""Buckets hold every tensor once; what goes in comes out summed, whatever the compressor and the order of starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_train.compression import make
+from hvd_train.core.exchange import Clip, Exchange, plan
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Packing, TensorSpec
+from tests.numpy_frontend import NumpyOps, run_ranks
+from tests.toys import PowerSGD, Threshold
+
+SHAPES = [(3, 4), (4,), (100, 30), (30,), (5, 2, 2), (2,), (1,)]
+SPECS = [TensorSpec(f"t{i}", shape, "float64") for i, shape in enumerate(SHAPES)]
+MIXED = [TensorSpec(f"t{i}", shape, "float32" if i % 2 else "float64") for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("specs", [SPECS, MIXED, SPECS[:1]])
+@pytest.mark.parametrize("bucket", [0, 1, 200, 1 << 20])
+@pytest.mark.parametrize("alone", [0, 100, 1 << 20])
+def test_every_tensor_is_in_one_bucket(specs, bucket, alone):
+    buckets = plan(specs, Packing(bucket, alone))
+    assert sorted(i for members in buckets for i in members) == list(range(len(specs)))
+    for members in buckets:
+        assert len({specs[i].dtype for i in members}) == 1
+        size = sum(specs[i].nbytes for i in members)
+        assert len(members) == 1 or (size <= bucket and all(specs[i].nbytes < alone for i in members))
+        assert list(members) == sorted(members, reverse=True), "backward finishes the last layers first"
+
+
+def test_one_large_bucket_where_all_fit():
+    assert plan(SPECS, Packing(1 << 20, 1 << 20)) == (tuple(reversed(range(len(SPECS)))),)
+
+
+def exchanged(communicator, compressor, packing, steps=3, clip=None, reverse=False):
+    """Reduced gradients of some steps, and the law's two sides on this rank."""
+    ops = NumpyOps()
+    exchange = Exchange(SPECS, packing, compressor, communicator, ops, clip)
+    states = [tuple(map(np.array, s)) for s in exchange.initial()]
+    rng = np.random.default_rng(communicator.rank)
+    out, total = [], [0.0] * len(SPECS)
+    for _ in range(steps):
+        gradients = [rng.normal(size=shape) for shape in SHAPES]
+        total = [a + g for a, g in zip(total, gradients, strict=True)]
+        order = range(len(exchange.buckets))
+        started = []
+        for b in reversed(order) if reverse else order:
+            flat = np.concatenate([gradients[i].ravel() for i in exchange.buckets[b]])
+            started.append(exchange.start(b, flat, states[b]))
+        reduced, states = exchange.finish(started)
+        tree = {}
+        for members, flat in zip(exchange.buckets, reduced, strict=True):
+            ends = np.cumsum([SPECS[i].size for i in members])
+            tree |= {i: p.reshape(SHAPES[i]) for i, p in zip(members, np.split(flat, ends[:-1]), strict=True)}
+        out.append(tree)
+    return total, out, states
+
+
+PACKINGS = [Packing(1 << 20, 1 << 20), Packing(200, 100), Packing(0, 0)]
+COMPRESSORS = {
+    "none": lambda: make("none"),
+    "threshold": lambda: Threshold(0.5),
+    "full threshold": lambda: Threshold(-1.0),
+    "powersgd": lambda: PowerSGD(2),
+    "full powersgd": lambda: PowerSGD(100),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", ["none", "full threshold", "full powersgd"])
+def test_nothing_dropped_gives_the_sum(size, packing, name):
+    results = run_ranks(size, lambda c: exchanged(c, COMPRESSORS[name](), packing))
+    expected = [sum(result[0][i] for result in results) for i in range(len(SPECS))]
+    for _, out, _ in results:
+        for i in range(len(SPECS)):
+            np.testing.assert_allclose(sum(tree[i] for tree in out), expected[i], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", list(COMPRESSORS))
+def test_ranks_get_the_same_bits(size, name):
+    results = run_ranks(size, lambda c: exchanged(c, COMPRESSORS[name](), PACKINGS[1]))
+    for _, out, _ in results:
+        for mine, first in zip(out, results[0][1], strict=True):
+            assert all((mine[i] == first[i]).all() for i in mine)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_law_inputs_are_decoded_or_residual(size, packing):
+    """Sum of all ranks' inputs = sum of what was decoded + residuals that are left."""
+    results = run_ranks(size, lambda c: exchanged(c, Threshold(0.7), packing, steps=9))
+    inputs = np.concatenate([sum(r[0][i] for r in results).ravel() for i in range(len(SPECS))])
+    decoded = np.concatenate([sum(t[i] for t in results[0][1]).ravel() for i in range(len(SPECS))])
+    order = plan(SPECS, packing)
+    places = np.cumsum([0] + [s.size for s in SPECS])
+    residual = np.zeros_like(inputs)
+    for _, _, states in results:
+        for members, (rest,) in zip(order, states, strict=True):
+            ends = np.cumsum([SPECS[i].size for i in members])
+            for i, part in zip(members, np.split(rest, ends[:-1]), strict=True):
+                residual[places[i] : places[i + 1]] += part
+    assert np.abs(residual).max() > 0.1
+    np.testing.assert_allclose(inputs, decoded + residual, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", list(COMPRESSORS))
+def test_order_of_starts_does_not_matter(name):
+    forward, backward = (exchanged(Serial(), COMPRESSORS[name](), PACKINGS[2], reverse=r)[1] for r in (False, True))
+    for a, b in zip(forward, backward, strict=True):
+        assert all((a[i] == b[i]).all() for i in a)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_clipping_bounds_the_reduced_gradient(limit, packing):
+    plain = exchanged(Serial(), make("none"), packing, 1)[1][0]
+    norm = np.sqrt(sum((g**2).sum() for g in plain.values()))
+    by_norm = exchanged(Serial(), make("none"), packing, 1, Clip(limit))[1][0]
+    by_value = exchanged(Serial(), make("none"), packing, 1, Clip(limit, "value"))[1][0]
+    for i, g in plain.items():
+        np.testing.assert_allclose(by_norm[i], g * min(1.0, limit / (norm + 1e-6)), rtol=1e-12)
+        assert (by_value[i] == np.clip(g, -limit, limit)).all()
+
+
+def test_a_zero_gradient_stays_zero_when_clipped():
+    assert Clip(1.0)([np.zeros(3)], NumpyOps())[0].tolist() == [0, 0, 0]

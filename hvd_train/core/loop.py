@@ -56,7 +56,7 @@ class Progress:
     stopped: bool = False
 
 
-def mix(seed: int, step: int, micro: int, rank: int) -> int:
+def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
     """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -160,9 +160,9 @@ class Trainer:
         rate = self.schedule.rate(position)
         *earlier, last = step.micro_batches
         for micro, batch in enumerate(earlier):
-            seed = mix(self.config.seed, p.step, micro, self.communicator.rank)
+            seed = forward_seed(self.config.seed, p.step, micro, self.communicator.rank)
             self._pending.append(self.frontend.accumulate(self.frontend.place(batch), scale, seed))
-        seed = mix(self.config.seed, p.step, len(earlier), self.communicator.rank)
+        seed = forward_seed(self.config.seed, p.step, len(earlier), self.communicator.rank)
         self._pending.append(self.frontend.step(self.frontend.place(last), scale, seed, rate))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
         return rate
@@ -201,7 +201,8 @@ class Trainer:
             val = self._evaluate()
             p.val = {"val_loss": val.loss, "val_accuracy": val.accuracy, "val_samples": val.samples}
             self.log.val(epoch, p.step, val.loss, val.accuracy, val.samples, rate, self.samples_per_second())
-            self._early_stopping({"train_loss": train.loss, "train_accuracy": train.accuracy, **p.val})
+            if complete:  # an interruption within an epoch must not change when training stops
+                self._early_stopping({"train_loss": train.loss, **p.val})
             last = self._finished()
         self.log.epoch_line(
             epoch=epoch,

@@ -32,7 +32,7 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
         if row["event"] == event:
             total, count = sums.get(row["epoch"], (0.0, 0.0)) if event == "train" else (0.0, 0.0)
             sums[row["epoch"]] = (total + row[value] * row["samples"], count + row["samples"])
-    return [epoch + 1 for epoch in sums], [total / max(count, 1) for total, count in sums.values()]
+    return list(sums), [total / max(count, 1) for total, count in sums.values()]
 
 
 def curves(run_dirs: Sequence[Path], picture: Path) -> None:
@@ -45,11 +45,12 @@ def curves(run_dirs: Sequence[Path], picture: Path) -> None:
 
     runs = [(run_dir.name, metrics(run_dir)) for run_dir in run_dirs]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for (name, rows), color in zip(runs, pyplot.cm.tab10.colors * len(runs), strict=False):
+    for k, (name, rows) in enumerate(runs):
+        # Equal runs lie on one another: the first is drawn widest, so that each stays visible.
+        line = {"color": f"C{k % 10}", "linewidth": 1.5 + 2.0 * (len(runs) - 1 - k), "alpha": 0.5 + 0.5 * k / len(runs)}
         for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
             for event, style in (("train", "--"), ("val", "-")):
-                marker = {"marker": ".", "markersize": 5}
-                axis.plot(*epochs(rows, event, value), style, color=color, label=f"{name}, {event}", **marker)
+                axis.plot(*epochs(rows, event, value), style, label=f"{name}, {event}", **line)
     for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
         axis.set(xlabel="epoch", ylabel=value)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,364 @@
+"""The loop on a NumPy model with ranks that are threads: N ranks are one, a resumed run is the run, limits hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_train.compression import make
+from hvd_train.config import Config
+from hvd_train.core import checkpoint
+from hvd_train.core.exchange import Exchange
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.loop import Trainer, forward_seed
+from hvd_train.core.trees import weights_sha256
+from hvd_train.data.arrays import Arrays
+from hvd_train.errors import CheckpointError, NonFiniteError
+from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.toys import Threshold
+
+N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
+rng = np.random.default_rng(0)
+CENTRES = rng.normal(size=(CLASSES, FEATURES))
+
+
+def data(n, start):
+    labels = np.arange(start, start + n) % CLASSES
+    noise = np.random.default_rng(start).normal(size=(n, FEATURES))
+    return Arrays((CENTRES[labels] + noise).astype(np.float32), labels, f"test {start}", CLASSES)
+
+
+TRAIN, VALIDATION = data(N, 0), data(VAL, 1000)
+
+
+class Stop(Exception):
+    """Stands for a kill: raised in the middle of a step's bookkeeping."""
+
+
+class KillingLog(NullLog):
+    """Ends the rank after ``steps`` steps, as a kill between two steps does."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def progress(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+
+
+class Recorder(NullLog):
+    def __init__(self):
+        self.trains, self.vals, self.messages = [], [], []
+
+    def train(self, *args):
+        self.trains.append(args)
+
+    def val(self, *args):
+        self.vals.append(args)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def config(**keys):
+    settings = {"global_batch_size": 8, "max_epochs": 3, "optim": {"lr": 0.1, "momentum": 0.9}, "log_every_n_steps": 3}
+    return Config.model_validate(settings | keys)
+
+
+def trainer(communicator, c, folder, log=None, compressor=None, resume=False, **options):
+    frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
+    exchange = Exchange(
+        frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None
+    )
+    frontend.connect(exchange)
+    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog())
+    found = checkpoint.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
+    made.restore(found)
+    return made
+
+
+def final(size, c, folder, **options):
+    """(summary, state, local state) of rank 0's view after a whole run; all ranks must agree."""
+
+    def work(communicator):
+        made = trainer(communicator, c, folder, **options)
+        return made.fit(), made.frontend.state(), made.frontend.local_state(), made
+
+    results = run_ranks(size, work)
+    for _, tree, _, _ in results:
+        weights = {k for k in tree if not k.startswith("statistics/")}
+        assert all((tree[k] == results[0][1][k]).all() for k in weights), "ranks end with the same bits"
+    return results[0][0], results[0][1], [r[2] for r in results], results[0][3]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
+
+
+# ---- N ranks are one
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("batch", [1, 8, 53, 100])
+def test_n_ranks_equal_one(tmp_path, batch, accumulate):
+    c = config(global_batch_size=batch, accumulate_grad_batches=accumulate, max_epochs=2)
+    one = final(1, c, tmp_path / "1")
+    for size in (2, 3, 4, 5):
+        summary, tree, _, _ = final(size, c, tmp_path / str(size))
+        for key in ("epochs", "steps", "train_samples", "val_samples", "val_accuracy"):
+            assert summary[key] == one[0][key]
+        assert summary["val_loss"] == pytest.approx(one[0]["val_loss"], rel=1e-12)
+        for key, array in one[1].items():
+            if not key.startswith("statistics/"):  # those of a rank's own samples: their mean is another number
+                np.testing.assert_allclose(tree[key], array, rtol=1e-10, atol=1e-12)
+
+
+def test_one_rank_is_plain_gradient_descent(tmp_path):
+    """The same training written out: full batches in the loader's order, momentum, mean loss."""
+    c = config(max_epochs=2)
+    _, tree, _, made = final(1, c, tmp_path)
+    start = NumpyFrontEnd(made.communicator, FEATURES, CLASSES)
+    w, m = np.vstack([start.w["w"], start.w["b"]]), 0.0
+    for epoch in range(2):
+        for step in made.train_loader.epoch(epoch):
+            x, y = TRAIN.fetch(step.micro_batches[0].indices)
+            x = np.hstack([x.astype(np.float64), np.ones((len(x), 1))])
+            p = np.exp(x @ w)
+            p /= p.sum(axis=1, keepdims=True)
+            p[np.arange(len(y)), y] -= 1
+            m = 0.9 * m + x.T @ p / len(y)
+            w = w - 0.1 * m
+    np.testing.assert_allclose(np.vstack([tree["weights/w"], tree["weights/b"]]), w, rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_sample_counts_once(tmp_path, size):
+    log = Recorder()
+    c = config(max_epochs=3, log_every_n_steps=2)
+    summary = final(size, c, tmp_path, log=log)[0]
+    assert summary["train_samples"] == 3 * N and summary["val_samples"] == VAL
+    lines = log.trains[: len(log.trains) // size]
+    assert len(log.trains) % size == 0
+    per_epoch = {}
+    for epoch, _, _, _, samples, _, _ in log.trains:
+        per_epoch[epoch] = per_epoch.get(epoch, 0) + samples
+    assert per_epoch == {0: N * size, 1: N * size, 2: N * size}, "each rank's lines add up to the epoch"
+    assert lines
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("compressor", [None, Threshold(0.01)], ids=["none", "threshold"])
+def test_resumed_after_a_kill_at_any_step_is_bit_identical(tmp_path, size, compressor):
+    """Weights, slots, each rank's residual, statistics and the summary equal those of the run that nobody stopped."""
+    c = config(checkpoint={"every_n_steps": 2}, accumulate_grad_batches=2)
+    whole = final(size, c, tmp_path / "whole", compressor=compressor)
+    for killed_at in range(1, whole[0]["steps"] + 1):
+        folder = tmp_path / str(killed_at)
+        with pytest.raises(Stop):
+            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k), compressor).fit())
+        again = final(size, c, folder, compressor=compressor, resume=True)
+        assert same(again[1], whole[1]), f"killed after step {killed_at}"
+        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+        assert without_speed(again[0]) == without_speed(whole[0])
+
+
+def without_speed(summary):
+    return {k: v for k, v in summary.items() if k != "samples_per_second"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
+def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, after):
+    c = config(checkpoint={"every_n_steps": 3})
+    whole = final(before, c, tmp_path / "whole")
+    with pytest.raises(Stop):
+        run_ranks(before, lambda com: trainer(com, c, tmp_path / "cut", KillingLog(10)).fit())
+    again = final(after, c, tmp_path / "cut", resume=True)
+    assert again[0]["train_samples"] == whole[0]["train_samples"] and again[0]["steps"] == whole[0]["steps"]
+    for key, array in whole[1].items():
+        if not key.startswith("statistics/"):
+            np.testing.assert_allclose(again[1][key], array, rtol=1e-10, atol=1e-12)
+
+
+def test_stopped_by_max_steps_and_gone_on_is_the_run(tmp_path):
+    whole = final(1, config(), tmp_path / "whole")
+    for steps in range(1, whole[0]["steps"]):
+        final(1, config(max_steps=steps), tmp_path / str(steps))
+        again = final(1, config(), tmp_path / str(steps), resume=True)
+        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0])
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    first = final(2, config(), tmp_path)
+    again = final(2, config(), tmp_path, resume=True)
+    assert same(first[1], again[1]) and without_speed(first[0]) == without_speed(again[0])
+    longer = final(2, config(max_epochs=5), tmp_path, resume=True)
+    assert same(longer[1], final(2, config(max_epochs=5), tmp_path / "five")[1])
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
+    final(1, config(), tmp_path)
+
+    def work(communicator):
+        frontend = NumpyFrontEnd(communicator, FEATURES + 1, CLASSES)
+        frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops, None))
+        made = Trainer(config(), frontend, TRAIN, VALIDATION, tmp_path, NullLog())
+        with pytest.raises(CheckpointError, match="weights/w: .* in the checkpoint") as caught:
+            made.restore(checkpoint.newest(made.folder, pytest.fail) if communicator.rank == 0 else None)
+        return str(caught.value)
+
+    assert len(run_ranks(2, work)) == 2
+
+
+# ---- limits and cadence
+
+
+def steps_saved(folder):
+    return [step for step, _ in checkpoint.find(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "samples"),
+    [
+        ({"max_epochs": 2}, 14, 2 * N),
+        ({"max_epochs": 3, "max_steps": 5}, 5, 40),
+        ({"max_epochs": 1, "max_steps": 50}, 7, N),
+        ({"max_epochs": 2, "limit_train_batches": 2}, 4, 32),
+        ({"max_epochs": 2, "limit_train_batches": 99}, 14, 2 * N),
+    ],
+    ids=str,
+)
+def test_training_ends_where_it_should(tmp_path, keys, steps, samples):
+    summary = final(2, config(**keys), tmp_path)[0]
+    assert (summary["steps"], summary["train_samples"]) == (steps, samples)
+    assert summary["val_samples"] == VAL, "the end is always evaluated"
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        ({"every_n_epochs": 1}, [7, 14, 21]),
+        ({"every_n_epochs": 2}, [14, 21]),
+        ({"every_n_epochs": 0}, [21]),
+        ({"every_n_epochs": 0, "every_n_steps": 5}, [5, 10, 15, 20, 21]),
+        ({"every_n_epochs": 1, "every_n_steps": 7}, [7, 14, 21]),
+    ],
+    ids=str,
+)
+def test_checkpoints_come_when_asked(tmp_path, monkeypatch, rule, kept):
+    monkeypatch.setattr(checkpoint, "prune", lambda *args, **kwargs: None)
+    final(1, config(checkpoint=rule), tmp_path)
+    assert steps_saved(tmp_path) == kept
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1, [0, 1, 2]), (2, [1, 2]), (5, [2])])
+def test_evaluations_come_when_asked(tmp_path, every, epochs):
+    log = Recorder()
+    final(1, config(check_val_every_n_epoch=every), tmp_path, log=log)
+    assert [row[0] for row in log.vals] == epochs
+
+
+def test_limit_val_batches(tmp_path):
+    assert final(2, config(limit_val_batches=1), tmp_path)[0]["val_samples"] == 8
+
+
+# ---- early stopping, non-finite losses
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("mode", "epochs"), [("max", 3), ("min", 20)])
+def test_all_ranks_stop_early_together(tmp_path, size, mode, epochs):
+    """A loss that falls never improves by "max": training ends after the first value and two that are no better."""
+    log = Recorder()
+    rule = {"monitor": "train_loss", "patience": 2, "mode": mode}
+    c = config(max_epochs=20, early_stopping=rule, optim={"lr": 0.001, "momentum": 0.0})
+    summary, *_ = final(size, c, tmp_path, log=log)
+    assert summary["epochs"] == epochs
+    assert bool(log.messages) == (epochs < 20)
+    if epochs < 20:
+        again = final(size, c, tmp_path, resume=True)[0]
+        assert again["epochs"] == epochs, "a run that stopped early does not go on when resumed"
+
+
+def test_min_delta_counts_small_gains_as_none(tmp_path):
+    rule = {"monitor": "train_loss", "patience": 1, "min_delta": 1e9}
+    assert final(1, config(max_epochs=9, early_stopping=rule), tmp_path)[0]["epochs"] == 2
+
+
+def test_patience_is_kept_over_a_resume(tmp_path):
+    rule = {"monitor": "train_loss", "patience": 3, "mode": "max"}
+    slow = {"optim": {"lr": 0.001, "momentum": 0.0}, "early_stopping": rule}
+    whole = final(1, config(max_epochs=20, **slow), tmp_path / "whole")[0]["epochs"]
+    final(1, config(max_epochs=2, **slow), tmp_path / "cut")
+    final(1, config(max_steps=17, **slow), tmp_path / "cut", resume=True)  # within the third epoch
+    assert final(1, config(max_epochs=20, **slow), tmp_path / "cut", resume=True)[0]["epochs"] == whole == 4
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path, size):
+    def work(communicator):
+        poison = {"poison_at": 4} if communicator.rank == size - 1 else {}
+        made = trainer(communicator, config(checkpoint={"every_n_steps": 3}), tmp_path, **poison)
+        with pytest.raises(NonFiniteError, match=r"epoch 1, up to step 6.*lower optim\.lr") as caught:
+            made.fit()
+        assert caught.value.common
+        return True
+
+    assert run_ranks(size, work) == [True] * size
+    assert steps_saved(tmp_path) == [3], "what was saved before stays; nothing poisoned is saved"
+
+
+# ---- numbers
+
+
+def test_forward_seeds_differ_by_step_micro_batch_and_rank():
+    seeds = [forward_seed(s, t, m, r) for s in range(2) for t in range(20) for m in range(3) for r in range(4)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_samples_per_second_leaves_out_the_first_steps(tmp_path):
+    made = final(1, config(), tmp_path)[3]
+    made._rates.clear()
+    made._timed = 0
+    for k in range(30):
+        made._time(8, 100.0 if k < 20 else 0.5)
+    assert made.samples_per_second() == pytest.approx(16)
+
+
+def test_run_folder(tmp_path):
+    """metrics.jsonl, summary and events of a real log, cut off and gone on: each line stands once."""
+    c = config(checkpoint={"every_n_steps": 2})
+
+    def log():
+        return RunLog(tmp_path, config_yaml="seed: 0\n", tensorboard=True, total_epochs=3)
+
+    first = log()
+    final(1, config(max_steps=9), tmp_path, log=first)
+    first.close()
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + '\n{"event": "train", "step": 10}\n{"event": "tr')
+    second = log()
+    second.truncate_after(9)
+    summary = final(1, c, tmp_path, log=second, resume=True)[0]
+    second.summary(summary)
+    second.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    keys = {"event", "epoch", "step", "loss", "accuracy", "samples", "lr", "samples_per_second"}
+    assert all(line.keys() == keys for line in lines)
+    trains = [line for line in lines if line["event"] == "train"]
+    assert sum(line["samples"] for line in trains) == 3 * N
+    assert [line["step"] for line in trains] == sorted({line["step"] for line in trains})
+    assert {line["epoch"] for line in lines} == {1, 2, 3}
+    assert all(math.isfinite(line["loss"]) and 0 <= line["accuracy"] <= 1 for line in lines)
+    kept = json.loads((tmp_path / "summary.json").read_text())
+    assert kept == summary and kept["weights_sha256"] == weights_sha256(
+        checkpoint.newest(tmp_path / "checkpoints", pytest.fail).tree
+    )

@@ -165,7 +165,7 @@ class NumpyFrontEnd(StateTree):
         self.seeds.append(seed)
         error = np.exp(logp)
         error[np.arange(len(x)), batch.labels] -= 1
-        error *= batch.weights[:, None] * scale
+        error *= batch.weights[:, None].astype(np.float64) * scale
         self.sums["w"] += x.T @ error
         self.sums["b"] += error.sum(axis=0)
         self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
@@ -174,7 +174,7 @@ class NumpyFrontEnd(StateTree):
     def step(self, batch, scale, seed, learning_rate):
         sums = self.accumulate(batch, scale, seed)
         if self.steps == self.poison_at:
-            sums = sums * np.nan
+            sums = sums * [np.nan, 1, 1]
         self.steps += 1
         names, started = list(self.w), []
         for b, members in enumerate(self.exchange.buckets):

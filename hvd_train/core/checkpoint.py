@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -212,7 +213,7 @@ def _ranked(folder: Path, monitor: str, mode: str) -> list[tuple[float, int, Pat
             value = _manifest(path)["meta"].get("monitor", {}).get(monitor)
         except CheckpointError:
             continue
-        if value is not None:
+        if value is not None and math.isfinite(value):
             rows.append((sign * float(value), step, path))
     return sorted(rows)
 

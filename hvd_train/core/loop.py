@@ -229,7 +229,7 @@ class Trainer:
         if rule is None:
             return
         value = metrics[rule.monitor] * (1 if rule.mode == "min" else -1)
-        if p.best is None or value < p.best - rule.min_delta:
+        if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
             p.best, p.waited = value, 0
             return
         p.waited += 1

@@ -246,7 +246,7 @@ def test_the_best_and_the_newest_stay(tmp_path, save_top_k, save_last, mode, kep
 
 def test_without_a_monitored_value_a_checkpoint_is_not_best(tmp_path):
     checkpoint.save(tmp_path, snapshot(1, val_loss=0.5))
-    checkpoint.save(tmp_path, snapshot(2))
+    checkpoint.save(tmp_path, snapshot(2, val_loss=float("nan")))
     checkpoint.save(tmp_path, snapshot(3))
     checkpoint.prune(tmp_path, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
     assert [step for step, _ in checkpoint.find(tmp_path)] == [1, 3]

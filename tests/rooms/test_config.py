@@ -123,7 +123,12 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
         tmp_path, "framework: torch\nbatch_size: abc\n\noptim:\n  lr: -1\n  momentm: 0.9\nmodl: {name: cnn}\nseed: 1\n"
     )
     found = lines("threads=x", path=path, run_dir="")
-    places = [f"{path}:1: framework: ", f"{path}:2: batch_size: ", f"{path}:5: optim.lr: ", f"{path}:6: optim.momentm: "]
+    places = [
+        f"{path}:1: framework: ",
+        f"{path}:2: batch_size: ",
+        f"{path}:5: optim.lr: ",
+        f"{path}:6: optim.momentm: ",
+    ]
     places += [f"{path}:7: modl: ", "--set threads=x: threads: "]
     assert [line.startswith(place) for line, place in itertools.zip_longest(found, places, fillvalue="")] == [True] * 6
 

@@ -100,7 +100,9 @@ class TensorFlowFrontEnd(StateTree):
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
         self._device = _device(config, communicator)
         self.dtype = DTYPES[config.precision]
+        keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
         keras.config.set_floatx(self.dtype)
+        keras.config.set_dtype_policy(self.dtype)
         keras.utils.set_random_seed(config.seed)
         options = dict(config.model.options)
         with tf.device(self._device):
@@ -225,7 +227,7 @@ class TensorFlowFrontEnd(StateTree):
         return found
 
     def _arrays(self) -> Tree:
-        arrays = {key: np.array(v.value) for key, v in self._variables().items()}
+        arrays = {key: np.array(v.numpy()) for key, v in self._variables().items()}
         if "slots/step" in arrays:  # PyTorch counts in float32
             arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
         return arrays

@@ -1,0 +1,492 @@
+"""One contract for every front-end: what the core relies on holds in NumPy, PyTorch and Keras/TensorFlow alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvd_train.compression import make
+from hvd_train.config import Config
+from hvd_train.core.exchange import Exchange
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Batch
+from tests.numpy_frontend import NumpyFrontEnd
+from tests.toys import Threshold
+
+SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
+OWN = {"pytorch": "tests.own_models:pytorch_dropout", "tensorflow": "tests.own_models:keras_dropout"}
+FRAMEWORKS = ["pytorch", "tensorflow"]
+ALL = ["numpy", *FRAMEWORKS]
+
+
+def module(framework):
+    if framework == "pytorch":
+        from hvd_train.frontends import pt
+
+        return pt
+    pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
+    from hvd_train.frontends import tf
+
+    return tf
+
+
+def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap=lambda exchange: exchange, **keys):
+    """A front-end on one rank, connected."""
+    optim = {"lr": 0.1, "momentum": 0.9} if optim is None else optim
+    if framework == "numpy":
+        frontend = NumpyFrontEnd(Serial(), int(np.prod(shape)), CLASSES, momentum=optim.get("momentum", 0.0))
+    else:
+        settings = {"framework": framework, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
+        config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
+        frontend = module(framework).open_frontend(config, Serial(), shape, CLASSES)
+    parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
+    frontend.connect(wrap(Exchange(*parts)))
+    return frontend
+
+
+def batch(seed=0, rows=ROWS, count=None, shape=SHAPE):
+    rng = np.random.default_rng(seed)
+    count = rows if count is None else count
+    weights = (np.arange(rows) < count).astype(np.float32)
+    inputs = rng.normal(size=(rows, *shape)).astype(np.float32)
+    return Batch(inputs, rng.integers(0, CLASSES, rows), weights, np.arange(count))
+
+
+def weights(frontend):
+    return {k: v for k, v in frontend.state().items() if k.startswith("weights/")}
+
+
+def close(a, b, rtol=1e-10):
+    assert a.keys() == b.keys()
+    for key in a:
+        np.testing.assert_allclose(a[key], b[key], rtol=rtol, atol=1e-13, err_msg=key)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and (a[k] == b[k]).all() for k in a)
+
+
+def stepped(frontend, batches, rate=0.1):
+    for k, one in enumerate(batches):
+        frontend.step(frontend.place(one), 1 / ROWS, k, rate)
+    return frontend
+
+
+# ---- a step
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_accumulated_parts_are_one_batch(framework):
+    whole = batch(rows=ROWS)
+    both = opened(framework, accumulate_grad_batches=2), opened(framework)
+    both[0].load(both[1].state())
+    parts = [Batch(*(x[k : k + 3] for x in (whole.inputs, whole.labels, whole.weights)), np.arange(3)) for k in (0, 3)]
+    for _ in range(2):  # twice: the second must not see the first's gradients
+        sums = both[0].ops.to_numpy(both[0].accumulate(both[0].place(parts[0]), 1 / ROWS, 0))
+        sums = sums + both[0].ops.to_numpy(both[0].step(both[0].place(parts[1]), 1 / ROWS, 0, 0.1))
+        joined = both[1].ops.to_numpy(both[1].step(both[1].place(whole), 1 / ROWS, 0, 0.1))
+        np.testing.assert_allclose(sums, joined, rtol=1e-12)
+    trees = [{k: v for k, v in frontend.state().items() if not k.startswith("statistics/")} for frontend in both]
+    close(*trees)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_padding_counts_for_nothing(framework):
+    """Rows of weight 0 may hold anything finite; a batch of padding alone leaves the weights where they are."""
+    padded, other = batch(count=4), batch(count=4)
+    other.inputs[4:] = 1e3
+    frontends = [opened(framework) for _ in range(2)]
+    sums = [f.ops.to_numpy(f.step(f.place(b), 1 / 4, 0, 0.1)) for f, b in zip(frontends, (padded, other), strict=True)]
+    assert sums[0].tolist() == pytest.approx(sums[1].tolist()) and sums[0][2] == 4
+    close(weights(frontends[0]), weights(frontends[1]))
+    alone = opened(framework, optim={"lr": 0.1})
+    before = alone.state()
+    assert alone.ops.to_numpy(alone.step(alone.place(batch(count=0)), 0.25, 0, 0.1)).tolist() == [0, 0, 0]
+    close(weights(alone), {k: v for k, v in before.items() if k.startswith("weights/")})
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_the_step_takes_what_the_exchange_gives(framework):
+    """An exchange that gives zeros leaves the weights; one that doubles the gradient doubles the first change."""
+
+    def scaled(factor):
+        def wrap(exchange):
+            finish = exchange.finish
+
+            def times(started):
+                gradients, states = finish(started)
+                return [g * factor for g in gradients], states
+
+            exchange.finish = times
+            return exchange
+
+        return wrap
+
+    changes = []
+    for factor in (0.0, 1.0, 2.0):
+        frontend = opened(framework, wrap=scaled(factor))
+        before = weights(frontend)
+        stepped(frontend, [batch()])
+        changes.append({k: v - before[k] for k, v in weights(frontend).items()})
+    assert not any(x.any() for x in changes[0].values())
+    close({k: 2 * x for k, x in changes[1].items()}, changes[2], rtol=1e-6)
+    assert any(x.any() for x in changes[1].values())
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradients(framework):
+    """Finite differences of the mean loss over the batch give the gradient that travels."""
+    sent = {}
+
+    def wrap(exchange):
+        start = exchange.start
+
+        def noted(b, gradient, state):
+            sent.setdefault(b, []).append(gradient)
+            return start(b, gradient, state)
+
+        exchange.start = noted
+        return exchange
+
+    frontend = opened(framework, wrap=wrap, optim={"lr": 1.0})
+    before = frontend.state()
+    one = batch()
+    stepped(frontend, [one], rate=1.0)
+    assert sorted(sent) == list(range(len(frontend.exchange.buckets))) and all(len(x) == 1 for x in sent.values())
+    key = next(k for k in before if before[k].ndim == 2 and k.startswith("weights/"))
+    gradient = before[key] - frontend.state()[key]
+    for place in [(0, 0), (2, 1)]:
+        losses = []
+        for side in (1e-5, -1e-5):
+            moved = {k: v.copy() for k, v in before.items()}
+            moved[key][place] += side
+            frontend.load(moved)
+            losses.append(frontend.ops.to_numpy(frontend.score(frontend.place(one)))[0] / ROWS)
+        assert gradient[place] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6, abs=1e-9)
+
+
+# ---- scores and predictions
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
+    frontend, one = opened(framework), batch(count=4)
+    logits = np.asarray(frontend.predict(frontend.place(one)), np.float64)
+    assert logits.shape == (ROWS, CLASSES)
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    loss = -logp[np.arange(4), one.labels[:4]].sum()
+    correct = (logits[:4].argmax(axis=1) == one.labels[:4]).sum()
+    sums = frontend.ops.to_numpy(frontend.score(frontend.place(one)))
+    assert sums.dtype == np.float64
+    np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)
+
+
+# ---- state
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_state_is_a_copy_and_comes_back_bit_for_bit(framework):
+    first = stepped(opened(framework), [batch(k) for k in range(3)])
+    state = first.state()
+    kept = {k: v.copy() for k, v in state.items()}
+    second = opened(framework)
+    second.load(state)
+    assert same(second.state(), kept)
+    stepped(first, [batch(9)])
+    assert same(state, kept), "later steps do not reach into it"
+    assert same(stepped(second, [batch(9)]).state(), first.state()), "weights and slots are all there is"
+    second.load({})
+    assert same(second.state(), first.state()), "what is not in the tree stays"
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_specs_name_the_weights_of_the_state(framework):
+    frontend = opened(framework)
+    specs, state = frontend.specs(), weights(frontend)
+    assert {f"weights/{s.name}" for s in specs} == state.keys()
+    for s in specs:
+        assert s.dtype == "float64" == state[f"weights/{s.name}"].dtype.name
+        assert sorted(s.shape) == sorted(state[f"weights/{s.name}"].shape) and s.nbytes == 8 * s.size
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_compressor_state_is_this_ranks_own_and_comes_back(framework):
+    first = stepped(opened(framework, compressor=Threshold(0.05)), [batch(k) for k in range(2)])
+    local = first.local_state()
+    assert local and any(x.any() for x in local.values())
+    assert not any("/" in k and k.startswith(("weights", "slots")) for k in local)
+    second = opened(framework, compressor=Threshold(0.05))
+    second.load(first.state())
+    second.load_local(local)
+    assert same(second.local_state(), local)
+    assert same(stepped(second, [batch(5)]).state(), stepped(first, [batch(5)]).state())
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_averaging_over_one_rank_changes_nothing(framework):
+    frontend = stepped(opened(framework), [batch()])
+    before = frontend.state()
+    frontend.average()
+    frontend.average_statistics()
+    assert same(frontend.state(), before)
+
+
+# ---- optimizers: PyTorch's documented formulas
+
+OPTIMIZERS = {
+    "sgd": {"name": "sgd"},
+    "decay": {"name": "sgd", "weight_decay": 0.1},
+    "momentum": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+    "nesterov": {"name": "sgd", "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "adam": {"name": "adam", "weight_decay": 0.1},
+    "adam eps": {"name": "adam", "eps": 0.01, "betas": [0.8, 0.95]},
+    "adamw": {"name": "adamw", "weight_decay": 0.1, "eps": 1e-3},
+}
+
+
+def reference(o, w, gradients, rates):
+    """w after the steps, from https://docs.pytorch.org/docs/stable/optim.html."""
+    m = v = np.zeros_like(w)
+    b1, b2 = o.get("betas", (0.9, 0.999))
+    decay, eps = o.get("weight_decay", 0.0), o.get("eps", 1e-8)
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+        if o["name"] == "adamw":
+            w = w - rate * decay * w
+        else:
+            g = g + decay * w
+        if o["name"] == "sgd":
+            mu = o.get("momentum", 0.0)
+            m = mu * m + g
+            w = w - rate * (g + mu * m if o.get("nesterov") else m)
+        else:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            w = w - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return w
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_optimizers_follow_their_formulas_under_a_changing_rate(framework, name):
+    """The exchange gives made-up gradients, from 1e-9 to 1: Adam's epsilon has its place."""
+    o, steps = OPTIMIZERS[name], 6
+    rates = [0.01 * (k + 1) for k in range(steps)]
+    rng = np.random.default_rng(0)
+    turn = iter(range(steps))
+
+    def wrap(exchange):
+        sizes = [int(np.prod(exchange.shape(b))) for b in range(len(exchange.buckets))]
+        made = [[rng.normal(size=n) * 10.0 ** rng.integers(-9, 1, n) for n in sizes] for _ in range(steps)]
+        wrap.made, wrap.buckets = made, exchange.buckets
+        if framework == "pytorch":
+            exchange.finish = lambda started: (
+                [frontend.ops.from_numpy(g) for g in made[next(turn)]],
+                [() for _ in started],
+            )
+        else:  # traced once: the step counter picks this step's gradients inside the graph
+            import tensorflow as tf
+
+            stacked = [tf.constant(np.stack([m[b] for m in made])) for b in range(len(sizes))]
+            wrap.step = tf.Variable(-1)
+
+            def finish(started):
+                wrap.step.assign_add(1)
+                return [tf.gather(x, wrap.step) for x in stacked], [() for _ in started]
+
+            exchange.finish = finish
+        return exchange
+
+    frontend = opened(framework, optim=o | {"lr": 1.0}, wrap=wrap)
+    specs, before = frontend.specs(), own_arrays(frontend)
+    for k, rate in enumerate(rates):
+        frontend.step(frontend.place(batch()), 1.0, k, rate)
+    after = own_arrays(frontend)
+    for b, members in enumerate(wrap.buckets):
+        ends = np.cumsum([specs[i].size for i in members])
+        parts = [np.split(made[b], ends[:-1]) for made in wrap.made]
+        for j, i in enumerate(members):
+            gradients = [part[j].reshape(specs[i].shape) for part in parts]
+            expected = reference(o, before[i], gradients, rates)
+            np.testing.assert_allclose(after[i], expected, rtol=1e-10, atol=1e-14, err_msg=specs[i].name)
+
+
+def own_arrays(frontend):
+    """Weights in the front-end's own axis order, in the order of ``specs``."""
+    state = frontend.state()
+    layouts = {layout.name: layout for layout in frontend.layouts.values()}
+    return [layouts[s.name].from_neutral(state[f"weights/{s.name}"]) for s in frontend.specs()]
+
+
+# ---- the zoo is the same in both frameworks
+
+ZOO = {
+    "mlp image": ({"name": "mlp", "hidden": [7, 5]}, (6, 5, 2)),
+    "mlp flat": ({"name": "mlp", "hidden": [7]}, (9,)),
+    "mlp linear": ({"name": "mlp", "hidden": []}, (6, 5, 2)),
+    "cnn": ({"name": "cnn", "hidden": 11}, (20, 28, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_both_frameworks_start_and_compute_alike(name):
+    model, shape = ZOO[name]
+    one = batch(shape=shape)
+    fronts = [opened(framework, model, shape=shape) for framework in FRAMEWORKS]
+    assert same(*(f.state() for f in fronts)), "the same first weights, bit for bit"
+    np.testing.assert_allclose(*(f.predict(f.place(one)) for f in fronts), rtol=1e-10, atol=1e-12)
+    close(*(stepped(f, [batch(k, shape=shape) for k in range(3)]).state() for f in fronts))
+    other = opened("pytorch", model, shape=shape, seed=1).state()
+    assert any((other[k] != fronts[0].state()[k]).any() for k in other)
+
+
+@pytest.mark.parametrize("optim", [{"lr": 0.1, "momentum": 0.9}, {"name": "adam"}], ids=["sgd", "adam"])
+@pytest.mark.parametrize("there", FRAMEWORKS)
+def test_training_goes_on_in_the_other_framework(there, optim):
+    """Weights and slots cross: the next steps are those of the framework that was left."""
+    here = next(f for f in FRAMEWORKS if f != there)
+    model, shape = ZOO["cnn"]
+    batches = [batch(k, shape=shape) for k in range(4)]
+    first = stepped(opened(here, model, optim, shape=shape), batches[:2])
+    second = opened(there, model, optim, shape=shape)
+    second.load(first.state())
+    close(stepped(second, batches[2:]).state(), stepped(first, batches[2:]).state(), rtol=1e-9)
+
+
+# ---- a user's own model
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_own_model_has_statistics_and_draws_by_the_seed(framework):
+    fronts = [opened(framework, {"name": OWN[framework]}) for _ in range(3)]
+    for frontend in fronts:
+        frontend.load(fronts[0].state())
+    assert any(k.startswith("statistics/") for k in fronts[0].state())
+    placed = [f.place(batch()) for f in fronts]
+    for frontend, one, seed in zip(fronts, placed, (5, 5, 6), strict=True):
+        frontend.step(one, 1 / ROWS, seed, 0.1)
+    states = [f.state() for f in fronts]
+    assert same(states[0], states[1])
+    assert any((states[0][k] != states[2][k]).any() for k in states[0] if k.startswith("weights/"))
+    statistics = {k: v for k, v in states[0].items() if k.startswith("statistics/")}
+    scores = [frontend.ops.to_numpy(fronts[0].score(placed[0])).tolist() for _ in range(2)]
+    assert scores[0] == scores[1], "no dropout in evaluation"
+    assert same(statistics, {k: v for k, v in fronts[0].state().items() if k in statistics}), "nor new statistics"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_seeds_are_no_state(framework):
+    """Broadcasting a generator's state would give all ranks the same dropout masks."""
+    assert not any("seed" in key for key in opened(framework, {"name": OWN[framework]}).state())
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nothing", "there is no model 'nothing'"),
+        ("tests.nothing:build", "there is no model"),
+        ("tests.own_models:nothing", "has no function 'nothing'"),
+        ("tests.own_models:broken", "hidden must be even"),
+        ("tests.own_models:frozen", "no trainable parameter"),
+    ],
+)
+def test_a_model_that_cannot_be_used(name, what):
+    with pytest.raises(ConfigError, match=what) as caught:
+        opened("pytorch", {"name": name})
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_unknown_option_of_a_model_lists_the_known(framework):
+    with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden'\]"):
+        opened(framework, {"name": "mlp", "hiden": [3]})
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_images_too_small_for_the_cnn(framework):
+    with pytest.raises(ConfigError, match="at least 16 x 16, not 8 x 8; set data.image_size"):
+        opened(framework, {"name": "cnn"}, shape=(8, 8, 1))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_gpu_is_one_clear_error(framework):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="sees no GPU; device: cuda"):
+        opened(framework, device="cuda")
+
+
+# ---- verbs
+
+OPS = {
+    "numpy": lambda: NumpyFrontEnd(Serial(), 2, 2).ops,
+    "pytorch": lambda: module("pytorch").cpu_ops(),
+    "tensorflow": lambda: module("tensorflow").cpu_ops(),
+}
+X = np.array([3.0, -1.0, 0.0, 2.0, -5.0, 2.5])
+A, B = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [
+        (lambda o, f: o.cast(f(X), "float32"), X.astype(np.float32)),
+        (lambda o, f: o.reshape(f(X), (2, 3)), X.reshape(2, 3)),
+        (lambda o, f: o.reshape(f(A), (-1,)), A.ravel()),
+        (lambda o, f: o.take(f(X), o.topk(f(X), 2)), [3.0, 2.5]),
+        (lambda o, f: o.above(f(X), 1.0), [0, 3, 5]),
+        (lambda o, f: o.above(f(X), 99.0), []),
+        (lambda o, f: o.take(f(X), o.above(f(X), 1.0)), [3.0, 2.0, 2.5]),
+        (lambda o, f: o.scatter(4, f(np.array([1, 3, 1])), f(np.array([1.0, 2.0, 5.0]))), [0, 6, 0, 2]),
+        (lambda o, f: o.matmul(f(A), f(B)), A @ B),
+        (lambda o, f: o.matmul(f(A.T.copy()), f(B), transpose_a=True), A @ B),
+        (lambda o, f: o.matmul(f(A), f(B.T.copy()), transpose_b=True), A @ B),
+        (lambda o, f: o.clip(f(X), 2.0), np.clip(X, -2, 2)),
+        (lambda o, f: o.sum_of_squares(f(A)), (A**2).sum()),
+        (lambda o, f: o.all_finite(f(X)), True),
+        (lambda o, f: o.all_finite(f(np.array([1.0, np.inf]))), False),
+        (lambda o, f: o.all_finite(f(np.array([1.0, np.nan]))), False),
+    ],
+)
+def test_verbs(framework, verb, expected):
+    ops = OPS[framework]()
+    found = ops.to_numpy(verb(ops, ops.from_numpy))
+    expected = np.asarray(expected)
+    assert found.shape == expected.shape
+    if expected.dtype == np.float32:
+        assert found.dtype == np.float32
+    values = np.sort(found) if found.ndim == 1 and set(found) == {3.0, 2.5} else found
+    np.testing.assert_allclose(values, np.sort(expected) if values is not found else expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_orthonormal_basis_spans_the_columns(framework):
+    ops = OPS[framework]()
+    x = np.random.default_rng(0).normal(size=(7, 3))
+    q = ops.to_numpy(ops.orthonormal(ops.from_numpy(x)))
+    np.testing.assert_allclose(q.T @ q, np.eye(3), atol=1e-12)
+    np.testing.assert_allclose(q @ (q.T @ x), x, atol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_verbs_give_copies(framework):
+    ops, x = OPS[framework](), X.copy()
+    tensor = ops.from_numpy(x)
+    x[:] = 0
+    assert (ops.to_numpy(tensor) == X).all()
+
+
+# ---- 32 bits
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
+    frontend = opened(framework, precision=32)
+    assert {s.dtype for s in frontend.specs()} == {"float32"}
+    sums = frontend.step(frontend.place(replace(batch())), 1 / ROWS, 0, 0.1)
+    assert frontend.ops.to_numpy(sums).dtype == np.float64
+    assert {x.dtype.name for x in frontend.state().values()} == {"float32"}

@@ -108,7 +108,7 @@ class CheckpointConfig(Section):
     every_n_epochs: Count = Field(1, description="save at the end of every n-th epoch; 0: only at the end of training")
     every_n_steps: Count = Field(0, description="save also every n steps, within the epoch; 0: off")
     save_top_k: Count = Field(1, description="keep the k best by monitor")
-    save_last: bool = Field(True, description="keep the newest")
+    save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
     monitor: Metric = Field("val_loss", description="what 'best' means")
     mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
 

@@ -6,18 +6,23 @@ at run time, ``6`` a non-finite loss, ``75`` pre-empted and saved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TrainError(Exception):
     """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``.
 
-    ``common``: every rank raises the same error, so that rank 0 alone need speak.
+    ``common``: every rank raises the same error, so that rank 0 alone need speak; ``ranks``: where it came up, if
+    not on the rank that speaks.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "", common: bool = False) -> None:
+    def __init__(
+        self, what: str, *, where: str = "", fix: str = "", common: bool = False, ranks: Sequence[int] = ()
+    ) -> None:
         super().__init__(what, where, fix)
-        self.what, self.where, self.fix, self.common = what, where, fix, common
+        self.what, self.where, self.fix, self.common, self.ranks = what, where, fix, common, tuple(ranks)
 
     def __str__(self) -> str:
         return "; ".join(part for part in (self.what, self.where, self.fix) if part)

@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +62,8 @@ def _frontend_module(config: Config, here: World, verbose: bool) -> Any:
     for name, value in rank_settings(here, config.framework, count, verbose).items():
         os.environ.setdefault(name, value)
     try:
-        module = importlib.import_module(FRONTENDS[config.framework])
+        with _without_noise(verbose):
+            module = importlib.import_module(FRONTENDS[config.framework])
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "tensorflow", "keras"):
             raise
@@ -70,6 +73,27 @@ def _frontend_module(config: Config, here: World, verbose: bool) -> Any:
         ) from error
     module.configure(count, config.seed, verbose)
     return module
+
+
+@contextmanager
+def _without_noise(verbose: bool) -> Iterator[None]:
+    """TensorFlow writes to descriptor 2 while it loads, whatever its log level; shown if loading fails."""
+    if verbose:
+        yield
+        return
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(real, kept.read())
+            raise
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
 
 
 def _connect(config: Config, frontend: FrontEnd) -> Exchange:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,10 @@ SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 
 
 class Commands(click.Group):
-    """A group that guesses what a mistyped command was meant to be."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            if near and "Did you mean" not in error.message and not args[0].startswith("-"):
-                error.message += f" Did you mean '{near[0]}'?"
-            raise
+    """Lists its commands in the order of a first session, not of the alphabet."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # the order of a first session, not the alphabet
+        return list(self.commands)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -329,7 +320,8 @@ def main() -> None:
         sys.exit(130)
     except click.ClickException as error:
         _wait_turn()
-        error.show()
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
+        print(f"error{_rank()}: {error.format_message()} See '{command} --help'.", file=sys.stderr)
         _leave(error.exit_code)
     except TrainError as error:
         if not (error.common and _rank() not in ("", "[rank 0]")):
@@ -350,22 +342,25 @@ def main() -> None:
         _leave(5 if lost else 1)
 
 
-def _rank() -> str:
+def _rank(ranks: Sequence[int] = ()) -> str:
+    """``[rank 1]``: where an error came up; nothing for a process that was started alone."""
     from hvd_train.launch.environment import world
 
     try:
         here = world()
     except TrainError:
         return ""
-    return f"[rank {here.rank}]" if here.launcher else ""
+    number = ", ".join(map(str, ranks)) or here.rank
+    return f"[rank {number}]" if here.launcher else ""
 
 
 def _lines(error: TrainError) -> list[str]:
     """``error[rank 1]: what; where; what to do``; a table below the first line is indented and stands as it is."""
     first, *rest = str(error).split("\n")
+    where = _rank(error.ranks)
     if rest and not rest[0].startswith("  "):
-        return [f"error{_rank()}: {line}" for line in (first, *rest)]
-    return [f"error{_rank()}: {first}", *rest]
+        return [f"error{where}: {line}" for line in (first, *rest)]
+    return [f"error{where}: {first}", *rest]
 
 
 def _wait_turn() -> None:

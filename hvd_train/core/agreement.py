@@ -37,8 +37,7 @@ def together(communicator: Communicator, work: Callable[[], T]) -> T:
     records = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(record).encode())]
     failed = {rank: record for rank, record in enumerate(records) if record}
     if failed:
-        rank, (kind, what, where, fix) = next(iter(failed.items()))
-        if len(failed) < len(records):
-            what = f"on rank {', '.join(map(str, failed))}: {what}"
-        raise getattr(errors, kind)(what, where=where, fix=fix, common=True) from failure
+        kind, what, where, fix = next(iter(failed.values()))
+        ranks = () if len(failed) == len(records) else tuple(failed)
+        raise getattr(errors, kind)(what, where=where, fix=fix, common=True, ranks=ranks) from failure
     return result  # type: ignore[return-value]

@@ -201,7 +201,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
             last = error
             warn(f"checkpoint {path.name} cannot be used ({error}); trying the one before")
     if found:
-        raise CheckpointError(f"no checkpoint can be used; the oldest {last.what}", where=last.where)
+        raise CheckpointError(f"no checkpoint can be used; the oldest one: {last.what}", where=last.where)
     return None
 
 
@@ -219,14 +219,16 @@ def _ranked(folder: Path, monitor: str, mode: str) -> list[tuple[float, int, Pat
 
 
 def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
-    """Keeps the k best and the newest, sweeps what a killed run left; never removes the only one."""
+    """Keeps the k best and the newest two, in case the newest is damaged; sweeps what a killed run left.
+
+    Without ``save_last`` the k best alone are kept, but never none.
+    """
     for path in folder.iterdir():
         if STALE.match(path.name):
             shutil.rmtree(path, ignore_errors=True)
     found = find(folder)
     keep = {path for _, _, path in _ranked(folder, monitor, mode)[:save_top_k]}
-    if found and (save_last or not keep):
-        keep.add(found[-1][1])
+    keep |= {path for _, path in found[-2 if save_last else -1 :]} if save_last or not keep else set()
     for _, path in found:
         if path not in keep:
             _remove(path)

@@ -97,7 +97,7 @@ def disagree(case, module, communicator, folder):
     try:
         job_of(case | {"config": config}, module, communicator)
     except TrainError as error:
-        return {"type": type(error).__name__, "text": str(error), "common": error.common}
+        return {"type": type(error).__name__, "text": str(error), "common": error.common, "ranks": error.ranks}
     return {"type": None}
 
 
@@ -109,7 +109,7 @@ def one_fails(case, module, communicator, folder):
     try:
         together(communicator, work)
     except TrainError as error:
-        return {"type": type(error).__name__, "text": str(error)}
+        return {"type": type(error).__name__, "text": str(error), "ranks": error.ranks}
     return {"type": None}
 
 

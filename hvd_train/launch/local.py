@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from hvd_train.errors import ConfigError
+from hvd_train.errors import CommunicationError, ConfigError
 
 GRACE_SECONDS = 15.0
+PR_SET_PDEATHSIG = 1
+# What launchers return for a rank that a signal ended.
+FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 
 def find_tool(name: str) -> str | None:
@@ -72,28 +75,40 @@ def environment() -> dict[str, str]:
 
 
 def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = False) -> int:
-    """Runs the job to its end and returns its exit code; a signal to this process reaches the ranks."""
+    """Runs the job to its end and returns its exit code.
+
+    A signal to this process reaches the ranks, and its code is 128 + signal; a rank that a signal ended is code 5.
+    """
     chosen = choose(launcher)
     line = command(num_proc, chosen, arguments)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
-    child = subprocess.Popen(line, env=environment(), start_new_session=True)
-    previous = {s: signal.signal(s, _forward(child)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    child = subprocess.Popen(line, env=environment(), start_new_session=True, preexec_fn=_end_with_parent)
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if child.poll() is None:
+            child.send_signal(number)
+
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = child.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         _end(child)
+    if received and code:
+        return 128 + received[0]
+    if code in FATAL:
+        what = f"a rank was ended by {signal.Signals(code - 128).name}"
+        raise CommunicationError(what, fix="look for a crash or too little memory; --resume auto goes on from there")
     return code if code >= 0 else 128 - code
 
 
-def _forward(child: subprocess.Popen) -> Callable:
-    def handler(number: int, frame: object) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
-
-    return handler
+def _end_with_parent() -> None:
+    """In the child: whoever kills this process must not leave a job without an owner (Linux: prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(child: subprocess.Popen) -> None:

@@ -315,7 +315,7 @@ def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
     """The section class at a path of keys."""
     at: Any = Config
     for part in path:
-        field = at.model_fields.get(part) if isinstance(at, type) and issubclass(at, BaseModel) else None
+        field = at.model_fields.get(str(part)) if isinstance(at, type) and issubclass(at, BaseModel) else None
         if field is None:
             return None
         at = _inner(field.annotation)
@@ -348,11 +348,11 @@ def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | 
         found.setdefault(tuple(path), []).append(item)
     order = list(lines)
     rows = []
-    for path, items in found.items():
-        near = [path[:n] for n in range(len(path), 0, -1) if path[:n] in lines]
-        near += [given for given in lines if given[: len(path)] == path]  # "optm" of "--set optm.lr=3"
+    for key, items in found.items():
+        near = [key[:n] for n in range(len(key), 0, -1) if key[:n] in lines]
+        near += [given for given in lines if given[: len(key)] == key]  # "optm" of "--set optm.lr=3"
         place = lines[near[0]] if near else str(file or "")
-        text = f"{_dotted(path)}: {_text(path, items)}"
+        text = f"{_dotted(key)}: {_text(key, items)}"
         rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
     return [row for _, row in sorted(rows, key=lambda row: row[0])]
 

@@ -210,7 +210,9 @@ class FrontEnd(Protocol):
 class Exchange(Protocol):
     """Gradients in, reduced gradients out (core/exchange.py): called eagerly, from hooks, or while tracing."""
 
-    buckets: Sequence[Sequence[int]]  # indices into ``specs()``; each bucket travels as one flat tensor
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]:
+        """Indices into ``specs()``; each bucket travels as one flat tensor."""
 
     def initial(self) -> list[tuple[np.ndarray, ...]]: ...
 

@@ -292,23 +292,29 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
     with _job(config, verbose) as job:
         _load_weights(job, which)
         communicator, total = job.communicator, len(getattr(job.data, split))
-        rows = None
+        rows, partial = None, output.with_name(output.name + ".partial")
         for batch in job.loader(split).evaluation():
             logits = job.frontend.predict(job.frontend.place(batch))[: batch.count]
             parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(logits).tobytes())
             if communicator.rank:
                 continue
             if rows is None:
-                output.parent.mkdir(parents=True, exist_ok=True)
-                partial = output.with_name(output.name + ".partial")
-                rows = np.lib.format.open_memmap(partial, "w+", logits.dtype, (total, logits.shape[1]))
+                rows = _new_file(partial, logits.dtype, (total, logits.shape[1]), output)
             width = 8 + rows.dtype.itemsize * rows.shape[1]
             for part in parts:
                 count = len(part) // width
                 indices = np.frombuffer(part, np.int64, count)
-                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, -1)
+                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, rows.shape[1])
         if rows is not None:
             rows.flush()
             os.replace(partial, output)
             print(f"{total:,} predictions of the {split} split: {output}", flush=True)
     return 0
+
+
+def _new_file(path: Path, dtype: np.dtype, shape: tuple[int, int], wanted: Path) -> np.memmap:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return np.lib.format.open_memmap(path, "w+", dtype, shape)
+    except OSError as error:
+        raise ConfigError(f"the predictions cannot be written: {error.strerror}", where=str(wanted)) from error

@@ -107,7 +107,7 @@ def make_optimizer(config: Config, weights: list[torch.nn.Parameter]) -> torch.o
     else:
         kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name]
         options, slots = {"betas": o.betas, "eps": o.eps}, ["exp_avg", "exp_avg_sq"]
-    optimizer = kind(weights, lr=o.lr, weight_decay=o.weight_decay, fused=True, **options)  # type: ignore[call-arg]
+    optimizer = kind(weights, lr=o.lr, weight_decay=o.weight_decay, fused=True, **options)
     for weight in weights:
         optimizer.state[weight].update({slot: torch.zeros_like(weight) for slot in slots})
         if o.name != "sgd":

@@ -200,7 +200,9 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path):
         assert code in (0, 42)
         assert checkpoint.newest(folder, pytest.fail).step in (1, 2)
         checkpoint.prune(folder, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
-        assert names(folder) in (["step-00000001"], ["step-00000001", "step-00000002"]), "what the killed process left is swept"
+        assert names(folder) in (["step-00000001"], ["step-00000001", "step-00000002"]), (
+            "what the killed process left is swept"
+        )
         if code == 0:
             break
     assert 5 < k < 99

@@ -1,0 +1,250 @@
+"""The command line as a user meets it: help that teaches, one line for a mistake, commands that need no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120
+COMMANDS = ["fit", "eval", "predict", "compare", "doctor", "config", "models", "data"]
+
+
+def run(*arguments: str, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "hvd_train", *arguments]
+    own = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+# ---- help
+
+
+def test_help_lists_the_commands_in_the_order_of_a_first_session():
+    text = run("--help").stdout
+    listed = [line.split()[0] for line in text.split("Commands:")[1].splitlines() if line.strip()]
+    assert listed == COMMANDS
+    assert "mpirun -np 8 hvd-train fit -c job.yaml" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command):
+    for flag in ("-h", "--help"):
+        text = run(command, flag).stdout
+        assert f"Usage: hvd-train {command}" in text and len(text.splitlines()) > 5
+
+
+def test_version():
+    assert run("--version").stdout.startswith("hvd-train, version ")
+
+
+# ---- mistakes: one line, code 2, no framework
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ft"], "Did you mean 'fit'?"),
+        (["fit", "-np", "0"], "0 is not in the range x>=1"),
+        (["fit", "-np", "two"], "'two' is not a valid integer"),
+        (["fit", "--launcher", "slurm"], "'slurm' is not one of 'auto', 'horovodrun', 'mpirun'"),
+        (["fit", "--sed", "3"], "'--seed'"),
+        (["fit", "--seed", "-1"], "-1 is not in the range x>=0"),
+        (["fit", "-c", "nothing.yaml"], "cannot read the configuration: No such file or directory; nothing.yaml"),
+        (["fit", "--set", "optim.lrr=1"], "--set optim.lrr=1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
+        (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "not both"),
+        (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
+        (["eval"], "which run?"),
+        (["eval", "--run-dir", "nowhere"], "is no run folder: it holds no config.yaml; nowhere"),
+        (["predict", "--run-dir", "nowhere"], "Missing option '-o'"),
+        (["compare"], "Missing argument 'RUN_DIR...'"),
+        (["config", "-c", "nothing.yaml"], "nothing.yaml"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_one_line_for_a_mistake(tmp_path, arguments, words):
+    done = run(*arguments, cwd=tmp_path, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_every_mistake_of_a_file_at_once(tmp_path):
+    (tmp_path / "job.yaml").write_text("framework: torch\nbatch_size: 3\nglobal_batch_size: 4\noptim: {lr: fast}\n")
+    lines = run("fit", "-c", "job.yaml", cwd=tmp_path, code=2).stderr.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["job.yaml:1", "job.yaml:4"]
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_np_inside_a_launched_world_is_refused():
+    done = run("fit", "-np", "3", code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert done.stderr == "error[rank 0]: -np 3 inside a world of 2 ranks; started by mpirun; leave out -np\n"
+
+
+# ---- data that cannot be used: code 3, before a framework is loaded
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["data.name=digit"], "unknown data set 'digit'; data.name; did you mean 'digits'?"),
+        (["data.name=npz", "data.path=x.npz"], "there is no such file or folder; data.path: x.npz"),
+        (["data.name=npz", "data.path=cut.npz"], "cut.npz"),
+        (["data.name=npz"], "data.path"),
+        (["data.name=tests.own_models:bad_labels", "data.num_classes=3"], "label"),
+        (["data.name=tests.own_models:nothing"], "nothing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_data(tmp_path, sets, words):
+    np.savez(tmp_path / "whole.npz", x_train=np.zeros((9, 2), np.float32), y_train=np.arange(9))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:200])
+    flags = [word for s in sets for word in ("--set", s)]
+    done = run("fit", *flags, "--run-dir", "run", cwd=tmp_path, code=3)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+# ---- commands that only tell
+
+
+def test_config_prints_a_file_that_gives_itself(tmp_path):
+    text = run("config", "--set", "optim.lr=0.3", "--set", "framework=tensorflow").stdout
+    (tmp_path / "job.yaml").write_text(text)
+    assert run("config", "-c", "job.yaml", cwd=tmp_path).stdout == text
+    assert "lr: 0.3" in text and "framework: tensorflow" in text
+
+
+def test_config_explains_every_key():
+    rows = run("config", "--explain").stdout.splitlines()
+    assert rows[0].split() == ["key", "type", "default", "meaning"]
+    assert len(rows) > 50 and any(row.startswith("optim.weight_decay ") for row in rows)
+
+
+def test_models_and_data_are_listed():
+    models = run("models").stdout
+    assert "cnn " in models and "mlp " in models and "pytorch, tensorflow" in models
+    data = run("data").stdout
+    assert all(f"\n{name} " in data for name in ["digits", "idx", "npz", "npy", "hdf5", "imagefolder", "synthetic"])
+
+
+def test_example_configurations_are_valid():
+    files = sorted((ROOT / "scripts" / "configs").glob("*.yaml"))
+    assert len(files) >= 3
+    for file in files:
+        run("config", "-c", str(file))
+
+
+def test_a_closed_pipe_is_no_error():
+    line = f"{sys.executable} -m hvd_train config --explain | head -1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.stderr == ""
+
+
+# ---- a run, evaluated and used
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = run("fit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(folder), "--set", "precision=64")
+    return folder, done.stdout
+
+
+def test_a_run_tells_what_it_does(trained):
+    folder, text = trained
+    lines = text.splitlines()
+    assert lines[0] == "pytorch, mlp: 2,410 weights; digits: 1,438 training and 359 validation samples"
+    assert lines[1] == "1 rank, global batch 50, 29 steps per epoch"
+    assert " ".join(lines[2].split()) == "epoch step loss accuracy val loss val accuracy lr samples/s seconds"
+    assert lines[3].split()[:2] == ["1/2", "29"] and lines[4].split()[:2] == ["2/2", "58"]
+    assert lines[5].startswith("done: validation loss ") and lines[5].endswith(f"run folder {folder}")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json", "tensorboard"]
+    summary = json.loads((folder / "summary.json").read_text())
+    keys = "framework model world_size epochs steps train_samples val_samples val_loss val_accuracy samples_per_second"
+    assert list(summary) == [*keys.split(), "weights_sha256"]
+
+
+def test_events_are_read_by_tensorboard(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained[0] / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "loss/train", "loss/val", "accuracy/train", "accuracy/val", "lr", "samples_per_second",
+    }  # fmt: skip
+    assert [event.step for event in events.Scalars("loss/val")] == [29, 58]
+
+
+def test_a_used_run_folder_is_not_touched(trained):
+    folder, _ = trained
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    done = run("fit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(folder), code=2)
+    assert "the run folder holds a run already" in done.stderr and "--overwrite" in done.stderr
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("extra", [[], ["-np", "2"], ["--set", "framework=tensorflow"]], ids=" ".join)
+def test_eval_gives_what_training_measured(trained, extra):
+    folder, _ = trained
+    summary = json.loads((folder / "summary.json").read_text())
+    found = json.loads(run("eval", "--run-dir", str(folder), *extra).stdout.splitlines()[-1])
+    assert found["split"] == "val" and found["samples"] == 359
+    assert found["loss"] == pytest.approx(summary["val_loss"], rel=1e-9)
+    assert found["accuracy"] == summary["val_accuracy"]
+
+
+def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
+    """Logits of one rank and of three (which 359 does not divide by) are equal and reach the measured accuracy."""
+    from hvd_train.config import DataConfig
+    from hvd_train.data.sources import open_data
+
+    folder, _ = trained
+    files = [tmp_path / "1.npy", tmp_path / "deep" / "3.npy"]
+    for file, extra in zip(files, ([], ["-np", "3"]), strict=True):
+        done = run("predict", "--run-dir", str(folder), "-o", str(file), *extra)
+        assert f"359 predictions of the val split: {file}" in done.stdout
+    one, three = (np.load(file) for file in files)
+    assert one.shape == (359, 10) and np.isfinite(one).all()
+    np.testing.assert_allclose(one, three, rtol=1e-12)
+    _, labels = open_data(DataConfig(name="digits")).val.fetch(np.arange(359))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (one.argmax(1) == labels).mean() == pytest.approx(summary["val_accuracy"])
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["1.npy", "3.npy"], "no partial file is left"
+
+
+def test_predictions_that_cannot_be_written(trained):
+    done = run("predict", "--run-dir", str(trained[0]), "-o", "/proc/nowhere/x.npy", code=2)
+    assert done.stderr == "error: the predictions cannot be written: No such file or directory; /proc/nowhere/x.npy\n"
+
+
+def test_eval_without_a_checkpoint(tmp_path):
+    (tmp_path / "config.yaml").write_text("max_epochs: 1\n")
+    done = run("eval", "--run-dir", str(tmp_path), code=4)
+    assert done.stderr.startswith("error: there is no checkpoint; ") and done.stderr.count("\n") == 1
+
+
+def test_compare_shows_runs_side_by_side(trained, tmp_path):
+    folder, _ = trained
+    done = run("compare", str(folder), str(folder), "-o", str(tmp_path / "new" / "curves.png"))
+    header, *rows, last = done.stdout.splitlines()
+    assert header.startswith("run folder") and len(rows) == 2 and rows[0] == rows[1]
+    assert last == f"curves: {tmp_path}/new/curves.png"
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert run("compare", str(tmp_path), code=4).stderr == f"error: holds no finished run; {tmp_path}\n"
+
+
+def test_doctor_finds_a_sound_installation():
+    done = run("doctor")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    verdicts = {(row[0], row[1]): row[-1] for row in rows if row and row[-1] == "ok"}
+    assert set(verdicts) == {(f, tool) for f in ("pytorch", "tensorflow") for tool in ("mpirun", "horovodrun")}
+    assert "Horovod with MPI, Gloo" in done.stdout

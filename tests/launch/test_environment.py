@@ -1,0 +1,76 @@
+"""A rank knows its place from its launcher's variables, takes its share of the cores, and overrides nobody."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import World, rank_settings, threads, world
+
+HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, World()),
+        (HOROVOD, World(3, 4, 1, 2, "horovodrun")),
+        (OPEN_MPI, World(2, 3, 0, 1, "mpirun")),
+        (HOROVOD | OPEN_MPI, World(3, 4, 1, 2, "horovodrun")),
+        (MPICH, World(1, 2, 1, 2, "mpiexec")),
+        (MPICH | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, World(1, 2, 0, 1, "mpiexec")),
+        ({"HOROVOD_RANK": "1"}, World()),
+    ],
+    ids=str,
+)
+def test_world(environ, expected):
+    assert world(environ) == expected
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(ConfigError, match="'x' is not a number; environment variable HOROVOD_SIZE"):
+        world(HOROVOD | {"HOROVOD_SIZE": "x"})
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "local_size", "omp", "configured", "expected"),
+    [
+        (8, 8, 1, None, "auto", 8),
+        (8, 8, 2, None, "auto", 4),
+        (8, 8, 3, None, "auto", 2),
+        (8, 8, 16, None, "auto", 1),
+        (8, 1, 2, None, "auto", 1),  # bound to a core already
+        (8, 4, 2, None, "auto", 4),
+        (8, 8, 2, "3", "auto", 3),
+        (8, 8, 2, "0", "auto", 4),
+        (8, 8, 2, "3", 7, 7),
+    ],
+)
+def test_threads(monkeypatch, cores, allowed, local_size, omp, configured, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(allowed)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    assert threads(configured, World(0, local_size, 0, local_size, "mpirun")) == expected
+
+
+def test_rank_settings(monkeypatch):
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    alone = rank_settings(World(), "pytorch", 3, verbose=False)
+    assert alone == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    gloo = rank_settings(World(0, 2, 0, 2, "horovodrun"), "tensorflow", 1, verbose=False)
+    assert gloo["HOROVOD_FUSION_THRESHOLD"] == "0" and "HOROVOD_CYCLE_TIME" not in gloo
+    assert gloo["TF_CPP_MIN_LOG_LEVEL"] == "3" and gloo["KERAS_BACKEND"] == "tensorflow"
+    mpi = rank_settings(World(0, 2, 0, 2, "mpirun"), "tensorflow", 1, verbose=True)
+    assert mpi["HOROVOD_CYCLE_TIME"] == "0.1" and "TF_CPP_MIN_LOG_LEVEL" not in mpi
+    assert all(isinstance(value, str) for value in mpi.values())

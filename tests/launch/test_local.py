@@ -1,0 +1,123 @@
+"""``-np``: the launcher that is there, its command line, its environment, and what its end means. No framework runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch import local
+
+SECONDS = 60
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Which launchers are installed, and whether Horovod speaks MPI."""
+
+    def settle(*names, mpi=True):
+        monkeypatch.setattr(local, "find_tool", lambda name: f"/bin/{name}" if name in names else None)
+        monkeypatch.setattr(local, "mpi_built", lambda: mpi)
+
+    return settle
+
+
+def test_mpi_before_gloo(tools):
+    tools("mpirun", "horovodrun")
+    assert local.choose("auto") == "mpirun"
+    assert local.choose("horovodrun") == "horovodrun"
+    tools("mpirun", "horovodrun", mpi=False)
+    assert local.choose("auto") == "horovodrun"
+    with pytest.raises(ConfigError, match="built without MPI"):
+        local.choose("mpirun")
+    tools("horovodrun")
+    assert local.choose("auto") == "horovodrun"
+    tools()
+    with pytest.raises(ConfigError, match="horovodrun is not installed; --launcher; run scripts/setup"):
+        local.choose("auto")
+
+
+def test_command_lines(tools, monkeypatch):
+    tools("mpirun", "horovodrun")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    program = [sys.executable, "-m", "hvd_train", "fit", "-c", "a b.yaml"]
+    few, many = (local.command(n, "mpirun", ["fit", "-c", "a b.yaml"]) for n in (2, 3))
+    assert few[-6:] == many[-6:] == program
+    assert few[few.index("--bind-to") + 1] == "core" and many[many.index("--bind-to") + 1] == "none"
+    gloo = local.command(2, "horovodrun", ["fit"])
+    assert gloo[:6] == ["/bin/horovodrun", "-np", "2", "--gloo", "--network-interfaces", "lo"]
+
+
+def test_environment_keeps_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    assert local.environment()["OMPI_MCA_btl"] == "tcp,self"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in local.environment()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert local.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+
+
+# ---- the end of a job: a shell stands for the launcher
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Runs a shell script as the job; gives launch's result."""
+    monkeypatch.setattr(local, "choose", lambda launcher: launcher)
+
+    def run(script):
+        monkeypatch.setattr(local, "command", lambda *args: ["/bin/sh", "-c", script])
+        return local.launch(2, "mpirun", [])
+
+    return run
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 6, 75])
+def test_exit_codes_pass(job, code):
+    assert job(f"exit {code}") == code
+
+
+@pytest.mark.parametrize("name", ["KILL", "SEGV", "ABRT"])
+def test_a_rank_that_a_signal_ended_is_code_5(job, name):
+    with pytest.raises(CommunicationError, match=f"a rank was ended by SIG{name}.*--resume auto") as caught:
+        job(f"exit {128 + signal.Signals['SIG' + name]}")
+    assert caught.value.exit_code == 5
+
+
+def test_nothing_of_the_job_is_left(job):
+    before = {p.pid for p in psutil.process_iter()}
+    assert job("sleep 600 & exit 0") == 0
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and p.info["cmdline"] == ["sleep", "600"]
+    ]
+    assert not left
+
+
+OUTER = """
+import os, sys
+from hvd_train.launch import local
+local.choose = lambda launcher: launcher
+local.command = lambda *args: ["/bin/sh", "-c", "trap 'exit 1' INT TERM; echo $$; while :; do sleep 0.1; done"]
+sys.exit(local.launch(2, "mpirun", []))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_job(number, code):
+    outer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OUTER)], stdout=subprocess.PIPE, text=True)
+    inner = psutil.Process(int(outer.stdout.readline()))
+    outer.send_signal(number)
+    assert outer.wait(SECONDS) == code
+    outer.stdout.close()
+    stop = time.monotonic() + SECONDS
+    while inner.is_running() and inner.status() != psutil.STATUS_ZOMBIE and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE

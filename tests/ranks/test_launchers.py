@@ -1,0 +1,248 @@
+"""The command line under every launcher: the same weights, the same exit codes, faults survived, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvd_train.launch.local import environment
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
+FRAMEWORKS = ["pytorch", "tensorflow"]
+SECONDS = 120
+SETTLE = 10.0  # for a killed launcher's processes to go
+# name: (the words before "hvd-train fit", the words after it)
+LAUNCHERS = {
+    "-np": ([], ["-np", "2"]),
+    "-np horovodrun": ([], ["-np", "2", "--launcher", "horovodrun"]),
+    "mpirun": ([str(BIN / "mpirun"), "-np", "2"], []),
+    "horovodrun": ([str(BIN / "horovodrun"), "-np", "2"], []),
+    "horovodrun --mpi": ([str(BIN / "horovodrun"), "-np", "2", "--mpi"], []),
+    "horovodrun --gloo": ([str(BIN / "horovodrun"), "-np", "2", "--gloo"], []),
+}
+
+
+class Job:
+    """One launched ``hvd-train fit``; its processes carry a mark, its temporary files lie in a folder of its own."""
+
+    def __init__(self, launcher: str, folder: Path, *arguments: str) -> None:
+        before, after = LAUNCHERS[launcher]
+        self.mark, self.temporary, self.folder = uuid.uuid4().hex, folder / f"tmp-{uuid.uuid4().hex[:6]}", folder
+        self.temporary.mkdir(parents=True)
+        # The variables that Open MPI wants under root, which -np sets by itself.
+        own = environment() if before else dict(os.environ)
+        own |= {"HVD_TRAIN_TEST": self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        line = [*before, str(BIN / "hvd-train"), "fit", *after, "-c", str(TINY), *arguments]
+        self.started = subprocess.Popen(
+            line, cwd=folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HVD_TRAIN_TEST") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train, by rank."""
+        names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+        found = {}
+        for process in self.processes():
+            own = process.environ()
+            number = next((own[n] for n in names if n in own), None)
+            if number is not None and "fit" in process.cmdline() and "sh" not in process.name():
+                found[int(number)] = process
+        return [found[rank] for rank in sorted(found)]
+
+    def end(self) -> tuple[int, str, str]:
+        try:
+            out, err = self.started.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            for process in self.processes():
+                process.kill()
+            out, err = self.started.communicate()
+            pytest.fail(f"no end after {SECONDS} s:\n{out}\n{err}")
+        stop = time.monotonic() + SETTLE
+        while self.processes() and time.monotonic() < stop:
+            time.sleep(0.1)
+        left = self.processes()
+        for process in left:
+            process.kill()
+        assert not left, f"left behind: {left}"
+        return self.started.returncode, out, err
+
+    def wait_for(self, ready) -> None:
+        stop = time.monotonic() + SECONDS
+        while not ready():
+            assert self.started.poll() is None, self.started.communicate()
+            assert time.monotonic() < stop, "the job does not get there"
+            time.sleep(0.02)
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def settings(folder: Path, *sets: str) -> list[str]:
+    words = ["precision=64", "tensorboard=false", "log_every_n_steps=1", *sets]
+    return ["--run-dir", str(folder), *(word for s in words for word in ("--set", s))]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The summary of two ranks under ``-np``, which each framework and settings need to train only once."""
+    found: dict[tuple, dict] = {}
+
+    def get(framework: str, *sets: str) -> dict:
+        key = (framework, *sets)
+        if key not in found:
+            folder = tmp_path_factory.mktemp(f"expected-{framework}")
+            code, out, err = Job("-np", folder, *settings(folder / "run", f"framework={framework}", *sets)).end()
+            assert code == 0, out + err
+            found[key] = summary(folder / "run")
+        return found[key]
+
+    return get
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "-np"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, launcher):
+    job = Job(launcher, tmp_path, *settings(tmp_path / "run", f"framework={framework}"))
+    code, out, err = job.end()
+    assert code == 0, out + err
+    found = summary(tmp_path / "run")
+    assert found["world_size"] == 2 and found["train_samples"] == 2 * 1438 and found["val_samples"] == 359
+    assert found["weights_sha256"] == expected(framework)["weights_sha256"]
+    assert out.count("done: validation loss") == 1 and out.count("epoch ") == 1, "one rank speaks"
+    assert "Traceback" not in err and "absl" not in err
+    files = sorted(p.name for p in (tmp_path / "run").iterdir())
+    assert files == ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json"]
+    assert not [p for p in job.temporary.rglob("*") if p.is_file()], "no temporary file is left"
+
+
+def test_one_rank_alone_needs_no_launcher(tmp_path, expected):
+    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), *settings(tmp_path / "run")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    found = summary(tmp_path / "run")
+    assert found["world_size"] == 1
+    assert found["val_loss"] == pytest.approx(expected("pytorch")["val_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("sets", "code", "words"),
+    [
+        (["model.name=nothing"], 2, "there is no model 'nothing'"),
+        (["data.name=npz", "data.path=/nowhere/x.npz"], 3, "there is no such file or folder"),
+        (["run_dir=/proc/nowhere"], 4, "the run folder cannot be written"),
+        (["optim.lr=1e300", "max_epochs=3"], 6, "the training loss is"),
+    ],
+)
+def test_exit_codes_and_one_line(tmp_path, launcher, sets, code, words):
+    arguments = settings(tmp_path / "run", *sets)
+    if "run_dir" in sets[0]:
+        arguments = arguments[2:]
+    found, out, err = Job(launcher, tmp_path, *arguments).end()
+    lines = [line for line in err.splitlines() if "error" in line and words in line]
+    assert len(lines) == 1, err
+    assert "error[rank 0]: " in lines[0]
+    assert "Traceback" not in out + err
+    # horovodrun without --gloo is mpirun in a shell: it hands on the code as well.
+    assert found == code, err
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])  # -np gives all ranks one command line
+def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
+    """Each rank reads its own file, as on hosts that hold different versions of it."""
+    wrapper = tmp_path / "fit.sh"
+    wrapper.write_text(
+        f'#!/bin/sh\nrank=${{HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}}\nexec {BIN}/hvd-train fit "$@" --seed $rank\n'
+    )
+    wrapper.chmod(0o755)
+    before, _ = LAUNCHERS[launcher]
+    line = [*before, str(wrapper), "-c", str(TINY), *settings(tmp_path / "run")]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "the ranks differ" in done.stderr and "config" in done.stderr
+    assert "rank 0" in done.stderr and "rank 1" in done.stderr and done.stderr.count("the ranks differ") == 1
+
+
+# ---- a rank is lost; the run goes on where it was
+
+LONG = ["optim.lr=0.01", "max_epochs=40", "checkpoint.every_n_steps=10", "checkpoint.save_top_k=0"]
+
+
+def lines_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("launcher", ["-np", "mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, framework):
+    """SIGKILL on a rank within an epoch: all end, and the resumed run ends with the bits of one that nobody killed."""
+    cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
+    job = Job(launcher, tmp_path, *settings(cut, *sets))
+    job.wait_for(lambda: lines_of(cut) >= 100)
+    job.ranks()[1].send_signal(signal.SIGKILL)
+    code, out, err = job.end()
+    assert code != 0 and "done:" not in out
+    if launcher == "-np":
+        assert code == 5 and "a rank was ended by SIGKILL" in err
+    assert not (cut / "summary.json").exists()
+    code, out, err = Job(launcher, tmp_path, *settings(cut, *sets), "--resume", "auto").end()
+    assert code == 0, err
+    assert "resumed at step" in out
+    a, b = expected(framework, *LONG), summary(cut)
+    assert {k: v for k, v in a.items() if k != "samples_per_second"} == {
+        k: v for k, v in b.items() if k != "samples_per_second"
+    }
+    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["event"] == "train"]
+    assert steps == list(range(1, 29 * 40 + 1)), "each step is reported once"
+
+
+def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):
+    """The first half on two ranks in PyTorch, the rest on one in Keras: the run of one rank in PyTorch."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    sets = ["optim.lr=0.01"]
+    run = [str(BIN / "hvd-train"), "fit", "-c", str(TINY)]
+    assert subprocess.run([*run, *settings(whole, *sets)], timeout=SECONDS, check=False).returncode == 0
+    assert Job("-np", tmp_path, *settings(cut, *sets, "max_steps=40")).end()[0] == 0
+    other = [*run, *settings(cut, *sets, "framework=tensorflow"), "--resume", "last"]
+    refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert refused.returncode == 2 and "framework: pytorch -> tensorflow" in refused.stderr
+    assert subprocess.run([*other, "--allow-change", "framework"], timeout=SECONDS, check=False).returncode == 0
+    a, b = summary(whole), summary(cut)
+    assert b["framework"] == "tensorflow" and (a["steps"], a["train_samples"]) == (b["steps"], b["train_samples"])
+    assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-9)
+
+
+def test_a_world_that_horovod_does_not_see_is_refused(tmp_path):
+    """Without the launcher's MPI each process would train alone, and nobody would notice."""
+    alone = dict(os.environ) | {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), *settings(tmp_path / "run")]
+    done = subprocess.run(line, env=alone | environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "started 2 ranks, but Horovod sees a world of 1" in done.stderr

@@ -1,0 +1,114 @@
+"""Rank 0's words and numbers: a bar on a terminal, plain lines elsewhere, files that a kill does not spoil."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvd_train.core import log as module
+from hvd_train.core.log import NullLog, RunLog
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A log, on a terminal of that width or (0) on none; closed at the end."""
+    logs = []
+
+    def make(width="0", total_epochs=2):
+        monkeypatch.setenv("HVD_TRAIN_TERMINAL", width)
+        logs.append(RunLog(tmp_path / "run", config_yaml="seed: 3\n", tensorboard=False, total_epochs=total_epochs))
+        return logs[-1]
+
+    yield make
+    for one in logs:
+        one.close()
+
+
+def line(**other):
+    row = {"epoch": 0, "step": 7, "train_loss": 1.5, "train_accuracy": 0.5, "val_loss": 1.25, "val_accuracy": 0.75}
+    return row | {"lr": 0.01, "samples_per_second": 1234.5, "seconds": 2.0} | other
+
+
+def test_a_line_per_epoch_under_one_header(made, capsys):
+    log = made()
+    log.epoch_line(**line())
+    log.epoch_line(**line(epoch=1, val_loss=None, val_accuracy=None))
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["epoch", "step", "loss"]
+    assert first.split() == ["1/2", "7", "1.5000", "0.5000", "1.2500", "0.7500", "0.01", "1,234", "2.0"]
+    assert second.split()[4:6] == ["-", "-"]
+    assert len(first) == len(header) == len(second)
+
+
+def test_without_a_terminal_progress_is_a_plain_line_now_and_then(made, capsys, monkeypatch):
+    log, now = made(), [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    log._last = now[0]
+    for _ in range(41):
+        now[0] += 0.5
+        log.progress(0, 640, 1438, 5000.0)
+    assert capsys.readouterr().out.splitlines() == ["epoch 1/2: 640/1,438 samples, 5,000 samples/s"] * 2
+
+
+def test_on_a_terminal_progress_stays_on_one_line_that_is_wiped(made, capsys, monkeypatch):
+    log, now = made("80"), [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    log._last = 0.0
+    for done in (100, 719):
+        now[0] += 1.0
+        log.progress(0, done, 1438, 100.0)
+    log.message("words")
+    out = capsys.readouterr().out
+    assert "epoch 1/2" in out and "719/1,438" in out and "0:07 left" in out
+    assert out.count("\n") == 1 and out.endswith("\r\x1b[2Kwords\n")
+
+
+def test_warnings_go_to_stderr(made, capsys):
+    made().warning("look")
+    assert capsys.readouterr().err == "warning: look\n"
+
+
+def test_numbers_that_are_not_finite_become_null(made, tmp_path):
+    log = made()
+    log.val(0, 7, float("nan"), 0.5, 10, 0.1, 3.0)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert row == {
+        "event": "val", "epoch": 1, "step": 7, "loss": None, "accuracy": 0.5, "samples": 10, "lr": 0.1,
+        "samples_per_second": 3.0,
+    }  # fmt: skip
+
+
+def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
+    log = made()
+    for step in (2, 4, 6):
+        log.train(0, step, 1.0, 0.5, 10, 0.1, 3.0)
+    log.truncate_after(4)
+    log.train(0, 5, 1.0, 0.5, 10, 0.1, 3.0)
+    rows = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 5]
+
+
+def test_the_files_of_a_run(made, tmp_path):
+    log = made()
+    log.summary({"steps": 3})
+    assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 3\n"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"steps": 3}
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "metrics.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({"HVD_TRAIN_TERMINAL": "80"}, True), ({"HVD_TRAIN_TERMINAL": "0"}, False), ({"OMPI_COMM_WORLD_SIZE": "2"}, False)],
+)
+def test_ranks_of_mpirun_are_not_deceived_by_their_pty(monkeypatch, environ, expected):
+    monkeypatch.delenv("HVD_TRAIN_TERMINAL", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert module._on_terminal() is expected
+
+
+def test_the_silent_log_has_every_verb():
+    verbs = {name for name in vars(RunLog) if not name.startswith("_")}
+    assert verbs == {name for name in vars(NullLog) if not name.startswith("_")}

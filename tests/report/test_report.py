@@ -1,0 +1,105 @@
+"""Tables and pictures of runs, from run folders as training leaves them and as a kill leaves them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvd_train.errors import CheckpointError
+from hvd_train.report import plots, tables
+
+SUMMARY = {
+    "framework": "pytorch",
+    "model": "mlp",
+    "world_size": 2,
+    "epochs": 3,
+    "steps": 21,
+    "val_loss": 0.25,
+    "val_accuracy": 0.9876543,
+    "samples_per_second": 12345.6,
+}
+
+
+def row(event, epoch, value, samples):
+    return {"event": event, "epoch": epoch, "loss": value, "accuracy": value / 10, "samples": samples}
+
+
+ROWS = [row("train", 1, 4.0, 30), row("train", 1, 1.0, 10), row("val", 1, 2.0, 5), row("train", 2, 1.0, 40)]
+ROWS += [row("val", 2, 1.5, 5)]
+
+
+def write(folder, rows=(), summary=None, tail=""):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_table_in_a_pipe_has_one_plain_line_per_row():
+    text = tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
+    assert text.splitlines() == ["name    n", "a [b]   1", "longer  22"]
+
+
+def test_a_table_on_a_terminal_keeps_every_cell(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    text = tables.table(["name", "n"], [["a [b]", 1], ["longer", 22]])
+    assert all(word in text for word in ("name", "a [b]", "longer", "22")) and len(text.splitlines()) == 3
+
+
+def test_runs_side_by_side(tmp_path):
+    a = write(tmp_path / "a", summary=SUMMARY)
+    b = write(tmp_path / "b", summary=SUMMARY | {"framework": "tensorflow", "val_loss": None, "val_accuracy": None})
+    _, first, second = tables.side_by_side([a, b]).splitlines()
+    assert first.split()[1:] == ["pytorch", "mlp", "2", "3", "21", "0.2500", "0.9877", "12,346"]
+    assert second.split()[6:8] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "there is no such run folder"),
+        (lambda path: path.mkdir(), "holds no finished run"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "cannot be read"),
+    ],
+)
+def test_a_folder_without_a_finished_run(tmp_path, make, words):
+    make(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=words):
+        tables.summary(tmp_path / "x")
+
+
+def test_epochs_weigh_lines_by_their_samples(tmp_path):
+    rows = plots.metrics(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
+    assert rows == ROWS, "a line that a kill cut short is left out"
+    assert plots.epochs(rows, "train", "loss") == ([1, 2], [3.25, 1.0])
+    assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
+    assert plots.epochs([], "val", "loss") == ([], [])
+
+
+def test_curves_are_drawn_for_each_run(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    runs = [write(tmp_path / name, ROWS) for name in ("a", "b")]
+    plots.curves(runs, tmp_path / "new" / "curves.png")
+    monkeypatch.undo()
+    (figure,) = drawn
+    loss, accuracy = figure.axes
+    assert (loss.get_ylabel(), accuracy.get_ylabel(), loss.get_xlabel()) == ("loss", "accuracy", "epoch")
+    labels = [line.get_label() for line in loss.lines]
+    assert labels == ["a, train", "a, val", "b, train", "b, val"]
+    assert list(loss.lines[0].get_xdata()) == [1, 2] and list(accuracy.lines[0].get_ydata()) == [0.325, 0.1]
+    assert len({line.get_color() for line in loss.lines}) == 2
+    pyplot.close(figure)
+    assert (tmp_path / "new" / "curves.png").stat().st_size > 5000
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    run = write(tmp_path / "a", ROWS)
+    with pytest.raises(CheckpointError, match="the picture cannot be written"):
+        plots.curves([run], tmp_path / "a" / "metrics.jsonl" / "x.png")
+    with pytest.raises(CheckpointError, match="the picture cannot be written"):
+        plots.curves([run], tmp_path / "x.nonsense")

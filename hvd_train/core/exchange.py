@@ -78,22 +78,22 @@ class Exchange:
         self.buckets = plan(specs, packing)
         self._specs, self._compressor, self._communicator, self._ops = specs, compressor, communicator, ops
         self._clip = clip or Clip()
+        self._shapes = [self._shape([specs[i] for i in members]) for members in self.buckets]
 
-    def shape(self, bucket: int) -> tuple[int, ...]:
-        """What ``start`` expects: the tensor's own shape if the compressor wants it, else one flat tensor."""
-        members = [self._specs[i] for i in self.buckets[bucket]]
+    def _shape(self, members: Sequence[TensorSpec]) -> tuple[int, ...]:
+        """The tensor's own shape if the compressor wants it, else one flat tensor."""
         return members[0].shape if self._compressor.per_tensor else (sum(spec.size for spec in members),)
 
     def initial(self) -> list[tuple[np.ndarray, ...]]:
         """Each bucket's first compressor state."""
         return [
-            self._compressor.initial(self.shape(b), self._specs[members[0]].dtype)
+            self._compressor.initial(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
         ]
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
         """Starts the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
-        rounds = self._compressor.rounds(self._ops.reshape(gradient, self.shape(bucket)), state, self._ops)
+        rounds = self._compressor.rounds(self._ops.reshape(gradient, self._shapes[bucket]), state, self._ops)
         return self._send(bucket, rounds, next(rounds), 0)
 
     def finish(self, started: Sequence[_Started]) -> tuple[list[Tensor], list[State]]:

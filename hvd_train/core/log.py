@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,17 +99,17 @@ class RunLog:
 
     # ---- words
 
-    def progress(self, epoch: int, done: int, total: int, speed: float) -> None:
-        """Called after every step; shows something a few times a second at most."""
+    def progress(self, epoch: int, done: int, total: int, speed: Callable[[], float]) -> None:
+        """Called after every step; shows something a few times a second at most, and asks for the speed only then."""
         now = time.monotonic()
         if now - self._last < (REFRESH_SECONDS if self._terminal else PLAIN_SECONDS):
             return
         self._last = now
         name = f"epoch {epoch + 1}" + (f"/{self._epochs}" if self._epochs else "")
         if self._terminal:
-            self._terminal.progress(name, done, total, speed)
+            self._terminal.progress(name, done, total, speed())
         else:
-            print(f"{name}: {done:,}/{total:,} samples, {speed:,.0f} samples/s", flush=True)
+            print(f"{name}: {done:,}/{total:,} samples, {speed():,.0f} samples/s", flush=True)
 
     def epoch_line(self, **row: Any) -> None:
         if not self._header_shown:

@@ -135,7 +135,7 @@ class Trainer:
             rate = self._step(step)
             now = time.perf_counter()
             self._time(step.count, now - clock)
-            self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second())
+            self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
             done_in_epoch += 1
             at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
             out_of_steps = bool(c.max_steps and p.step >= c.max_steps)

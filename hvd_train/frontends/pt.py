@@ -131,6 +131,9 @@ class PyTorchFrontEnd(StateTree):
         self._images = len(input_shape) == 3
         own_shape = (input_shape[2], *input_shape[:2]) if self._images else input_shape
         torch.manual_seed(config.seed)
+        # torch.manual_seed takes 80 us a step to look for devices that are not there.
+        cpu = self.device.type == "cpu"
+        self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
         model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
         self.model = model.to(self.device, self.dtype)
@@ -167,7 +170,7 @@ class PyTorchFrontEnd(StateTree):
     def accumulate(self, placed, scale: float, seed: int):
         inputs, labels, weights = placed
         self.model.train()
-        torch.manual_seed(seed)
+        self._seed(seed)
         logits = self.model(inputs)
         loss, sums = _sums(logits, labels, weights)
         (loss * scale).backward()

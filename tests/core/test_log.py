@@ -47,7 +47,7 @@ def test_without_a_terminal_progress_is_a_plain_line_now_and_then(made, capsys, 
     log._last = now[0]
     for _ in range(41):
         now[0] += 0.5
-        log.progress(0, 640, 1438, 5000.0)
+        log.progress(0, 640, 1438, lambda: 5000.0)
     assert capsys.readouterr().out.splitlines() == ["epoch 1/2: 640/1,438 samples, 5,000 samples/s"] * 2
 
 
@@ -57,7 +57,7 @@ def test_on_a_terminal_progress_stays_on_one_line_that_is_wiped(made, capsys, mo
     log._last = 0.0
     for done in (100, 719):
         now[0] += 1.0
-        log.progress(0, done, 1438, 100.0)
+        log.progress(0, done, 1438, lambda: 100.0)
     log.message("words")
     out = capsys.readouterr().out
     assert "epoch 1/2" in out and "719/1,438" in out and "0:07 left" in out
@@ -99,7 +99,11 @@ def test_the_files_of_a_run(made, tmp_path):
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
-    [({"HVD_TRAIN_TERMINAL": "80"}, True), ({"HVD_TRAIN_TERMINAL": "0"}, False), ({"OMPI_COMM_WORLD_SIZE": "2"}, False)],
+    [
+        ({"HVD_TRAIN_TERMINAL": "80"}, True),
+        ({"HVD_TRAIN_TERMINAL": "0"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, False),
+    ],
 )
 def test_ranks_of_mpirun_are_not_deceived_by_their_pty(monkeypatch, environ, expected):
     monkeypatch.delenv("HVD_TRAIN_TERMINAL", raising=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,14 +70,14 @@ def global_sums(frontend: FrontEnd, local: np.ndarray) -> np.ndarray:
     return np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
 
 
-def evaluate(frontend: FrontEnd, batches: Iterator[Batch], tick: Callable[[], None] = lambda: None) -> Result:
+def evaluate(frontend: FrontEnd, batches: Generator[Batch, None, None]) -> Result:
     """Every sample of the batches of all ranks once: sums and counts travel, the division comes last."""
     frontend.average_statistics()
     sums = np.zeros(3)
-    for batch in batches:
-        if batch.count:
-            sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
-        tick()
+    with closing(batches):
+        for batch in batches:
+            if batch.count:
+                sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
     return Result.of(global_sums(frontend, sums))
 
 
@@ -127,29 +129,24 @@ class Trainer:
     def _epoch(self) -> None:
         p, c = self.progress, self.config
         started = time.perf_counter()
-        window_started = p.consumed
         done_in_epoch = p.consumed // self.global_batch
-        steps = self.train_loader.epoch(p.epoch, p.consumed)
-        clock = time.perf_counter()
-        for step in steps:
-            rate = self._step(step)
-            now = time.perf_counter()
-            self._time(step.count, now - clock)
-            self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
-            done_in_epoch += 1
-            at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
-            out_of_steps = bool(c.max_steps and p.step >= c.max_steps)
-            if at_end or out_of_steps or p.step % c.log_every_n_steps == 0:
-                self._log_train(rate)
-                window_started = p.consumed
-            if not at_end and c.checkpoint.every_n_steps and p.step % c.checkpoint.every_n_steps == 0:
-                self._log_train(rate) if window_started != p.consumed else None
-                window_started = p.consumed
-                self._save()
-            if at_end or out_of_steps:
-                steps.close()
-                break
+        with closing(self.train_loader.epoch(p.epoch, p.consumed)) as steps:
             clock = time.perf_counter()
+            for step in steps:
+                rate = self._step(step)
+                self._time(step.count, time.perf_counter() - clock)
+                self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
+                done_in_epoch += 1
+                at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
+                stop = at_end or bool(c.max_steps and p.step >= c.max_steps)
+                save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
+                if stop or save or p.step % c.log_every_n_steps == 0:
+                    self._log_train(rate)
+                if save:
+                    self._save()
+                if stop:
+                    break
+                clock = time.perf_counter()
         self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
 
     def _step(self, step: Step) -> float:
@@ -337,11 +334,9 @@ def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -
     agree(frontend.communicator, {**facts, "model": f"{config.model.name}, {len(frontend.specs())} tensors, {digest}"})
 
 
-def _limited(batches: Iterator[Batch], limit: int | None) -> Iterator[Batch]:
-    for i, batch in enumerate(batches):
-        if limit and i >= limit:
-            return
-        yield batch
+def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Generator[Batch, None, None]:
+    with closing(batches):
+        yield from itertools.islice(batches, limit)
 
 
 def _head(snapshot: checkpoint.Snapshot | None) -> bytes:

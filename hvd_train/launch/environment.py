@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,13 +34,27 @@ class World:
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """Reads the variables of horovodrun, Open MPI, or MPICH and Intel MPI, in this order."""
+    """Reads the variables of horovodrun, Open MPI, MPICH and Intel MPI, or srun, in this order."""
     for launcher, names in LAUNCHERS.items():
         if names[0] in environ and names[1] in environ:
             rank, size = (_number(environ, name, None) for name in names[:2])
             local = (_number(environ, names[2], rank), _number(environ, names[3], size))
             return World(rank, size, *local, launcher)
+    # A step of one task is a shell or a launcher within an allocation; one of several tasks is a world.
+    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        rank, size = _number(environ, "SLURM_PROCID", None), _number(environ, "SLURM_STEP_NUM_TASKS", None)
+        per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+        node = min(_number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
+        return World(rank, size, _number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
     return World()
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's "4(x2),3" -> [4, 4, 3]."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found or [1]
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:

@@ -16,6 +16,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
+SRUN = {
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 
 
@@ -29,6 +36,11 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
         (MPICH, World(1, 2, 1, 2, "mpiexec")),
         (MPICH | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, World(1, 2, 0, 1, "mpiexec")),
         ({"HOROVOD_RANK": "1"}, World()),
+        (SRUN, World(9, 11, 1, 3, "srun")),
+        (SRUN | {"SLURM_NODEID": "1"}, World(9, 11, 1, 4, "srun")),
+        (SRUN | OPEN_MPI, World(2, 3, 0, 1, "mpirun")),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, World()),  # a shell in an allocation
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World()),  # a batch script
     ],
     ids=str,
 )

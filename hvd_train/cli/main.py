@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,17 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
     return kept
 
 
+def trained_run_options(command: Callable) -> Callable:
+    """What eval and predict share."""
+    run_dir = click.option(
+        "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
+    )
+    own = (run_dir, config_option, set_option, checkpoint_option, split_option)
+    for option in reversed((*own, num_proc_option, launcher_option, verbose_option)):
+        command = option(command)
+    return command
+
+
 def _trained_config(path: Path | None, sets: tuple[str, ...], run_dir: str | None) -> Any:
     """The configuration of a run folder, unless a file is given."""
     from hvd_train.config import load_config
@@ -166,16 +177,7 @@ def _trained_config(path: Path | None, sets: tuple[str, ...], run_dir: str | Non
 
 
 @cli.command("eval")
-@click.option(
-    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
-)
-@config_option
-@set_option
-@checkpoint_option
-@split_option
-@num_proc_option
-@launcher_option
-@verbose_option
+@trained_run_options
 def evaluate(
     run_dir: str | None,
     path: Path | None,
@@ -198,22 +200,13 @@ def evaluate(
 
 @cli.command()
 @click.option(
-    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
-)
-@config_option
-@set_option
-@checkpoint_option
-@split_option
-@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
     help="A .npy file: logits, one row a sample.",
 )
-@num_proc_option
-@launcher_option
-@verbose_option
+@trained_run_options
 def predict(
     run_dir: str | None,
     path: Path | None,

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import yaml
 
-from hvd_train import config as configuration
 from hvd_train.config import Config, changed, digest, explain, load_config, resolved_yaml
+from hvd_train.config.reading import MAX_BYTES
 from hvd_train.errors import ConfigError
 
 
@@ -147,7 +147,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
         ("a: &x 1\nb: *x\n", ["anchors"]),
         ("a: !!python/name:os.system\n", ["not valid YAML"]),
         ("model: {name: cnn, options: &x {a: *x}}", ["anchors"]),
-        ("x" * (configuration.MAX_BYTES + 1), ["bytes"]),
+        ("x" * (MAX_BYTES + 1), ["bytes"]),
         ("a: " + "[" * 2000 + "]" * 2000, ["YAML"]),
     ],
     ids=range(13),

@@ -1,0 +1,28 @@
+"""The configuration: typed, frozen, every key explained."""
+
+from hvd_train.config.keys import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EarlyStoppingConfig,
+    ExchangeConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from hvd_train.config.reading import load_config
+from hvd_train.config.writing import changed, digest, explain, resolved_yaml
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EarlyStoppingConfig",
+    "ExchangeConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "changed",
+    "digest",
+    "explain",
+    "load_config",
+    "resolved_yaml",
+]

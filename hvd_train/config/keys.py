@@ -1,0 +1,178 @@
+"""Every key of a configuration: its type, its default, its meaning, and what it may not be combined with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Metric = Literal["val_loss", "val_accuracy", "train_loss"]
+Mode = Literal["min", "max"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
+
+
+def rule(problems: list[tuple[str, str]]) -> None:
+    """Raises one error that carries every (key, what) of a combination check."""
+    if problems:
+        text = "; ".join(f"{key}: {what}" for key, what in problems)
+        raise PydanticCustomError("combination", "{text}", {"text": text, "problems": problems})
+
+
+class ModelConfig(Section):
+    """Any further key is an option of the model's build function."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    name: str = Field(
+        "mlp", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'"
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class DataConfig(Section):
+    name: str = Field(
+        "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
+    )
+    path: str | None = Field(None, description="folder or file of the data; digits and synthetic need none")
+    image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
+    val_fraction: float = Field(
+        0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"
+    )
+    num_samples: Positive = Field(10_000, description="synthetic: number of training samples")
+    input_shape: list[Positive] = Field(
+        [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
+    )
+    num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
+    options: dict[str, Any] = Field({}, description="arguments of your own data function")
+
+
+class OptimConfig(Section):
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimizer; formulas as PyTorch documents them")
+    lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd: momentum")
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="L2 term (adamw: decoupled) on all weights")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw: decay of the two running means"
+    )
+    eps: float = Field(1e-8, gt=0, description="adam, adamw: term in the denominator")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="lr times global batch / lr_reference_batch, its square root, or lr as it is"
+    )
+    lr_reference_batch: Positive | None = Field(None, description="global batch for which lr was chosen")
+    warmup_epochs: float = Field(0.0, ge=0, allow_inf_nan=False, description="epochs of linear warm-up (parts count)")
+    warmup_steps: Count = Field(0, description="steps of linear warm-up, instead of warmup_epochs")
+    schedule: Literal["constant", "step", "cosine", "exponential"] = Field("constant", description="after the warm-up")
+    step_size: float = Field(30.0, gt=0, description="schedule step: epochs between two drops")
+    gamma: float = Field(0.1, gt=0, le=1, description="schedule step: factor of a drop; exponential: factor per epoch")
+    min_lr: float = Field(0.0, ge=0, description="the schedule's lowest learning rate")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> OptimConfig:
+        problems = []
+        if self.nesterov and not self.momentum:
+            problems.append(("nesterov", "needs momentum > 0"))
+        if self.name != "sgd" and (self.momentum or self.nesterov):
+            problems.append(("momentum", f"belongs to sgd; {self.name} has betas"))
+        if self.lr_scaling != "none" and self.lr_reference_batch is None:
+            problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
+        if self.warmup_epochs and self.warmup_steps:
+            problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
+        rule(problems)
+        return self
+
+
+class ExchangeConfig(Section):
+    compression: Literal["none"] = Field("none", description="what travels instead of the gradient; none: the gradient")
+
+
+class CheckpointConfig(Section):
+    every_n_epochs: Count = Field(1, description="save at the end of every n-th epoch; 0: only at the end of training")
+    every_n_steps: Count = Field(0, description="save also every n steps, within the epoch; 0: off")
+    save_top_k: Count = Field(1, description="keep the k best by monitor")
+    save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
+    monitor: Metric = Field("val_loss", description="what 'best' means")
+    mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
+
+
+class EarlyStoppingConfig(Section):
+    monitor: Metric = Field("val_loss", description="what must improve")
+    patience: Positive = Field(3, description="evaluations without improvement before training stops")
+    min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
+    mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
+
+
+def _precision(value: Any) -> Any:
+    return {32: "32", 64: "64", "32-true": "32", "64-true": "64"}.get(value, value) if value is not True else value
+
+
+class Config(Section):
+    framework: Literal["pytorch", "tensorflow"] = Field("pytorch", description="which front-end trains")
+    model: ModelConfig = Field(ModelConfig(), description="the model and its options")
+    data: DataConfig = Field(DataConfig(), description="the data set")
+    batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
+    global_batch_size: Positive | None = Field(
+        None, description="samples per step over all ranks, instead of batch_size"
+    )
+    accumulate_grad_batches: Positive = Field(1, description="micro-batches per step; their gradients travel once")
+    max_epochs: Positive | None = Field(None, description="epochs to train (default 1, if max_steps is not given)")
+    max_steps: Positive | None = Field(None, description="steps to train; with max_epochs: whichever ends first")
+    optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
+    gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
+    gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
+    exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="when to save and what to keep")
+    early_stopping: EarlyStoppingConfig | None = Field(None, description="when to stop before the end; null: never")
+    check_val_every_n_epoch: Positive = Field(1, description="evaluate after every n-th epoch, and at the end")
+    limit_train_batches: Positive | None = Field(None, description="steps per epoch at most, for short trials")
+    limit_val_batches: Positive | None = Field(None, description="batches per evaluation and rank at most")
+    precision: Annotated[Literal["32", "64"], BeforeValidator(_precision)] = Field(
+        "32", description="bits of weights and arithmetic: 32, or 64 for proofs of equality"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
+    devices: list[Count] | None = Field(
+        None, description="GPU indices for the local ranks, in order; null: all visible"
+    )
+    threads: Positive | Literal["auto"] = Field("auto", description="threads per rank; auto: cores / local ranks")
+    seed: Count = Field(0, description="of first weights, sample order and dropout")
+    run_dir: str = Field("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
+    log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lengths(cls, given: Any) -> Any:
+        """Defaults that depend on other keys."""
+        if isinstance(given, dict):
+            given = dict(given)
+            if given.get("batch_size") is None and given.get("global_batch_size") is None:
+                given["batch_size"] = 32
+            if given.get("max_epochs") is None and given.get("max_steps") is None:
+                given["max_epochs"] = 1
+        return given
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        problems = []
+        if self.batch_size and self.global_batch_size:
+            problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
+        if not self.run_dir.strip():
+            problems.append(("run_dir", "must not be empty"))
+        if self.devices is not None and self.device == "cpu":
+            problems.append(("devices", "names GPUs, but device is cpu"))
+        rule(problems)
+        return self
+
+    def global_batch(self, world_size: int) -> int:
+        """Samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""
+        if self.global_batch_size:
+            return self.global_batch_size
+        return (self.batch_size or 0) * world_size * self.accumulate_grad_batches

@@ -1,0 +1,199 @@
+"""From a file, ``--set`` settings and flags to a Config; all mistakes are reported at once, with their lines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from hvd_train.config.keys import Config
+from hvd_train.config.writing import explain, inner
+from hvd_train.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+LISTED = "'hvd-train config --explain' lists the keys"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-5 for a word; people mean a number."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+Path_ = tuple[str | int, ...]
+
+
+def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, str], file: str, problems: list[str]) -> Any:
+    """A YAML node as Python data; notes each key's place, and keys that stand twice."""
+    lines[path] = f"{file}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.MappingNode):
+        out: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            place = f"{file}:{key_node.start_mark.line + 1}"
+            if key in out:
+                problems.append(f"{place}: {_dotted((*path, key))}: stands twice; keep one")
+            out[key] = _plain(value_node, (*path, key), lines, file, problems)
+            lines[*path, key] = place
+        return out
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*path, i), lines, file, problems) for i, item in enumerate(node.value)]
+    return _Loader("").construct_object(node)
+
+
+def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"a configuration of {len(raw):,} bytes is no configuration", where=str(path))
+    try:
+        text = raw.decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
+            raise ConfigError("anchors and aliases (&, *) are not taken", where=str(path), fix="write the value out")
+        node = yaml.compose(text, _Loader)
+        if node is None:
+            raise ConfigError("the configuration is empty", where=str(path), fix="'hvd-train config' prints a full one")
+        data = _plain(node, (), lines, str(path), problems)
+    except UnicodeDecodeError as error:
+        raise ConfigError("the configuration is not UTF-8 text", where=f"{path}, byte {error.start}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        tab = "; indent with blanks, not tabs" if "'\\t'" in str(error) else ""
+        raise ConfigError(f"{place}: not valid YAML: {error.problem}{tab}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid YAML: {error}".splitlines()[0], where=str(path)) from error
+    if not isinstance(data, dict):
+        raise ConfigError("the configuration must be 'key: value' lines", where=f"{path}:1")
+    return data
+
+
+def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems: list[str]) -> None:
+    key, equals, text = setting.partition("=")
+    where = f"--set {setting}"
+    if not equals or not key.strip():
+        problems.append(f"{where}: not of the form key=value; for example --set optim.lr=0.1")
+        return
+    try:
+        node = yaml.compose(text, _Loader)
+        value = None if node is None else _plain(node, (), {}, where, problems)
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(f"{where}: the value is not valid YAML: {str(error).splitlines()[0]}")
+        return
+    path = tuple(part.strip().replace("-", "_") for part in key.split("."))
+    at = data
+    for part in path[:-1]:
+        if not isinstance(at.get(part), dict):
+            at[part] = {}
+        at = at[part]
+    at[path[-1]] = value
+    for stale in [p for p in lines if p[: len(path)] == path]:
+        del lines[stale]
+    lines[path] = where
+
+
+def load_config(path: Path | None = None, sets: Sequence[str] = (), **overrides: Any) -> Config:
+    """Defaults, then the file, then ``--set`` settings, then ``overrides`` (flags; None is left out).
+
+    Raises one ConfigError with a line for each mistake: ``FILE:LINE: key: what; what to do``.
+    """
+    lines: dict[Path_, str] = {}
+    problems: list[str] = []
+    data = _read(path, lines, problems) if path else {}
+    for setting in sets:
+        _apply(data, setting, lines, problems)
+    for key, value in overrides.items():
+        if value is not None:
+            data[key] = value
+            lines[key,] = f"--{key.replace('_', '-')}"
+    config = None
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        problems += _explained(error, lines, path)
+    if problems or config is None:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _expanded(error: ValidationError) -> Iterator[dict[str, Any]]:
+    for item in error.errors(include_url=False):
+        if item["type"] == "combination":
+            for key, what in item["ctx"]["problems"]:
+                yield {"type": "rule", "loc": (*item["loc"], key), "msg": what, "input": None}
+        else:
+            yield dict(item)
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
+    """The section class at a path of keys."""
+    at: Any = Config
+    for part in path:
+        field = at.model_fields.get(str(part)) if isinstance(at, type) and issubclass(at, BaseModel) else None
+        if field is None:
+            return None
+        at = inner(field.annotation)
+    return at if isinstance(at, type) and issubclass(at, BaseModel) else None
+
+
+# pydantic's kind of error -> what was expected, in a user's words
+EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number", "string_type": "text",
+    "bool_type": "true or false", "list_type": "a list", "dict_type": "a section of keys",
+    "model_type": "a section of keys", "finite_number": "finite", "literal_error": "{expected}",
+    "greater_than": "> {gt}", "greater_than_equal": ">= {ge}", "less_than": "< {lt}", "less_than_equal": "<= {le}",
+    "too_long": "of at most {max_length} items", "too_short": "of at least {min_length} items",
+}  # fmt: skip
+
+
+def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | None) -> list[str]:
+    """One line per key, in the order of the file; the alternatives of a key ("auto" or a number) are one mistake."""
+    found: dict[Path_, list[dict[str, Any]]] = {}
+    for item in _expanded(error):
+        # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are no keys.
+        path = list(item["loc"])
+        while len(path) > 1 and _section(path[:-1]) is None and not isinstance(path[-1], int):
+            path.pop()
+        found.setdefault(tuple(path), []).append(item)
+    order = list(lines)
+    rows = []
+    for key, items in found.items():
+        near = [key[:n] for n in range(len(key), 0, -1) if key[:n] in lines]
+        near += [given for given in lines if given[: len(key)] == key]  # "optm" of "--set optm.lr=3"
+        place = lines[near[0]] if near else str(file or "")
+        text = f"{_dotted(key)}: {_text(key, items)}"
+        rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
+    return [row for _, row in sorted(rows, key=lambda row: row[0])]
+
+
+def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
+    kinds = [item["type"] for item in items]
+    if "extra_forbidden" in kinds:
+        section = _section(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
+        guesses = [_dotted((*path[:-1], *near))] if near else []
+        guesses += [key for key, *_ in explain() if key.split(".")[-1] == path[-1]]
+        return f"unknown key; did you mean '{guesses[0]}'?" if guesses else f"unknown key; {LISTED}"
+    if "rule" in kinds:
+        return str(items[0]["msg"])
+    expected = [EXPECTED.get(i["type"], i["msg"]).format_map(i.get("ctx") or {}) for i in items]
+    value = items[0]["input"]
+    text = f"must be {' or '.join(dict.fromkeys(expected))}, not {json.dumps(value, default=str)[:60]}"
+    options = [option for words in expected for option in re.findall(r"'([^']+)'", words)]
+    near = difflib.get_close_matches(value, options, 1, 0.6) if isinstance(value, str) else []
+    return text + (f"; did you mean '{near[0]}'?" if near else "")

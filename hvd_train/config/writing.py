@@ -1,0 +1,89 @@
+"""A Config as text: in full, key by key with its meaning, as a short hash, as what differs from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from hvd_train.config.keys import Config
+
+
+def resolved_yaml(config: Config) -> str:
+    """Every key with its value; loads back equal."""
+    return yaml.safe_dump(_dump(config), sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
+
+
+def _dump(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def explain(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every key."""
+    rows = []
+    for name, field in section.model_fields.items():
+        kind = inner(field.annotation)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if type(None) in get_args(field.annotation):
+                rows.append((prefix + name, "section or null", "null", field.description or ""))
+            rows += explain(kind, f"{prefix}{name}.")
+            continue
+        default = "null" if field.default is None else json.dumps(field.default)
+        rows.append((prefix + name, _words(field.annotation), default, field.description or ""))
+    return rows
+
+
+def _words(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(str(a) for a in args)
+    if origin is Annotated:
+        return _words(args[0])
+    if args and origin in (list, dict):
+        return f"{origin.__name__} of {_words(args[-1])}"
+    if args:
+        return "|".join(_words(a) for a in args)
+    return {type(None): "null", str: "text", int: "number", float: "real", bool: "true|false", Any: "anything"}.get(
+        annotation, str(annotation)
+    )
+
+
+def digest(config: Config) -> str:
+    """Short hash of the whole configuration; ranks compare it before they train."""
+    return hashlib.sha256(json.dumps(_dump(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+# A resumed run may differ in these: they decide when to stop, save and report, not what the numbers are.
+FREE = (
+    "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
+    "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path",
+)  # fmt: skip
+
+
+def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of what would change the numbers of a resumed run."""
+    free = [key for key in FREE if not (new.optim.schedule == "cosine" and key in ("max_epochs", "max_steps"))]
+    before, after = dict(_leaves(_dump(old))), dict(_leaves(_dump(new)))
+    return [
+        (key, before.get(key), after.get(key))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def inner(annotation: Any) -> Any:
+    """The section class within an annotation such as ``Section | None``, else the annotation itself."""
+    sections = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+    return sections[0] if sections else annotation

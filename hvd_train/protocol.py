@@ -102,6 +102,9 @@ class Ops(Protocol):
     def from_numpy(self, x: np.ndarray) -> Tensor: ...
     def to_numpy(self, x: Tensor) -> np.ndarray: ...
     def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+    def dtype(self, x: Tensor) -> str:
+        """NumPy's name of the tensor's type."""
+
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
     def topk(self, x: Tensor, k: int) -> Tensor:
         """Indices (k,) of the largest entries of the flat ``x``."""
@@ -119,6 +122,12 @@ class Ops(Protocol):
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
         """Entries of ``x`` limited to [-limit, limit]."""
+
+    def round(self, x: Tensor) -> Tensor:
+        """Entries at the nearest whole number, halves at the even one."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest entry, a tensor of shape ()."""
 
     def sum_of_squares(self, x: Tensor) -> Tensor: ...
     def all_finite(self, x: Tensor) -> Tensor: ...

@@ -102,7 +102,7 @@ def _connect(config: Config, frontend: FrontEnd) -> Exchange:
     from hvd_train.core.exchange import Exchange as GradientExchange
 
     clip = Clip(config.gradient_clip_val, config.gradient_clip_algorithm)
-    compressor = make(config.exchange.compression)
+    compressor = make(config.exchange.compression, frontend.communicator.size, **config.exchange.options)
     exchange = GradientExchange(
         frontend.specs(), frontend.packing, compressor, frontend.communicator, frontend.ops, clip
     )

@@ -49,6 +49,15 @@ class NumpyOps:
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)
 
+    def dtype(self, x):
+        return x.dtype.name
+
+    def round(self, x):
+        return np.round(x)
+
+    def largest(self, x):
+        return np.max(x)
+
     def sum_of_squares(self, x):
         return np.sum(np.square(x))
 

@@ -90,8 +90,34 @@ class OptimConfig(Section):
         return self
 
 
+COMPRESSION_OPTIONS = {"topk": ("ratio", "exact"), "threshold": ("threshold",), "powersgd": ("rank",)}
+
+
 class ExchangeConfig(Section):
-    compression: Literal["none"] = Field("none", description="what travels instead of the gradient; none: the gradient")
+    compression: Literal["none", "fp16", "int8", "topk", "threshold", "powersgd"] = Field(
+        "none", description="what travels instead of the gradient; what it leaves out goes with later steps"
+    )
+    ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
+    exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")
+    threshold: float = Field(0.001, ge=0, description="threshold: absolute value above which an entry travels")
+    rank: Positive = Field(4, description="powersgd: rank of the approximation")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ExchangeConfig:
+        owners = {option: name for name, options in COMPRESSION_OPTIONS.items() for option in options}
+        rule(
+            [
+                (option, f"belongs to compression: {owner}, not {self.compression}")
+                for option, owner in owners.items()
+                if owner != self.compression and getattr(self, option) != type(self).model_fields[option].default
+            ]
+        )
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the chosen compressor takes."""
+        return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(self.compression, ())}
 
 
 class CheckpointConfig(Section):

@@ -283,8 +283,11 @@ class Trainer:
         if found:
             self.progress = Progress(**found["progress"])
             everyone = [unpack(communicator.broadcast_bytes(pack(part))) for part in _locals(snapshot, found["ranks"])]
-            if found["ranks"] == communicator.size and everyone[communicator.rank]:
-                self.frontend.load_local(everyone[communicator.rank])
+            # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
+            if (found["ranks"], found["framework"]) == (communicator.size, self.config.framework):
+                mine, own = everyone[communicator.rank], self.frontend.local_state()
+                if {k: x.shape for k, x in mine.items()} == {k: x.shape for k, x in own.items()}:
+                    self.frontend.load_local(mine)
         own = snapshot.tree if snapshot else self.frontend.state()
         tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
         together(communicator, lambda: check_tree(self.frontend.state(), tree))
@@ -342,7 +345,8 @@ def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Genera
 def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
-    return json.dumps({"progress": snapshot.meta["progress"], "ranks": len(snapshot.local)}).encode()
+    head = {"progress": snapshot.meta["progress"], "framework": snapshot.meta["framework"]}
+    return json.dumps(head | {"ranks": len(snapshot.local)}).encode()
 
 
 def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:

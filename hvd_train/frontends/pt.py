@@ -55,6 +55,15 @@ class TorchOps:
     def clip(self, x, limit):
         return torch.clamp(x, -limit, limit)
 
+    def dtype(self, x):
+        return str(x.dtype).removeprefix("torch.")
+
+    def round(self, x):
+        return torch.round(x)
+
+    def largest(self, x):
+        return x.max()
+
     def sum_of_squares(self, x):
         return x.pow(2).sum()
 

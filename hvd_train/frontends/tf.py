@@ -56,6 +56,15 @@ class TensorFlowOps:
     def clip(self, x, limit):
         return tf.clip_by_value(x, -limit, limit)
 
+    def dtype(self, x):
+        return x.dtype.name
+
+    def round(self, x):
+        return tf.round(x)
+
+    def largest(self, x):
+        return tf.reduce_max(x)
+
     def sum_of_squares(self, x):
         return tf.reduce_sum(tf.square(x))
 

@@ -83,21 +83,26 @@ def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = F
     line = command(num_proc, chosen, arguments)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
-    child = subprocess.Popen(line, env=environment(), start_new_session=True, preexec_fn=_end_with_parent)
     received: list[int] = []
+    child: subprocess.Popen | None = None
 
     def forward(number: int, frame: object) -> None:
         received.append(number)
-        if child.poll() is None:
+        if child is not None and child.poll() is None:
             child.send_signal(number)
 
+    # Before the child starts: a signal that comes in between must not end this process alone.
     previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        child = subprocess.Popen(line, env=environment(), start_new_session=True, preexec_fn=_end_with_parent)
+        if received:
+            child.send_signal(received[0])
         code = child.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _end(child)
+        if child is not None:
+            _end(child)
     if received and code:
         return 128 + received[0]
     if code in FATAL:

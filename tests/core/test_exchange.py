@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
+from hvd_train.compression.lowrank import PowerSGD
+from hvd_train.compression.sparse import Threshold
 from hvd_train.core.exchange import Clip, Exchange, plan
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
 from tests.numpy_frontend import NumpyOps, run_ranks
-from tests.toys import PowerSGD, Threshold
 
 SHAPES = [(3, 4), (4,), (100, 30), (30,), (5, 2, 2), (2,), (1,)]
 SPECS = [TensorSpec(f"t{i}", shape, "float64") for i, shape in enumerate(SHAPES)]

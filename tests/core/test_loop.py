@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
+from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.exchange import Exchange
@@ -19,7 +20,6 @@ from hvd_train.core.trees import weights_sha256
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, NonFiniteError
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
-from tests.toys import Threshold
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
 rng = np.random.default_rng(0)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
+from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
 from tests.numpy_frontend import NumpyFrontEnd
-from tests.toys import Threshold
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
 OWN = {"pytorch": "tests.own_models:pytorch_dropout", "tensorflow": "tests.own_models:keras_dropout"}
@@ -447,6 +447,8 @@ A, B = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
         (lambda o, f: o.matmul(f(A), f(B.T.copy()), transpose_b=True), A @ B),
         (lambda o, f: o.clip(f(X), 2.0), np.clip(X, -2, 2)),
         (lambda o, f: o.sum_of_squares(f(A)), (A**2).sum()),
+        (lambda o, f: o.round(f(np.array([-1.5, 0.5, 1.2, 2.5]))), [-2, 0, 1, 2]),
+        (lambda o, f: o.largest(f(X)), 3.0),
         (lambda o, f: o.all_finite(f(X)), True),
         (lambda o, f: o.all_finite(f(np.array([1.0, np.inf]))), False),
         (lambda o, f: o.all_finite(f(np.array([1.0, np.nan]))), False),
@@ -470,6 +472,13 @@ def test_orthonormal_basis_spans_the_columns(framework):
     q = ops.to_numpy(ops.orthonormal(ops.from_numpy(x)))
     np.testing.assert_allclose(q.T @ q, np.eye(3), atol=1e-12)
     np.testing.assert_allclose(q @ (q.T @ x), x, atol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("name", ["float16", "float32", "float64", "int8", "int32"])
+def test_types_have_numpys_names(framework, name):
+    ops = OPS[framework]()
+    assert ops.dtype(ops.cast(ops.from_numpy(X), name)) == name == ops.to_numpy(ops.cast(ops.from_numpy(X), name)).dtype
 
 
 @pytest.mark.parametrize("framework", ALL)

@@ -27,6 +27,19 @@ TRAININGS = {
     "adamw": MLP | ADAM | {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
+COMPRESSED = {
+    "fp16": {"compression": "fp16"},
+    "int8": {"compression": "int8"},
+    "topk": {"compression": "topk", "ratio": 0.05},
+    "threshold": {"compression": "threshold", "threshold": 0.002},
+    "powersgd": {"compression": "powersgd", "rank": 2},
+}
+# Settings under which a compressor leaves nothing out: the result must be that of no compression.
+FULL = {
+    "full-topk": {"compression": "topk", "ratio": 1},
+    "full-threshold": {"compression": "threshold", "threshold": 0},
+    "full-powersgd": {"compression": "powersgd", "rank": 1000},
+}
 
 
 def cases(framework: str, size: int, folder: Path) -> list[dict]:
@@ -35,16 +48,16 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
 
     made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in TRAININGS.items()]
     made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
-    toys = {"threshold": 0.002, "powersgd": 2, "partial": 1}
-    made += [
-        {"name": f"toy-{t}", "kind": "toy", "toy": t, "argument": a, "steps": 8, "config": own("toy", MLP)}
-        for t, a in toys.items()
-    ]
-    # Settings under which a compressor changes nothing: the result must be that of no compression.
-    made += [
-        {"name": f"full-{t}", "kind": "toy", "toy": t, "argument": a, "steps": 8, "config": own("toy", MLP)}
-        for t, a in {"threshold": -1.0, "powersgd": 64}.items()
-    ]
+    short = MLP | {"max_steps": 8}
+    made.append({"name": "partial", "kind": "partial", "steps": 8, "config": own("partial", MLP)})
+    for name, exchange in (COMPRESSED | FULL).items():
+        made.append({"name": name, "kind": "train", "config": own(name, short | {"exchange": exchange})})
+    made.append({"name": "plain", "kind": "train", "config": own("plain", short)})
+    # Interrupted within an epoch: each rank's residual must come back to it.
+    for name, exchange in COMPRESSED.items():
+        config = own(f"{name}-cut", short | {"exchange": exchange})
+        made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
+        made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})
     made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
     if size > 1:
         made += [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +55,3 @@ def worlds(tmp_path_factory):
         return done[key]
 
     return get
-
-
-@pytest.fixture(scope="session")
-def plain_environment():
-    """What a user's shell has: root needs Open MPI's permission for bare mpirun."""
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

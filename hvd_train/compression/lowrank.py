@@ -1,0 +1,54 @@
+"""``powersgd``: a matrix travels as two thin factors (Vogels, Karimireddy and Jaggi 2019)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
+
+
+class PowerSGD:
+    """One step of power iteration per exchange, with warm start and error feedback.
+
+    M = gradient + residual as (n, m); P = sum of M Q, made orthonormal; Q = sum of M^T P; decoded = P Q^T. This rank's
+    part is P (M^T P)^T. The two sums carry r (n + m) entries instead of n m; tensors that this does not shrink, vectors
+    among them, travel whole.
+    """
+
+    per_tensor = True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """(n, m): the first axis against the rest, or the rest against the last, whichever is less; None: whole."""
+        if len(shape) < 2:
+            return None
+        size = math.prod(shape)
+        n, m = min(((shape[0], size // shape[0]), (size // shape[-1], shape[-1])), key=sum)
+        return (n, m) if self.rank * (n + m) < n * m else None
+
+    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+        matrix = self.matrix(shape)
+        if matrix is None:
+            return ()
+        # The same on every rank: Q must be equal for the sums to be of the same thing.
+        basis = np.random.default_rng(shape).standard_normal((matrix[1], self.rank))
+        return np.zeros(shape, dtype), basis.astype(dtype)
+
+    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        if not state:
+            (reduced,) = yield Wire("sum", (gradient,))
+            return reduced, state
+        residual, basis = state
+        shape = tuple(int(n) for n in gradient.shape)
+        matrix = ops.reshape(gradient + residual, self.matrix(shape) or shape)
+        (left,) = yield Wire("sum", (ops.matmul(matrix, basis),))
+        left = ops.orthonormal(left)
+        right = ops.matmul(matrix, left, transpose_a=True)
+        own = ops.matmul(left, right, transpose_b=True)  # before the sum, which may happen in place
+        (right,) = yield Wire("sum", (right,))
+        decoded = ops.matmul(left, right, transpose_b=True)
+        return ops.reshape(decoded, shape), (ops.reshape(matrix - own, shape), right)

@@ -1,0 +1,66 @@
+"""Only large entries travel, as (value, index) pairs; the others wait in the residual (error feedback).
+
+Every rank receives all ranks' pairs and adds them up: a transfer of 8 bytes per entry and rank in 32 bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
+
+SAMPLE = 100  # about one entry in so many is looked at when a threshold is estimated ...
+LEAST = 10_000  # ... but in buckets of fewer entries than this, all are
+
+
+class _Sparse:
+    per_tensor = False
+
+    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+        return (np.zeros(shape, dtype),)
+
+    def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
+        """Indices of the entries to send, given their absolute values (length,)."""
+        raise NotImplementedError
+
+    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        (residual,) = state
+        total, length = gradient + residual, gradient.shape[0]
+        indices = self.chosen(abs(total), length, ops)
+        values = ops.take(total, indices)
+        own = ops.scatter(length, indices, values)
+        all_values, all_indices = yield Wire("gather", (values, ops.cast(indices, "int32")))
+        return ops.scatter(length, all_indices, all_values), (total - own,)
+
+
+class Threshold(_Sparse):
+    """Entries of absolute value > ``threshold`` (Strom 2015); their number follows from the data."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
+        return ops.above(sizes, self.threshold)
+
+
+class TopK(_Sparse):
+    """The ``ratio`` of entries that are largest in absolute value (Aji and Heafield 2017).
+
+    Unless ``exact``, a large bucket is not sorted: the k-th largest of a sample of it is the threshold (Lin et al.
+    2018, Deep Gradient Compression), so about k entries travel; of a bucket of zeros, none.
+    """
+
+    def __init__(self, ratio: float, exact: bool = False) -> None:
+        self.ratio, self.exact = ratio, exact
+
+    def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
+        if self.exact or self.ratio == 1 or length < LEAST:
+            return ops.topk(sizes, max(1, math.ceil(self.ratio * length)))
+        # An odd stride that grows with the bucket: the sample keeps in step with no axis of even length.
+        sample = sizes[:: SAMPLE + 1]
+        count = max(1, math.ceil(self.ratio * math.ceil(length / (SAMPLE + 1))))
+        smallest = -ops.largest(-ops.take(sample, ops.topk(sample, count)))
+        # Just below the sample's own entry, so that it is among the chosen.
+        return ops.above(sizes, smallest * (1 - 1e-6))

@@ -154,7 +154,7 @@ class NumpyFrontEnd(StateTree):
 
     def connect(self, exchange):
         self.exchange = exchange
-        self.exchange_state = [tuple(map(np.array, s)) for s in exchange.initial()]
+        self._exchange_state = [tuple(map(np.array, s)) for s in exchange.initial()]
 
     def place(self, batch):
         return batch
@@ -188,8 +188,8 @@ class NumpyFrontEnd(StateTree):
         names, started = list(self.w), []
         for b, members in enumerate(self.exchange.buckets):
             flat = np.concatenate([self.sums[names[i]].ravel() for i in members])
-            started.append(self.exchange.start(b, flat, self.exchange_state[b]))
-        reduced, self.exchange_state = self.exchange.finish(started)
+            started.append(self.exchange.start(b, flat, self._exchange_state[b]))
+        reduced, self._exchange_state = self.exchange.finish(started)
         for members, flat in zip(self.exchange.buckets, reduced, strict=True):
             ends = np.cumsum([self.w[names[i]].size for i in members])
             for i, part in zip(members, np.split(flat, ends[:-1]), strict=True):
@@ -205,12 +205,9 @@ class NumpyFrontEnd(StateTree):
     def predict(self, batch):
         return self._forward(batch)[1]
 
-    def local_state(self):
-        return {f"{b}/{k}": np.array(x) for b, s in enumerate(self.exchange_state) for k, x in enumerate(s)}
-
     def load_local(self, tree):
-        self.exchange_state = [
-            tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self.exchange_state)
+        self._exchange_state = [
+            tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self._exchange_state)
         ]
 
     def _arrays(self):

@@ -7,32 +7,27 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
+from hvd_train.compression.feedback import ErrorFeedback
+from hvd_train.protocol import Ops, Tensor, Wire
 
-from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
-
-SAMPLE = 100  # about one entry in so many is looked at when a threshold is estimated ...
+SAMPLE = 101  # one entry in so many is looked at when a threshold is estimated ...
 LEAST = 10_000  # ... but in buckets of fewer entries than this, all are
 
 
-class _Sparse:
-    per_tensor = False
-
-    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
-        return (np.zeros(shape, dtype),)
-
+class _Sparse(ErrorFeedback):
     def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
         """Indices of the entries to send, given their absolute values (length,)."""
         raise NotImplementedError
 
-    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
-        (residual,) = state
-        total, length = gradient + residual, gradient.shape[0]
+    def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:
+        length = total.shape[0]
         indices = self.chosen(abs(total), length, ops)
         values = ops.take(total, indices)
-        own = ops.scatter(length, indices, values)
-        all_values, all_indices = yield Wire("gather", (values, ops.cast(indices, "int32")))
-        return ops.scatter(length, all_indices, all_values), (total - own,)
+        return Wire("gather", (values, ops.cast(indices, "int32"))), ops.scatter(length, indices, values)
+
+    def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
+        values, indices = reduced
+        return ops.scatter(total.shape[0], indices, values)
 
 
 class Threshold(_Sparse):
@@ -58,9 +53,9 @@ class TopK(_Sparse):
     def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
         if self.exact or self.ratio == 1 or length < LEAST:
             return ops.topk(sizes, max(1, math.ceil(self.ratio * length)))
-        # An odd stride that grows with the bucket: the sample keeps in step with no axis of even length.
-        sample = sizes[:: SAMPLE + 1]
-        count = max(1, math.ceil(self.ratio * math.ceil(length / (SAMPLE + 1))))
+        # A prime stride: the sample keeps in step with no axis of a tensor.
+        sample = sizes[::SAMPLE]
+        count = max(1, math.ceil(self.ratio * math.ceil(length / SAMPLE)))
         smallest = -ops.largest(-ops.take(sample, ops.topk(sample, count)))
         # Just below the sample's own entry, so that it is among the chosen.
         return ops.above(sizes, smallest * (1 - 1e-6))

@@ -55,6 +55,14 @@ class StateTree(ABC):
     ops: Ops
     communicator: Communicator
     layouts: dict[str, Layout]
+    _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
+
+    def local_state(self) -> Tree:
+        return {
+            f"{b}/{k}": self.ops.to_numpy(x)
+            for b, state in enumerate(self._exchange_state)
+            for k, x in enumerate(state)
+        }
 
     @abstractmethod
     def _arrays(self) -> Tree:

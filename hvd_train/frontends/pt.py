@@ -211,13 +211,6 @@ class PyTorchFrontEnd(StateTree):
         self.model.eval()
         return self.ops.to_numpy(self.model(placed[0]))
 
-    def local_state(self) -> Tree:
-        return {
-            f"{b}/{k}": self.ops.to_numpy(x)
-            for b, state in enumerate(self._exchange_state)
-            for k, x in enumerate(state)
-        }
-
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
         self._exchange_state = [
             tuple(self.ops.from_numpy(tree[f"{b}/{k}"]) for k in range(len(state)))

@@ -27,7 +27,7 @@ class TensorFlowOps:
         return tf.convert_to_tensor(x)
 
     def to_numpy(self, x):
-        return np.array(x)
+        return np.array(x.numpy())
 
     def cast(self, x, dtype):
         return tf.cast(x, dtype)
@@ -217,9 +217,6 @@ class TensorFlowFrontEnd(StateTree):
 
     def _traced_score(self, inputs, labels, weights):
         return _sums(self.model(inputs, training=False), labels, weights)[1]
-
-    def local_state(self) -> Tree:
-        return {f"{b}/{k}": x.numpy() for b, state in enumerate(self._exchange_state) for k, x in enumerate(state)}
 
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
         for b, state in enumerate(self._exchange_state):

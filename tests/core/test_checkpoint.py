@@ -208,7 +208,6 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path):
     assert 5 < k < 99
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_preflight_proves_the_folder(tmp_path):
     checkpoint.preflight(tmp_path / "new" / "checkpoints")
     assert names(tmp_path / "new" / "checkpoints") == []

@@ -142,13 +142,10 @@ def test_every_sample_counts_once(tmp_path, size):
     c = config(max_epochs=3, log_every_n_steps=2)
     summary = final(size, c, tmp_path, log=log)[0]
     assert summary["train_samples"] == 3 * N and summary["val_samples"] == VAL
-    lines = log.trains[: len(log.trains) // size]
-    assert len(log.trains) % size == 0
     per_epoch = {}
     for epoch, _, _, _, samples, _, _ in log.trains:
         per_epoch[epoch] = per_epoch.get(epoch, 0) + samples
     assert per_epoch == {0: N * size, 1: N * size, 2: N * size}, "each rank's lines add up to the epoch"
-    assert lines
 
 
 # ---- resume

@@ -129,6 +129,17 @@ class Ops(Protocol):
     def largest(self, x: Tensor) -> Tensor:
         """The largest entry, a tensor of shape ()."""
 
+    def to_bytes(self, x: Tensor) -> Tensor:
+        """The flat ``x`` as (bytes,) uint8, in this machine's byte order."""
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor: ...
+
+    def nbytes(self, x: Tensor) -> Tensor:
+        """A number or a tensor of shape (): the size may depend on the data."""
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors of shape () -> (len(parts),)."""
+
     def sum_of_squares(self, x: Tensor) -> Tensor: ...
     def all_finite(self, x: Tensor) -> Tensor: ...
 
@@ -192,7 +203,14 @@ class FrontEnd(Protocol):
 
     def accumulate(self, placed: Any, scale: float, seed: int) -> Sums: ...
 
-    def step(self, placed: Any, scale: float, seed: int, learning_rate: float) -> Sums: ...
+    def step(self, placed: Any, scale: float, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
+        """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
+
+    def finite(self) -> bool:
+        """precision 16-mixed: whether the gradients of the last step were finite on all ranks; else nothing changed."""
+
+    def truth(self, placed: Any, scale: float, seed: int) -> Tensor:
+        """``Exchange.truth`` of this batch's gradient, which is then forgotten; between steps."""
 
     def score(self, placed: Any) -> Sums: ...
 
@@ -229,6 +247,10 @@ class Exchange(Protocol):
     def start(self, bucket: int, gradient: Tensor, state: State) -> Any: ...
 
     def finish(self, started: Sequence[Any]) -> tuple[list[Tensor], list[State]]: ...
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
+
+    def truth(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor: ...
 
 
 Build = Callable[..., Any]  # a zoo's or a user's model function: build(input_shape=, num_classes=, **options)

@@ -30,7 +30,7 @@ from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import World, rank_settings, threads, world
-from hvd_train.protocol import Communicator, Exchange, FrontEnd
+from hvd_train.protocol import Communicator, Compressor, FrontEnd
 
 FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
 
@@ -43,6 +43,7 @@ class Job:
     communicator: Communicator
     data: DataSet
     frontend: FrontEnd
+    settings: dict[str, Any]  # what this rank runs with: launcher, threads, environment, and who chose each
 
     def loader(self, split: str) -> Loader:
         c, communicator = self.config, self.communicator
@@ -56,11 +57,26 @@ class Job:
         )
 
 
-def _frontend_module(config: Config, here: World, verbose: bool) -> Any:
-    """Loads the framework, after the settings that it reads only then."""
-    count = threads(config.threads, here)
-    for name, value in rank_settings(here, config.framework, count, verbose).items():
+def _settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
+    """Sets what frameworks and Horovod read when they load, where the user has set nothing; returns what holds."""
+    chosen = rank_settings(here, config.framework, threads(config.threads, here), verbose)
+    by = {name: "user" if name in os.environ else "hvd_train" for name in chosen}
+    for name, value in chosen.items():
         os.environ.setdefault(name, value)
+    return {
+        "host": platform.node(),
+        "launcher": here.launcher or "none",
+        "ranks": here.size,
+        "ranks_on_this_host": here.local_size,
+        "cores": os.cpu_count(),
+        "cores_of_rank_0": sorted(os.sched_getaffinity(0)),
+        "threads": threads(config.threads, here),
+        "environment": {name: {"value": os.environ[name], "chosen_by": by[name]} for name in chosen},
+    }
+
+
+def _frontend_module(config: Config, count: int, verbose: bool) -> Any:
+    """Loads the framework, after the settings that it reads only then."""
     try:
         with _without_noise(verbose):
             module = importlib.import_module(FRONTENDS[config.framework])
@@ -96,18 +112,50 @@ def _without_noise(verbose: bool) -> Iterator[None]:
             os.close(real)
 
 
-def _connect(config: Config, frontend: FrontEnd) -> Exchange:
+def connect(job: Job, compression: str) -> str:
+    """Puts the exchange between front-end and network; returns which compression ``auto`` took, or the given one."""
     from hvd_train.compression import make
+    from hvd_train.core import auto
     from hvd_train.core.exchange import Clip
     from hvd_train.core.exchange import Exchange as GradientExchange
 
-    clip = Clip(config.gradient_clip_val, config.gradient_clip_algorithm)
-    compressor = make(config.exchange.compression, frontend.communicator.size, **config.exchange.options)
-    exchange = GradientExchange(
-        frontend.specs(), frontend.packing, compressor, frontend.communicator, frontend.ops, clip
+    config, frontend, communicator = job.config, job.frontend, job.communicator
+    exchange, specs = config.exchange, frontend.specs()
+
+    def compressor(name: str) -> Compressor:
+        return make(name, communicator.size, **exchange.options(name))
+
+    if exchange.op == "adasum":
+        _check_adasum(communicator)
+    if compression == "auto":
+        compression, seconds = auto.choose(specs, frontend.packing, compressor, communicator, frontend.ops)
+        if communicator.rank == 0 and seconds:
+            listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
+            print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
+    frontend.connect(
+        GradientExchange(
+            specs,
+            frontend.packing,
+            compressor(compression),
+            # Where weights are averaged instead, gradients stay on their rank.
+            communicator if exchange.mode == "allreduce" else Serial(),
+            frontend.ops,
+            Clip(config.gradient_clip_val, config.gradient_clip_algorithm),
+            op="adasum" if exchange.op == "adasum" else "sum",
+            world=communicator,
+        )
     )
-    frontend.connect(exchange)
-    return exchange
+    return compression
+
+
+def _check_adasum(communicator: Communicator) -> None:
+    where = "exchange.op: adasum"
+    if communicator.size & (communicator.size - 1):
+        what = f"adasum joins 2, 4, 8, ... ranks, not {communicator.size}"
+        raise ConfigError(what, where=where, fix="change -np, or set exchange.op: average", common=True)
+    if communicator.size > 1 and not communicator.hvd.mpi_enabled():  # type: ignore[attr-defined]
+        what = "adasum needs MPI, and this world was started with Gloo"
+        raise ConfigError(what, where=where, fix="start with mpirun, or set exchange.op: average", common=True)
 
 
 def _versions(config: Config) -> dict[str, str]:
@@ -123,7 +171,9 @@ def _versions(config: Config) -> dict[str, str]:
     return found
 
 
-def open_job(config: Config, module: Any, communicator: Communicator, data: DataSet) -> Job:
+def open_job(
+    config: Config, module: Any, communicator: Communicator, data: DataSet, settings: dict[str, Any] | None = None
+) -> Job:
     """Builds the model on every rank and makes the ranks agree on all that training rests on."""
     frontend = together(
         communicator, lambda: module.open_frontend(config, communicator, data.input_shape, data.num_classes)
@@ -135,8 +185,7 @@ def open_job(config: Config, module: Any, communicator: Communicator, data: Data
         **_versions(config),
     }
     start_agreement(config, frontend, facts)
-    _connect(config, frontend)
-    return Job(config, communicator, data, frontend)
+    return Job(config, communicator, data, frontend, settings or {})
 
 
 @contextmanager
@@ -144,10 +193,11 @@ def _job(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
     here = world()
     data = open_data(config.data)
-    module = _frontend_module(config, here, verbose)
+    settings = _settle(config, here, verbose)
+    module = _frontend_module(config, settings["threads"], verbose)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
-    yield open_job(config, module, communicator, data)
+    yield open_job(config, module, communicator, data, settings)
     communicator.barrier()
     communicator.close()
 
@@ -211,12 +261,18 @@ def train(job: Job, resume: str | None = None, allow_change: Sequence[str] = ())
     if communicator.rank == 0:
         text = resolved_yaml(config)
         log = RunLog(run_dir, config_yaml=text, tensorboard=config.tensorboard, total_epochs=config.max_epochs)
-    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log)
 
     def find() -> checkpoint.Snapshot | None:
         return None if communicator.rank else _find_snapshot(config, run_dir, resume, allow_change, log)
 
     snapshot = together(communicator, find)
+    # A run that goes on keeps the compression that it began with: the link may look different today.
+    wanted = snapshot.meta.get("compression", config.exchange.compression) if snapshot else config.exchange.compression
+    if communicator.rank == 0:
+        about = {"versions": _versions(config), **job.settings}
+        (run_dir / "environment.json").write_text(json.dumps(about, indent=2) + "\n")
+    taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
+    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken)
     trainer.restore(snapshot)
     if resume is not None:
         log.truncate_after(trainer.progress.step)
@@ -275,6 +331,7 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
 def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
     """Loss and accuracy of a checkpoint over every sample of a split, exactly once; one JSON line on rank 0."""
     with _job(config, verbose) as job:
+        connect(job, "none")
         _load_weights(job, which)
         result = evaluate_batches(job.frontend, job.loader(split).evaluation())
         if job.communicator.rank == 0:
@@ -290,6 +347,7 @@ def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
 def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
     """Writes (samples, num_classes) logits in the data set's order as .npy; N ranks share the work."""
     with _job(config, verbose) as job:
+        connect(job, "none")
         _load_weights(job, which)
         communicator, total = job.communicator, len(getattr(job.data, split))
         rows, partial = None, output.with_name(output.name + ".partial")

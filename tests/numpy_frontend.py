@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes  # noqa: F401  makes NumPy know bfloat16
 import numpy as np
 
 from hvd_train.frontends.base import Layout, StateTree
@@ -21,7 +22,7 @@ class NumpyOps:
         return np.array(x)
 
     def cast(self, x, dtype):
-        return x.astype(dtype)
+        return np.asarray(x).astype(dtype)
 
     def reshape(self, x, shape):
         return np.reshape(x, shape)
@@ -57,6 +58,18 @@ class NumpyOps:
 
     def largest(self, x):
         return np.max(x)
+
+    def to_bytes(self, x):
+        return x.view(np.uint8)
+
+    def from_bytes(self, x, dtype):
+        return x.view(dtype)
+
+    def nbytes(self, x):
+        return x.nbytes
+
+    def stack(self, parts):
+        return np.array(parts)
 
     def sum_of_squares(self, x):
         return np.sum(np.square(x))
@@ -180,7 +193,7 @@ class NumpyFrontEnd(StateTree):
         self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
         return sums
 
-    def step(self, batch, scale, seed, learning_rate):
+    def step(self, batch, scale, seed, learning_rate, unscale=1.0):
         sums = self.accumulate(batch, scale, seed)
         if self.steps == self.poison_at:
             sums = sums * [np.nan, 1, 1]
@@ -210,10 +223,14 @@ class NumpyFrontEnd(StateTree):
             tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self._exchange_state)
         ]
 
-    def _arrays(self):
+    def _keys(self):
+        return list(self._arrays())
+
+    def _arrays(self, keys=None):
         tree = {f"weights/{n}": np.array(x) for n, x in self.w.items()}
         tree |= {f"slots/momentum/{n}": np.array(x) for n, x in self.slots.items()}
-        return tree | {"statistics/mean": np.array(self.statistic)}
+        tree |= {"statistics/mean": np.array(self.statistic)}
+        return {k: x for k, x in tree.items() if keys is None or k in keys}
 
     def _assign(self, arrays):
         for key, array in arrays.items():

@@ -94,30 +94,62 @@ COMPRESSION_OPTIONS = {"topk": ("ratio", "exact"), "threshold": ("threshold",), 
 
 
 class ExchangeConfig(Section):
-    compression: Literal["none", "fp16", "int8", "topk", "threshold", "powersgd"] = Field(
-        "none", description="what travels instead of the gradient; what it leaves out goes with later steps"
+    compression: Literal["none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto"] = Field(
+        "none",
+        description="what travels instead of the gradient; auto: the fastest here of none, fp16, powersgd, topk",
     )
     ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
     exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")
     threshold: float = Field(0.001, ge=0, description="threshold: absolute value above which an entry travels")
     rank: Positive = Field(4, description="powersgd: rank of the approximation")
+    op: Literal["average", "adasum"] = Field(
+        "average", description="how gradients are joined; adasum wants MPI and 2, 4, 8, ... ranks"
+    )
+    mode: Literal["allreduce", "partial", "local_sgd"] = Field(
+        "allreduce",
+        description="allreduce: of gradients; partial: of a rotating part of the weights; local_sgd: of all, rarely",
+    )
+    partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
+    local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
+    overlap: Literal["auto"] | bool = Field(
+        "auto",
+        description="pytorch: exchange within backward; auto: on GPUs and where cores are spare",
+    )
+    truth_every_n_steps: Count = Field(
+        0, description="steps between two comparisons of the compressed with the exact gradient; 0: never"
+    )
 
     @model_validator(mode="after")
     def _combinations(self) -> ExchangeConfig:
         owners = {option: name for name, options in COMPRESSION_OPTIONS.items() for option in options}
-        rule(
-            [
-                (option, f"belongs to compression: {owner}, not {self.compression}")
-                for option, owner in owners.items()
-                if owner != self.compression and getattr(self, option) != type(self).model_fields[option].default
-            ]
-        )
+        problems = [
+            (option, f"belongs to compression: {owner}, not {self.compression}")
+            for option, owner in owners.items()
+            if self.compression not in (owner, "auto") and self._given(option)
+        ]
+        for option, owner in (("partial_fraction", "partial"), ("local_steps", "local_sgd")):
+            if self.mode != owner and self._given(option):
+                problems.append((option, f"belongs to mode: {owner}, not {self.mode}"))
+        if self.compression != "none" and self.mode != "allreduce":
+            problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
+        if self.op == "adasum" and (self.compression != "none" or self.mode != "allreduce"):
+            problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
+        if self.truth_every_n_steps and self.compression == "none":
+            problems.append(("truth_every_n_steps", "needs a compression to look at"))
+        rule(problems)
         return self
 
+    def _given(self, option: str) -> bool:
+        return getattr(self, option) != type(self).model_fields[option].default
+
+    def options(self, compression: str) -> dict[str, Any]:
+        """What a compressor takes."""
+        return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(compression, ())}
+
     @property
-    def options(self) -> dict[str, Any]:
-        """What the chosen compressor takes."""
-        return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(self.compression, ())}
+    def own_gradients(self) -> bool:
+        """Each rank's gradient is the mean over its own samples, instead of its part of the global mean."""
+        return self.mode != "allreduce" or self.op == "adasum"
 
 
 class CheckpointConfig(Section):
@@ -160,8 +192,9 @@ class Config(Section):
     check_val_every_n_epoch: Positive = Field(1, description="evaluate after every n-th epoch, and at the end")
     limit_train_batches: Positive | None = Field(None, description="steps per epoch at most, for short trials")
     limit_val_batches: Positive | None = Field(None, description="batches per evaluation and rank at most")
-    precision: Annotated[Literal["32", "64"], BeforeValidator(_precision)] = Field(
-        "32", description="bits of weights and arithmetic: 32, or 64 for proofs of equality"
+    precision: Annotated[Literal["32", "64", "16-mixed", "bf16-mixed"], BeforeValidator(_precision)] = Field(
+        "32",
+        description="bits: 32, 64 for proofs of equality, or weights of 32 and most arithmetic in 16 (mixed)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
     devices: list[Count] | None = Field(

@@ -5,29 +5,35 @@ The same object is called eagerly (PyTorch) and while a ``tf.function`` is trace
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_train.compression.plain import Plain
 from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
 
+SMALL = 4096  # entries: tensors of fewer cost more time to compress than to send, and biases are worth their bytes
+JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors beside a compressor that takes each alone
 
-def plan(specs: Sequence[TensorSpec], packing: Packing) -> tuple[tuple[int, ...], ...]:
+
+def plan(specs: Sequence[TensorSpec], packing: Packing, small: int = 0) -> tuple[tuple[int, ...], ...]:
     """Buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
 
-    Every index stands in exactly one bucket; a bucket holds one dtype; the plan depends on the specs alone, so it is
-    the same on every rank.
+    Every index stands in exactly one bucket; a bucket holds one dtype, and tensors of fewer than ``small`` entries
+    stand in buckets of their own; the plan depends on the specs alone, so it is the same on every rank.
     """
     buckets: list[tuple[int, ...]] = []
-    open_buckets: dict[str, list[int]] = {}
+    open_buckets: dict[tuple[str, bool], list[int]] = {}
     for i in reversed(range(len(specs))):
-        spec = specs[i]
-        if spec.nbytes >= packing.alone_bytes:
+        spec, little = specs[i], specs[i].size < small
+        limits = JOINED if little else packing
+        if spec.nbytes >= limits.alone_bytes:
             buckets.append((i,))
             continue
-        members = open_buckets.setdefault(spec.dtype, [])
-        if members and sum(specs[j].nbytes for j in members) + spec.nbytes > packing.bucket_bytes:
+        members = open_buckets.setdefault((spec.dtype, little), [])
+        if members and sum(specs[j].nbytes for j in members) + spec.nbytes > limits.bucket_bytes:
             buckets.append(tuple(members))
             members.clear()
         members.append(i)
@@ -62,7 +68,12 @@ class _Started:
 
 
 class Exchange:
-    """Sums gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once."""
+    """Joins gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once.
+
+    ``op``: "sum" or "adasum" (Maleki et al. 2021), which wants each tensor alone. Tensors of fewer than ``small``
+    entries travel plain beside a compressor. ``world``: the ranks that flags and exact sums are of, where it is not
+    ``communicator`` (gradients that stay on their rank).
+    """
 
     def __init__(
         self,
@@ -72,28 +83,43 @@ class Exchange:
         communicator: Communicator,
         ops: Ops,
         clip: Clip | None = None,
+        *,
+        op: str = "sum",
+        small: int = SMALL,
+        world: Communicator | None = None,
     ) -> None:
-        if compressor.per_tensor:
+        if compressor.per_tensor or op == "adasum":
             packing = Packing(bucket_bytes=0, alone_bytes=0)
-        self.buckets = plan(specs, packing)
-        self._specs, self._compressor, self._communicator, self._ops = specs, compressor, communicator, ops
+        plain = isinstance(compressor, Plain)
+        self.buckets = plan(specs, packing, 0 if plain else small)
+        self._specs, self._communicator, self._ops, self._op = specs, communicator, ops, op
+        self._world = world or communicator
         self._clip = clip or Clip()
-        self._shapes = [self._shape([specs[i] for i in members]) for members in self.buckets]
+        little = [all(specs[i].size < small for i in members) for members in self.buckets]
+        self._compressors = [Plain() if few else compressor for few in little]
+        self._shapes = [self._shape(b) for b in range(len(self.buckets))]
 
-    def _shape(self, members: Sequence[TensorSpec]) -> tuple[int, ...]:
+    def _shape(self, bucket: int) -> tuple[int, ...]:
         """The tensor's own shape if the compressor wants it, else one flat tensor."""
-        return members[0].shape if self._compressor.per_tensor else (sum(spec.size for spec in members),)
+        members = [self._specs[i] for i in self.buckets[bucket]]
+        return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
+
+    @property
+    def exact(self) -> bool:
+        """Whether what comes back is the sum itself."""
+        return all(isinstance(c, Plain) for c in self._compressors)
 
     def initial(self) -> list[tuple[np.ndarray, ...]]:
         """Each bucket's first compressor state."""
         return [
-            self._compressor.initial(self._shapes[b], self._specs[members[0]].dtype)
+            self._compressors[b].initial(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
         ]
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
         """Starts the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
-        rounds = self._compressor.rounds(self._ops.reshape(gradient, self._shapes[bucket]), state, self._ops)
+        shaped = self._ops.reshape(gradient, self._shapes[bucket])
+        rounds = self._compressors[bucket].rounds(shaped, state, self._ops)
         return self._send(bucket, rounds, next(rounds), 0)
 
     def finish(self, started: Sequence[_Started]) -> tuple[list[Tensor], list[State]]:
@@ -117,7 +143,58 @@ class Exchange:
         return self._clip(flat, self._ops), [state for _, state in ordered]
 
     def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> _Started:
-        send = {"sum": self._communicator.allreduce_async, "gather": self._communicator.allgather_async}[wire.kind]
         # Names say which transfers belong together on all ranks, whatever order they start in.
-        handles = tuple(send(x, f"bucket{bucket}.{turn}.{k}") for k, x in enumerate(wire.tensors))
-        return _Started(bucket, rounds, wire, handles)
+        names = [f"bucket{bucket}.{turn}.{k}" for k in range(len(wire.tensors))]
+        if wire.kind == "gather":
+            handles = [self._communicator.allgather_async(x, n) for x, n in zip(wire.tensors, names, strict=True)]
+        else:
+            pairs = zip(wire.tensors, names, strict=True)
+            handles = [self._communicator.allreduce_async(x, n, self._op) for x, n in pairs]
+        return _Started(bucket, rounds, wire, tuple(handles))
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor:
+        """(1,) float32: on how many ranks a gradient of this step is not finite. The ranks must ask together, and
+        before anything lossy: a compressor may hide what is not finite, and its residual would keep it."""
+        ops = self._ops
+        finite = ops.cast(ops.all_finite(gradients[0]), "float32")
+        for gradient in gradients[1:]:
+            finite = finite * ops.cast(ops.all_finite(gradient), "float32")
+        return self._world.synchronize(self._world.allreduce_async(ops.reshape(1 - finite, (1,)), "failures"))
+
+    def truth(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor:
+        """What compression does to these gradients, which stay as they are, like the states: a (5,) tensor of
+        [exact . decoded, exact . exact, decoded . decoded, bytes that this rank sends, bytes that it would send]."""
+        ops = self._ops
+        meter = _Meter(self._communicator, ops)
+        other = copy.copy(self)
+        other._communicator, other._clip = meter, Clip()  # type: ignore[assignment]
+        started = [other.start(b, g + 0, states[b]) for b, g in enumerate(gradients)]
+        decoded, _ = other.finish(started)
+        figures = [0.0] * 5
+        for b, (gradient, d) in enumerate(zip(gradients, decoded, strict=True)):
+            e = self._communicator.synchronize(self._communicator.allreduce_async(gradient + 0, f"truth{b}"))
+            row, column = ops.reshape(e, (1, -1)), ops.reshape(d, (-1, 1))
+            own = (ops.reshape(ops.matmul(row, column), ()), ops.sum_of_squares(e), ops.sum_of_squares(d))
+            figures[:3] = [a + ops.cast(x, "float64") for a, x in zip(figures[:3], own, strict=True)]
+            figures[4] = figures[4] + ops.nbytes(e)
+        figures[3] = sum(meter.sent)
+        return ops.stack([ops.cast(x, "float64") for x in figures])
+
+
+class _Meter:
+    """A communicator that notes how many bytes are handed to it."""
+
+    def __init__(self, communicator: Communicator, ops: Ops) -> None:
+        self._communicator, self._ops = communicator, ops
+        self.sent: list[Tensor] = []
+
+    def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
+        self.sent.append(self._ops.nbytes(x))
+        return self._communicator.allreduce_async(x, name, op)
+
+    def allgather_async(self, x: Tensor, name: str) -> Handle:
+        self.sent.append(self._ops.nbytes(x))
+        return self._communicator.allgather_async(x, name)
+
+    def synchronize(self, handle: Handle) -> Tensor:
+        return self._communicator.synchronize(handle)

@@ -34,6 +34,7 @@ class NullLog:
     def message(self, text: str) -> None: ...
     def warning(self, text: str) -> None: ...
     def summary(self, values: dict[str, Any]) -> None: ...
+    def truth(self, *args: Any) -> None: ...
     def truncate_after(self, step: int) -> None: ...
     def close(self) -> None: ...
 
@@ -75,6 +76,16 @@ class RunLog:
             if event == "train":
                 scalars |= {"lr": lr, "samples_per_second": speed}
             self._events.scalars(step, scalars)
+
+    def truth(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
+        """What compression did to one gradient: its cosine with the exact one, this rank's bytes with and without."""
+        row = {"event": "compression", "epoch": epoch + 1, "step": step, "cosine": cosine}
+        row |= {"bytes": round(sent), "bytes_plain": round(plain)}
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
+        if self._events:
+            self._events.scalars(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
 
     def truncate_after(self, step: int) -> None:
         """A resumed run repeats the steps after its checkpoint: their lines are dropped first."""

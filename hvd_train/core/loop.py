@@ -19,7 +19,9 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.agreement import agree, together
+from hvd_train.core.apart import due
 from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.trees import pack, unpack, weights_sha256
 from hvd_train.data.loader import Loader, Step
@@ -56,6 +58,9 @@ class Progress:
     best: float | None = None  # early stopping
     waited: int = 0
     stopped: bool = False
+    loss_scale: float = 1.0
+    good_steps: int = 0  # since the loss scale changed
+    skipped: int = 0  # steps whose 16-bit gradients overflowed
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -85,9 +90,17 @@ class Trainer:
     """Trains ``frontend`` on ``train`` and evaluates on ``val``; all ranks run the same calls in the same order."""
 
     def __init__(
-        self, config: Config, frontend: FrontEnd, train: Source, val: Source, run_dir: Path, log: RunLog | NullLog
+        self,
+        config: Config,
+        frontend: FrontEnd,
+        train: Source,
+        val: Source,
+        run_dir: Path,
+        log: RunLog | NullLog,
+        compression: str = "none",
     ) -> None:
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
+        self.compression = compression  # what ``auto`` took; a resumed run keeps to it
         self.communicator = frontend.communicator
         rank, size = self.communicator.rank, self.communicator.size
         self.global_batch = config.global_batch(size)
@@ -102,7 +115,9 @@ class Trainer:
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = config.limit_train_batches or self.steps_per_epoch
         self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
-        self.progress = Progress()
+        self._scaled = config.precision == "16-mixed"
+        self.progress = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
+        self._apart = False  # whether weights may differ between ranks
         self._pending: list[Any] = []  # this rank's sums on the device, not yet read
         self._rates: deque[float] = deque(maxlen=10_000)
         self._timed = 0
@@ -150,19 +165,57 @@ class Trainer:
         self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
 
     def _step(self, step: Step) -> float:
-        p = self.progress
-        scale = 1.0 / step.count
+        p, c = self.progress, self.config
+        own = sum(batch.count for batch in step.micro_batches)
+        scale = p.loss_scale / (max(own, 1) if c.exchange.own_gradients else step.count)
         # The rate follows the place in the epoch, so that it means the same after a resume on another world size.
         position = p.epoch * self.schedule.steps_per_epoch + p.consumed // self.global_batch
         rate = self.schedule.rate(position)
         *earlier, last = step.micro_batches
-        for micro, batch in enumerate(earlier):
-            seed = forward_seed(self.config.seed, p.step, micro, self.communicator.rank)
+        seeds = [
+            forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
+        ]
+        placed = self.frontend.place(last)
+        every = c.exchange.truth_every_n_steps
+        if every and p.step % every == 0:
+            self._truth(placed, scale, seeds[-1])
+        for batch, seed in zip(earlier, seeds, strict=False):
             self._pending.append(self.frontend.accumulate(self.frontend.place(batch), scale, seed))
-        seed = forward_seed(self.config.seed, p.step, len(earlier), self.communicator.rank)
-        self._pending.append(self.frontend.step(self.frontend.place(last), scale, seed, rate))
+        self._pending.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
+        if self._scaled:
+            self._rescale()
+        if c.exchange.mode != "allreduce":
+            names = due(c.exchange, self.frontend.specs(), p.step)
+            if names:
+                self.frontend.average(names)
+            self._apart = True
         return rate
+
+    def _rescale(self) -> None:
+        p, finite = self.progress, self.frontend.finite()
+        p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
+        if finite:
+            return
+        p.skipped += 1
+        if p.loss_scale < 1:
+            what = "the gradients overflow in 16 bits, however small the loss is scaled"
+            raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
+        self.log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")
+
+    def _truth(self, placed: Any, scale: float, seed: int) -> None:
+        """How far the compressed gradient is from the exact one, and what it saves; on the step's last micro-batch."""
+        dot, exact, decoded, sent, plain = map(
+            float, self.frontend.ops.to_numpy(self.frontend.truth(placed, scale, seed))
+        )
+        length = math.sqrt(exact * decoded)
+        self.log.truth(self.progress.epoch, self.progress.step, dot / length if length else 1.0, sent, plain)
+
+    def _together(self) -> None:
+        """Averages weights that were let go apart: before an evaluation, a checkpoint and the end."""
+        if self._apart:
+            self.frontend.average()
+            self._apart = False
 
     def _time(self, samples: int, seconds: float) -> None:
         self._timed += 1
@@ -217,6 +270,7 @@ class Trainer:
             self._save({"train_loss": train.loss, **(p.val if val else {})})
 
     def _evaluate(self) -> Result:
+        self._together()
         batches = self.val_loader.evaluation()
         return evaluate(self.frontend, _limited(batches, self.config.limit_val_batches))
 
@@ -245,14 +299,16 @@ class Trainer:
         c, communicator = self.config, self.communicator
         if not (c.checkpoint.save_last or c.checkpoint.save_top_k):
             return
+        self._together()
         self.frontend.average_statistics()
-        local = [unpack(part) for part in communicator.allgather_bytes(pack(self.frontend.local_state()))]
+        local = [unpack(part) for part in communicator.allgather_bytes(pack(self._local()))]
         outcome = ""
         if communicator.rank == 0:
             meta = {
                 "framework": c.framework,
                 "world_size": communicator.size,
                 "config": c.model_dump(mode="json"),
+                "compression": self.compression,
                 "progress": asdict(self.progress),
                 "monitor": metrics or {},
             }
@@ -276,22 +332,32 @@ class Trainer:
             what, where, fix = json.loads(outcome)
             raise CheckpointError(what, where=where, fix=fix, common=True)
 
+    def _local(self) -> Tree:
+        """What belongs to this rank alone: the compressor's state, and slots of weights that go apart."""
+        own = self.frontend.local_state()
+        if self.config.exchange.mode != "allreduce":
+            own |= {k: v for k, v in self.frontend.state().items() if k.startswith("slots/")}
+        return own
+
     def restore(self, snapshot: checkpoint.Snapshot | None) -> None:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks."""
         communicator = self.communicator
         found = json.loads(communicator.broadcast_bytes(_head(snapshot) if communicator.rank == 0 else b""))
+        mine: Tree = {}
         if found:
             self.progress = Progress(**found["progress"])
             everyone = [unpack(communicator.broadcast_bytes(pack(part))) for part in _locals(snapshot, found["ranks"])]
             # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
             if (found["ranks"], found["framework"]) == (communicator.size, self.config.framework):
-                mine, own = everyone[communicator.rank], self.frontend.local_state()
-                if {k: x.shape for k, x in mine.items()} == {k: x.shape for k, x in own.items()}:
+                local, own = everyone[communicator.rank], self._local()
+                if {k: x.shape for k, x in local.items()} == {k: x.shape for k, x in own.items()}:
+                    mine = local
                     self.frontend.load_local(mine)
         own = snapshot.tree if snapshot else self.frontend.state()
         tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
         together(communicator, lambda: check_tree(self.frontend.state(), tree))
         self.frontend.load(tree)
+        self.frontend.load({k: v for k, v in mine.items() if k.startswith("slots/")})
 
     # ---- summary
 
@@ -304,6 +370,7 @@ class Trainer:
             "epochs": p.epoch,
             "steps": p.step,
             "train_samples": p.seen,
+            **({"skipped_steps": p.skipped} if self._scaled else {}),
             "val_samples": p.val.get("val_samples", 0),
             "val_loss": p.val.get("val_loss"),
             "val_accuracy": p.val.get("val_accuracy"),

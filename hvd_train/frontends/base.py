@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -57,6 +57,9 @@ class StateTree(ABC):
     layouts: dict[str, Layout]
     _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
 
+    def finite(self) -> bool:
+        return True
+
     def local_state(self) -> Tree:
         return {
             f"{b}/{k}": self.ops.to_numpy(x)
@@ -65,8 +68,12 @@ class StateTree(ABC):
         }
 
     @abstractmethod
-    def _arrays(self) -> Tree:
-        """Copies of all arrays under their own keys."""
+    def _keys(self) -> list[str]:
+        """Own keys of all arrays."""
+
+    @abstractmethod
+    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
+        """Copies of the arrays of these own keys, or of all."""
 
     @abstractmethod
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
@@ -84,7 +91,7 @@ class StateTree(ABC):
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         own = {}
-        for key in self._arrays():
+        for key in self._keys():
             prefix, layout = self._split(key)
             neutral = prefix + layout.name if layout else key
             if neutral in tree:
@@ -93,21 +100,22 @@ class StateTree(ABC):
 
     def average(self, names: Sequence[str] | None = None) -> None:
         """In place, over the ranks: the weights of these neutral names, or all weights and statistics."""
-        chosen = {}
-        for key, array in self._arrays().items():
+        keys = []
+        for key in self._keys():
             prefix, layout = self._split(key)
-            floating = np.issubdtype(array.dtype, np.floating)
-            if prefix != "slots/" and floating and (names is None or (layout and layout.name in names)):
-                chosen[key] = array
-        self._average(chosen)
+            if prefix != "slots/" and (names is None or (layout and layout.name in names)):
+                keys.append(key)
+        self._average(keys)
 
     def average_statistics(self) -> None:
         """Makes running statistics equal on all ranks; they are the only part that each rank gathers for itself."""
-        arrays = self._arrays()
-        self._average({k: v for k, v in arrays.items() if k.startswith("statistics/") and v.dtype.kind == "f"})
+        self._average([key for key in self._keys() if key.startswith("statistics/")])
 
-    def _average(self, chosen: Tree) -> None:
-        if self.communicator.size == 1 or not chosen:
+    def _average(self, keys: Collection[str]) -> None:
+        if self.communicator.size == 1 or not keys:
+            return
+        chosen = {key: array for key, array in self._arrays(keys).items() if array.dtype.kind == "f"}
+        if not chosen:
             return
         flat = np.concatenate([array.ravel() for array in chosen.values()])
         handle = self.communicator.allreduce_async(self.ops.from_numpy(flat), "average")

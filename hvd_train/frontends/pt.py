@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
-DTYPES = {"32": torch.float32, "64": torch.float64}
+DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
+MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class TorchOps:
@@ -29,7 +32,7 @@ class TorchOps:
         return x.detach().cpu().numpy().copy()
 
     def cast(self, x, dtype):
-        return x.to(getattr(torch, dtype))
+        return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
 
     def reshape(self, x, shape):
         return x.reshape(tuple(shape))
@@ -64,6 +67,18 @@ class TorchOps:
     def largest(self, x):
         return x.max()
 
+    def to_bytes(self, x):
+        return x.view(torch.uint8)
+
+    def from_bytes(self, x, dtype):
+        return x.view(getattr(torch, dtype))
+
+    def nbytes(self, x):
+        return x.numel() * x.element_size()
+
+    def stack(self, parts):
+        return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
+
     def sum_of_squares(self, x):
         return x.pow(2).sum()
 
@@ -71,18 +86,27 @@ class TorchOps:
         return torch.isfinite(x).all()
 
 
+PIECE_BYTES = int(os.environ.get("PIECE", 8 << 20))
+
+
 class HorovodTorch(HorovodCommunicator):
     module = "horovod.torch"
 
     def allreduce_async(self, x, name, op="sum"):
+        """In place. Large flat tensors travel in pieces: shared memory is faster on what a cache can hold."""
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self.hvd.allreduce_async_(x, name=name, op=ops[op])
+        if op != "sum" or x.dim() != 1 or x.numel() * x.element_size() <= PIECE_BYTES:
+            return x, [self.hvd.allreduce_async_(x, name=name, op=ops[op])]
+        pieces = torch.split(x, PIECE_BYTES // x.element_size())
+        return x, [self.hvd.allreduce_async_(p, name=f"{name}.{k}", op=ops[op]) for k, p in enumerate(pieces)]
 
     def allgather_async(self, x, name):
-        return self.hvd.allgather_async(x, name=name)
+        return None, [self.hvd.allgather_async(x, name=name)]
 
     def synchronize(self, handle):
-        return self.hvd.synchronize(handle)
+        whole, handles = handle
+        *_, last = [self.hvd.synchronize(h) for h in handles]
+        return last if whole is None else whole
 
     def _broadcast(self, data, root, name):
         return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()
@@ -135,7 +159,8 @@ class PyTorchFrontEnd(StateTree):
         self.config, self.communicator = config, communicator
         self.device = _device(config, communicator)
         self.ops = TorchOps(self.device)
-        self.dtype = DTYPES[config.precision]
+        self.dtype = DTYPES.get(config.precision, torch.float32)
+        self._mixed = _mixed(config, self.device)
         # Images arrive as (height, width, channels), the order that decoders give; PyTorch wants channels first.
         self._images = len(input_shape) == 3
         own_shape = (input_shape[2], *input_shape[:2]) if self._images else input_shape
@@ -168,6 +193,42 @@ class PyTorchFrontEnd(StateTree):
         self._flats = [Flat([names[i] for i in b], [parameters[i] for i in b]) for b in exchange.buckets]
         self._optimizer = make_optimizer(self.config, [flat.weight for flat in self._flats])
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
+        self._waiting: list[int] | None = (
+            None  # per bucket, the gradients that backward still owes; None: not within a step
+        )
+        self._started: dict[int, Any] = {}
+        self._finite = True
+        if self._overlap():
+            for b, members in enumerate(exchange.buckets):
+                for i in members:
+                    parameters[i].register_post_accumulate_grad_hook(lambda _, b=b: self._arrived(b))
+
+    def _overlap(self) -> bool:
+        """Whether exchanges start within backward: where the thread that carries them has a core of its own.
+
+        On filled cores it would take the time from the computing thread. A scaled loss waits for all gradients.
+        """
+        wanted = self.config.exchange.overlap
+        if self.config.precision == "16-mixed" or self.communicator.size == 1:
+            return False
+        if wanted != "auto":
+            return wanted
+        return self.device.type == "cuda" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
+
+    def _arrived(self, bucket: int) -> None:
+        """A gradient of this bucket is final; the last one starts the exchange."""
+        if self._waiting is None:
+            return
+        self._waiting[bucket] -= 1
+        if self._waiting[bucket] == 0:
+            self._start(bucket)
+        elif self._waiting[bucket] < 0:
+            what = "a gradient changed after its exchange had begun: the model runs a part of its backward twice"
+            raise ConfigError(what, where="exchange.overlap", fix="set exchange.overlap: false")
+
+    def _start(self, bucket: int) -> None:
+        gradient, state = self._flats[bucket].gradient, self._exchange_state[bucket]
+        self._started[bucket] = self.exchange.start(bucket, gradient, state)
 
     def place(self, batch: Batch):
         inputs = torch.from_numpy(batch.inputs).to(self.device, self.dtype, non_blocking=True)
@@ -180,36 +241,73 @@ class PyTorchFrontEnd(StateTree):
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
-        logits = self.model(inputs)
-        loss, sums = _sums(logits, labels, weights)
+        with self._mixed:
+            logits = self.model(inputs)
+        loss, sums = _sums(logits.to(self.dtype), labels, weights)
         (loss * scale).backward()
         return sums
 
-    def step(self, placed, scale: float, seed: int, learning_rate: float):
+    def step(self, placed, scale: float, seed: int, learning_rate: float, unscale: float = 1.0):
+        self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
         sums = self.accumulate(placed, scale, seed)
-        start = self.exchange.start
-        started = [start(i, flat.gradient, self._exchange_state[i]) for i, flat in enumerate(self._flats)]
+        self._waiting = None
+        if self._scaled(unscale):
+            self._reduce()
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        for flat in self._flats:
+            flat.gradient.zero_()
+        return sums
+
+    def _scaled(self, unscale: float) -> bool:
+        """Takes the loss' scale out of the gradients; False: they overflowed on some rank."""
+        if self.config.precision != "16-mixed":
+            return True
+        gradients = [flat.gradient for flat in self._flats]
+        self._finite = float(self.exchange.failures(gradients)) == 0
+        if self._finite:
+            torch._foreach_mul_(gradients, unscale)
+        return self._finite
+
+    def _reduce(self) -> None:
+        for b in range(len(self._flats)):
+            if b not in self._started:  # no overlap, or a gradient that this step's backward did not reach
+                self._start(b)
+        started = [self._started[b] for b in range(len(self._flats))]
         gradients, self._exchange_state = self.exchange.finish(started)
         for flat, gradient in zip(self._flats, gradients, strict=True):
             if gradient.data_ptr() != flat.gradient.data_ptr():
                 flat.gradient.copy_(gradient)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        for flat in self._flats:
-            flat.gradient.zero_()
-        return sums
+
+    def finite(self) -> bool:
+        return self._finite
+
+    def truth(self, placed, scale: float, seed: int):
+        with torch.no_grad():
+            kept = {name: x.clone() for name, x in self._fixed.items()}
+        self.accumulate(placed, scale, seed)
+        with torch.no_grad():
+            figures = self.exchange.truth([flat.gradient for flat in self._flats], self._exchange_state)
+            for flat in self._flats:
+                flat.gradient.zero_()
+            for name, x in kept.items():
+                self._fixed[name].copy_(x)
+        return figures
 
     @torch.inference_mode()
     def score(self, placed):
         inputs, labels, weights = placed
         self.model.eval()
-        return _sums(self.model(inputs), labels, weights)[1]
+        with self._mixed:
+            logits = self.model(inputs)
+        return _sums(logits.to(self.dtype), labels, weights)[1]
 
     @torch.inference_mode()
     def predict(self, placed) -> np.ndarray:
         self.model.eval()
-        return self.ops.to_numpy(self.model(placed[0]))
+        with self._mixed:
+            return self.ops.to_numpy(self.model(placed[0]).to(self.dtype))
 
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
         self._exchange_state = [
@@ -229,10 +327,16 @@ class PyTorchFrontEnd(StateTree):
                     found.update({f"slots/{SLOTS[slot]}/{name}": view for name, view in views})
         return found
 
-    def _arrays(self) -> Tree:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
         tensors |= {f"statistics/{n}": t for n, t in self._fixed.items()}
-        return {k: self.ops.to_numpy(x) for k, x in (tensors | self._slots()).items()}
+        return tensors | self._slots()
+
+    def _keys(self) -> list[str]:
+        return list(self._tensors())
+
+    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
+        return {k: self.ops.to_numpy(x) for k, x in self._tensors().items() if keys is None or k in keys}
 
     def _set(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():
@@ -256,6 +360,15 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> 
     loss = F.cross_entropy(logits, labels, reduction="none").dot(weights)
     correct = (logits.detach().argmax(1) == labels).to(weights.dtype).dot(weights)
     return loss, torch.stack([loss.detach(), correct, weights.sum()]).double()
+
+
+def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
+    """The context of forward passes: most arithmetic in 16 bits, or as the weights are."""
+    dtype = MIXED.get(config.precision)
+    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
+        raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 def _device(config: Config, communicator: Communicator) -> torch.device:

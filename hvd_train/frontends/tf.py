@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -19,7 +19,8 @@ from hvd_train.frontends import keras_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
-DTYPES = {"32": "float32", "64": "float64"}
+DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
+MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 class TensorFlowOps:
@@ -65,6 +66,19 @@ class TensorFlowOps:
     def largest(self, x):
         return tf.reduce_max(x)
 
+    def to_bytes(self, x):
+        return tf.reshape(tf.bitcast(x, tf.uint8), [-1])
+
+    def from_bytes(self, x, dtype):
+        dtype = tf.as_dtype(dtype)
+        return tf.bitcast(tf.reshape(x, (-1, dtype.size)), dtype)
+
+    def nbytes(self, x):
+        return tf.size(x, tf.int64) * x.dtype.size
+
+    def stack(self, parts):
+        return tf.stack(parts)
+
     def sum_of_squares(self, x):
         return tf.reduce_sum(tf.square(x))
 
@@ -108,10 +122,10 @@ class TensorFlowFrontEnd(StateTree):
     def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
         self._device = _device(config, communicator)
-        self.dtype = DTYPES[config.precision]
+        self.dtype = DTYPES.get(config.precision, "float32")
         keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
         keras.config.set_floatx(self.dtype)
-        keras.config.set_dtype_policy(self.dtype)
+        keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
         options = dict(config.model.options)
         with tf.device(self._device):
@@ -152,8 +166,9 @@ class TensorFlowFrontEnd(StateTree):
             ]
         self._accumulate = tf.function(self._traced_accumulate)
         self._step = tf.function(self._traced_step)
+        self._truth = tf.function(self._traced_truth)
         self._score = tf.function(self._traced_score)
-        self._predict = tf.function(lambda inputs: self.model(inputs, training=False))
+        self._predict = tf.function(lambda inputs: self._logits(inputs, training=False))
 
     def place(self, batch: Batch):
         with tf.device(self._device):
@@ -163,9 +178,20 @@ class TensorFlowFrontEnd(StateTree):
     def accumulate(self, placed, scale: float, seed: int):
         return self._accumulate(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
 
-    def step(self, placed, scale: float, seed: int, learning_rate: float):
-        rate = tf.constant(learning_rate, self.dtype)
-        return self._step(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), rate)
+    def step(self, placed, scale: float, seed: int, learning_rate: float, unscale: float = 1.0):
+        rates = tf.constant(learning_rate, self.dtype), tf.constant(unscale, self.dtype)
+        sums, self._failures = self._step(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), *rates)
+        return sums
+
+    def finite(self) -> bool:
+        return float(self._failures[0]) == 0
+
+    def truth(self, placed, scale: float, seed: int):
+        kept = [v.value.read_value() for v in self._fixed.values()]
+        figures = self._truth(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
+        for variable, value in zip(self._fixed.values(), kept, strict=True):
+            variable.assign(value)
+        return figures
 
     def score(self, placed):
         return self._score(*placed)
@@ -181,10 +207,13 @@ class TensorFlowFrontEnd(StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
-            loss, sums = _sums(self.model(inputs, training=True), labels, weights)
+            loss, sums = _sums(self._logits(inputs, training=True), labels, weights)
             scaled = loss * scale
         gradients = tape.gradient(scaled, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
+
+    def _logits(self, inputs, training: bool):
+        return tf.cast(self.model(inputs, training=training), self.dtype)
 
     def _traced_accumulate(self, inputs, labels, weights, scale, seed):
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
@@ -192,16 +221,37 @@ class TensorFlowFrontEnd(StateTree):
             total.assign_add(gradient)
         return sums
 
-    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate):
+    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate, unscale):
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
         for i, total in enumerate(self._accumulated):
             gradients[i] = gradients[i] + total
             total.assign(tf.zeros_like(total))
-        started = []
-        for b, members in enumerate(self.exchange.buckets):
+        if self.config.precision != "16-mixed":
+            self._update(gradients, learning_rate)
+            return sums, tf.zeros((1,))
+        failures = self.exchange.failures(gradients)
+
+        def update():
+            self._update([g * unscale for g in gradients], learning_rate)
+            return failures
+
+        # All ranks take the same branch: the number of failures is joined over them.
+        return sums, tf.cond(failures[0] > 0, lambda: failures, update)
+
+    def _flat(self, gradients):
+        """Gradients joined as the exchange's buckets want them."""
+        flats = []
+        for members in self.exchange.buckets:
             parts = [tf.reshape(gradients[i], [-1]) for i in members]
-            flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-            started.append(self.exchange.start(b, flat, tuple(v.value() for v in self._exchange_state[b])))
+            flats.append(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
+        return flats
+
+    def _states(self):
+        return [tuple(v.value() for v in state) for state in self._exchange_state]
+
+    def _update(self, gradients, learning_rate) -> None:
+        flats, states = self._flat(gradients), self._states()
+        started = [self.exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
         reduced, states = self.exchange.finish(started)
         for variables, values in zip(self._exchange_state, states, strict=True):
             for variable, value in zip(variables, values, strict=True):
@@ -213,10 +263,13 @@ class TensorFlowFrontEnd(StateTree):
                 gradients[i] = tf.reshape(part, shape)
         self._optimizer.learning_rate.assign(learning_rate)
         self._optimizer.apply(gradients, list(self._trainable.values()))
-        return sums
+
+    def _traced_truth(self, inputs, labels, weights, scale, seed):
+        gradients, _ = self._backward(inputs, labels, weights, scale, seed)
+        return self.exchange.truth(self._flat(gradients), self._states())
 
     def _traced_score(self, inputs, labels, weights):
-        return _sums(self.model(inputs, training=False), labels, weights)[1]
+        return _sums(self._logits(inputs, training=False), labels, weights)[1]
 
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
         for b, state in enumerate(self._exchange_state):
@@ -232,8 +285,12 @@ class TensorFlowFrontEnd(StateTree):
             found["slots/step"] = self._optimizer.iterations
         return found
 
-    def _arrays(self) -> Tree:
-        arrays = {key: np.array(v.numpy()) for key, v in self._variables().items()}
+    def _keys(self) -> list[str]:
+        return list(self._variables())
+
+    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
+        chosen = {key: v for key, v in self._variables().items() if keys is None or key in keys}
+        arrays = {key: np.array(v.numpy()) for key, v in chosen.items()}
         if "slots/step" in arrays:  # PyTorch counts in float32
             arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
         return arrays

@@ -167,7 +167,7 @@ def test_a_run_tells_what_it_does(trained):
     assert lines[3].split()[:2] == ["1/2", "29"] and lines[4].split()[:2] == ["2/2", "58"]
     assert lines[5].startswith("done: validation loss ") and lines[5].endswith(f"run folder {folder}")
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json", "tensorboard"]
+    assert names == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard"]
     summary = json.loads((folder / "summary.json").read_text())
     keys = "framework model world_size epochs steps train_samples val_samples val_loss val_accuracy samples_per_second"
     assert list(summary) == [*keys.split(), "weights_sha256"]

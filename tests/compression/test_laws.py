@@ -19,6 +19,7 @@ SHAPES = [(6, 4), (4,), (4, 9), (9,), (16, 16), (3, 3, 8, 8)]
 COMPRESSORS = {
     "none": lambda size=1: make("none"),
     "fp16": lambda size=1: make("fp16", size),
+    "bf16": lambda size=1: make("bf16", size),
     "int8": lambda size=1: make("int8", size),
     "topk": lambda size=1: make("topk", size, ratio=0.1),
     "threshold": lambda size=1: make("threshold", size, threshold=0.6),
@@ -37,7 +38,7 @@ def run(ops, compressor, communicator=None, steps=4, shapes=SHAPES, dtype="float
     """Per step and bucket: (input, old state, decoded, new state) as NumPy arrays."""
     communicator = communicator or Serial()
     specs = [TensorSpec(f"t{i}", shape, dtype) for i, shape in enumerate(shapes)]
-    exchange = Exchange(specs, Packing(400, 300), compressor, communicator, ops)
+    exchange = Exchange(specs, Packing(400, 300), compressor, communicator, ops, small=0)
     states = [tuple(map(ops.from_numpy, state)) for state in exchange.initial()]
     rng, out = np.random.default_rng(communicator.rank), []
     for _ in range(steps):
@@ -107,7 +108,9 @@ def test_none_keeps_nothing(framework):
 def test_the_others_do_leave_something_out(name):
     """Else the laws above would hold for nothing."""
     last = run(NumpyOps(), COMPRESSORS[name]())[-1]
-    assert max(np.abs(new[0]).max() for _, _, _, new in last if new) > {"fp16": 1e-6, "int8": 1e-4}.get(name, 0.1)
+    assert max(np.abs(new[0]).max() for _, _, _, new in last if new) > {"fp16": 1e-6, "bf16": 1e-5, "int8": 1e-4}.get(
+        name, 0.1
+    )
 
 
 @pytest.mark.parametrize("framework", OPS)
@@ -161,3 +164,13 @@ def test_topk_of_a_large_bucket_sends_about_k_of_the_largest(framework, ratio):
 )
 def test_powersgd_takes_the_cheaper_matrix(shape, expected):
     assert PowerSGD(2).matrix(shape) == expected
+
+
+@pytest.mark.parametrize("framework", OPS)
+def test_bf16_keeps_eight_bits_at_any_size(framework):
+    ops = OPS[framework]()
+    for scale in (1e-30, 1.0, 1e30):
+        for step in run(ops, make("bf16", 1), dtype="float32", scale=scale):
+            for gradient, old, decoded, _ in step:
+                total = gradient + old[0]
+                assert (np.abs(total - decoded) <= np.abs(total) * 2.0**-8).all()

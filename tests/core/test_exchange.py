@@ -35,10 +35,10 @@ def test_one_large_bucket_where_all_fit():
     assert plan(SPECS, Packing(1 << 20, 1 << 20)) == (tuple(reversed(range(len(SPECS)))),)
 
 
-def exchanged(communicator, compressor, packing, steps=3, clip=None, reverse=False):
+def exchanged(communicator, compressor, packing, steps=3, clip=None, reverse=False, small=0):
     """Reduced gradients of some steps, and the law's two sides on this rank."""
     ops = NumpyOps()
-    exchange = Exchange(SPECS, packing, compressor, communicator, ops, clip)
+    exchange = Exchange(SPECS, packing, compressor, communicator, ops, clip, small=small)
     states = [tuple(map(np.array, s)) for s in exchange.initial()]
     rng = np.random.default_rng(communicator.rank)
     out, total = [], [0.0] * len(SPECS)
@@ -129,3 +129,63 @@ def test_clipping_bounds_the_reduced_gradient(limit, packing):
 
 def test_a_zero_gradient_stays_zero_when_clipped():
     assert Clip(1.0)([np.zeros(3)], NumpyOps())[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bucket", [0, 200, 1 << 20])
+@pytest.mark.parametrize("small", [1, 13, 5000])
+def test_small_tensors_stand_in_buckets_of_their_own(bucket, small):
+    buckets = plan(SPECS, Packing(bucket, 100), small)
+    assert sorted(i for members in buckets for i in members) == list(range(len(SPECS)))
+    for members in buckets:
+        assert len({SPECS[i].size < small for i in members}) == 1
+    assert sum(all(SPECS[i].size < small for i in members) for members in buckets) <= 1, "and in one, if they fit"
+
+
+def test_small_tensors_travel_plain():
+    """A compressor that would drop everything drops the large tensors alone."""
+    results = run_ranks(2, lambda c: exchanged(c, Threshold(1e9), PACKINGS[0], steps=1, small=100))
+    for i, spec in enumerate(SPECS):
+        expected = sum(inputs[i] for inputs, _, _ in results)
+        for _, (tree,), _ in results:
+            np.testing.assert_allclose(tree[i], expected if spec.size < 100 else 0 * expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad_rank", [None, 0, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_all_ranks_hear_of_a_gradient_that_is_not_finite(bad_rank, value):
+    def work(communicator):
+        exchange = Exchange(SPECS, PACKINGS[0], make("none"), communicator, NumpyOps())
+        gradients = [np.ones(4), np.ones(3)]
+        if communicator.rank == bad_rank:
+            gradients[1][1] = value
+        return float(exchange.failures(gradients)[0])
+
+    assert run_ranks(3, work) == [0.0 if bad_rank is None else 1.0] * 3
+
+
+@pytest.mark.parametrize("name", list(COMPRESSORS))
+@pytest.mark.parametrize("size", [1, 3])
+def test_truth_compares_with_the_exact_sum_and_changes_nothing(name, size):
+    def work(communicator):
+        exchange = Exchange(SPECS, PACKINGS[0], COMPRESSORS[name](), communicator, NumpyOps(), Clip(1e-3), small=13)
+        states = [tuple(map(np.array, s)) for s in exchange.initial()]
+        rng = np.random.default_rng(communicator.rank)
+        gradients = [rng.normal(size=sum(SPECS[i].size for i in members)) for members in exchange.buckets]
+        before = [g.copy() for g in gradients], [[x.copy() for x in s] for s in states]
+        figures = exchange.truth(gradients, states)
+        assert all((a == b).all() for a, b in zip(gradients, before[0], strict=True))
+        assert all((x == y).all() for s, t in zip(states, before[1], strict=True) for x, y in zip(s, t, strict=True))
+        return gradients, figures
+
+    results = run_ranks(size, work)
+    exact = np.concatenate([sum(parts) for parts in zip(*(g for g, _ in results), strict=True)])
+    for _, (dot, exact2, decoded2, sent, plain) in results:
+        assert exact2 == pytest.approx((exact**2).sum())
+        assert plain == exact.nbytes
+        cosine = dot / np.sqrt(exact2 * decoded2)
+        if name == "none" or name.startswith("full"):
+            assert cosine == pytest.approx(1) and decoded2 == pytest.approx(exact2)
+        else:
+            assert 0.1 < cosine < 0.9999
+        if name == "powersgd":
+            assert sent < plain

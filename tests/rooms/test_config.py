@@ -92,7 +92,7 @@ def test_every_key_is_explained():
         ("data.val_fraction=1", ["< 1"]),
         ("optim.nesterov=true", ["optim.nesterov", "momentum"]),
         ("optim.lr_scaling=linear", ["lr_reference_batch"]),
-        ("precision=16", ["'32' or '64'"]),
+        ("precision=16", ["'32', '64', '16-mixed' or 'bf16-mixed'"]),
         ("exchange.compression=zip", ["'none'"]),
         ("run_dir=' '", ["run_dir", "empty"]),
         ("foo", ["key=value"]),

@@ -1,0 +1,61 @@
+"""``exchange.compression: auto``: the candidates exchange random gradients of the model's shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hvd_train.core.exchange import Exchange
+from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
+
+CANDIDATES = ("none", "fp16", "powersgd", "topk")  # what leaves out least comes first
+WORTH = 0.9  # a candidate that leaves out more must take less than this share of the time
+LONG_SECONDS, TURNS = 0.5, 5  # an exchange that takes longer is timed once, others so many times
+
+
+def choose(
+    specs: Sequence[TensorSpec],
+    packing: Packing,
+    make: Callable[[str], Compressor],
+    communicator: Communicator,
+    ops: Ops,
+) -> tuple[str, dict[str, float]]:
+    """(the choice, {candidate: seconds of one exchange on the slowest rank}), equal on all ranks."""
+    if communicator.size == 1:
+        return "none", {}
+    seconds = {name: _seconds(specs, packing, make(name), communicator, ops) for name in CANDIDATES}
+    choice = CANDIDATES[0]
+    for name in CANDIDATES[1:]:
+        if seconds[name] < WORTH * seconds[choice]:
+            choice = name
+    return choice, seconds
+
+
+def _seconds(
+    specs: Sequence[TensorSpec], packing: Packing, compressor: Compressor, communicator: Communicator, ops: Ops
+) -> float:
+    """Of the fastest turn, as the slowest rank saw it: what disturbs an exchange only makes it longer."""
+    exchange = Exchange(specs, packing, compressor, communicator, ops)
+    rng = np.random.default_rng(0)
+    gradients = []
+    for members in exchange.buckets:
+        drawn = rng.standard_normal(sum(specs[i].size for i in members), np.float32)
+        gradients.append(ops.from_numpy(drawn.astype(specs[members[0]].dtype)))
+    states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.initial()]
+    best = math.inf
+    for turn in range(TURNS):
+        copies = [g + 0 for g in gradients]
+        communicator.barrier()
+        began = time.perf_counter()
+        reduced, states = exchange.finish([exchange.start(b, g, states[b]) for b, g in enumerate(copies)])
+        for flat in reduced:
+            ops.to_numpy(flat[:1])  # a device's work is done only when its result is here
+        own = time.perf_counter() - began
+        best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(own).encode())))
+        if turn == 0 and best > LONG_SECONDS:
+            break
+    return best

@@ -1,0 +1,307 @@
+"""Ours against the others on the same work: every engine's ranks are started once, and then take turns.
+
+All engines of a model wait stopped (SIGSTOP), so that they cost nothing; in each round each runs for some seconds,
+in random order. A ratio is taken within a round, against the engine that ran in the same round; the table gives the
+median of a round's ratios with its 95 % bootstrap interval. "ours again" is a second copy of ours: its interval shows
+what the machine's noise alone does. CPU seconds per step and peak memory are the kernel's own count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+import tables
+from engines import MODELS, RANKS, ROOT
+
+from hvd_train.launch.local import command, environment, find_tool
+
+ENGINES_FILE = Path(__file__).with_name("engines.py")
+START_SECONDS, WARM_STEPS, SETTLE_SECONDS = 180, 24, 0.3
+TOLERANCE = 2e-3  # relative, of the first losses: float32 in another order of sums
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is started: ``launcher`` mpirun, gloo (horovodrun --gloo), torchrun, workers (TF_CONFIG), copies, one."""
+
+    framework: str
+    name: str
+    launcher: str
+    exchange: dict = field(default_factory=dict)
+    whole_losses: bool = True  # its losses are those of the global batch
+
+
+def engines(framework: str, model: str) -> list[Engine]:
+    ours = [
+        Engine(framework, "ours", "mpirun"),
+        Engine(framework, "ours again", "mpirun"),
+        Engine(framework, "ours, Gloo", "gloo"),
+    ]
+    alone = [
+        Engine(framework, "copies", "copies", whole_losses=False),
+        Engine(framework, "one process", "one"),
+    ]
+    if framework == "pytorch":
+        peers = [Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD")]
+        peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
+        return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
+    # Legacy Keras has no keras.ops, which these two models are written with.
+    peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers", whole_losses=False)]
+    return [*ours, *peers, *alone]
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in held]
+    for s in held:
+        s.close()
+    return ports
+
+
+Lines = Callable[[Engine, list[str]], list[tuple[list[str], dict[str, str]]]]
+
+
+def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """The command lines that start an engine's ranks, each with its environment."""
+    python, launcher = sys.executable, engine.launcher
+    if launcher == "mpirun" and engine.name == "Horovod":  # with the flags of Horovod's documentation
+        flags = ["--bind-to", "none", "--map-by", "slot:oversubscribe"]
+        return [([str(find_tool("mpirun")), "-np", str(RANKS), *flags, python, *work], {})]
+    if launcher in ("mpirun", "gloo"):
+        line = command(RANKS, {"gloo": "horovodrun"}.get(launcher, launcher), [])
+        return [([*line[: line.index("-m")], *work], {})]
+    if launcher == "torchrun":
+        line = [str(find_tool("torchrun")), "--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
+        return [
+            ([*line, "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", *work], {"GLOO_SOCKET_IFNAME": "lo"}),
+        ]
+    if launcher == "workers":
+        hosts = [f"127.0.0.1:{port}" for port in free_ports(RANKS)]
+        places = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": i}} for i in range(RANKS)]
+        return [([python, *work], {"TF_CONFIG": json.dumps(p), "RANK": str(i)}) for i, p in enumerate(places)]
+    if launcher == "copies":
+        return [(["taskset", "-c", str(i), python, *work], {"COPY": str(i)}) for i in range(RANKS)]
+    return [([python, *work], {})]
+
+
+class Running:
+    """The started ranks of one engine; stopped and continued together."""
+
+    def __init__(self, engine: Engine, model: str, folder: Path, lines: Lines, warm_steps: int = WARM_STEPS) -> None:
+        self.engine, self.model = engine, model
+        self.count = folder / f"{engine.framework}-{engine.name}".replace(" ", "-").replace(",", "")
+        self.log = self.count.with_suffix(".log")
+        self.ranks = 1 if engine.launcher == "one" else RANKS
+        self.parents: list[subprocess.Popen] = []
+        self.rates: list[float] = []
+        self.cpu: list[float] = []
+        self.peak = 0.0
+        self.warm_steps = warm_steps
+        self._start(lines)
+
+    def _start(self, lines: Lines) -> None:
+        engine = self.engine
+        work = [str(ENGINES_FILE), engine.framework, engine.name, self.model, "--count", str(self.count)]
+        if engine.exchange:
+            work += ["--exchange", json.dumps(engine.exchange)]
+        env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)}
+        env |= {"HOROVOD_STALL_CHECK_DISABLE": "1"}
+        if not engine.name.startswith("ours"):  # ours finds its own
+            env["OMP_NUM_THREADS"] = str(os.cpu_count() if engine.launcher == "one" else 1)
+        with open(self.log, "w") as log:
+            for line, extra in lines(engine, work):
+                self.parents.append(
+                    subprocess.Popen(line, env=env | extra, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+                )
+
+    def warm(self) -> str:
+        """Waits until the steps run evenly, then stops the ranks; a text says what went wrong."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if any(p.poll() is not None for p in self.parents):
+                return self._last_words()
+            files = [self.count.with_name(f"{self.count.name}.{r}") for r in range(self.ranks)]
+            if all(f.exists() and f.stat().st_size == 24 for f in files):
+                self.maps = [np.memmap(f, np.int64, "r", shape=(3,)) for f in files]
+                if all(m[0] >= self.warm_steps for m in self.maps):
+                    self.pids = [int(m[2]) for m in self.maps]
+                    self.stop()
+                    return ""
+            time.sleep(0.05)
+        return f"no {self.warm_steps} steps in {START_SECONDS} s"
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["it ended without a word"])[-1][:160]
+
+    def stop(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def go(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGCONT)
+
+    def _mark(self) -> tuple[int, int]:
+        while True:  # the two numbers are written one after the other
+            first = int(self.maps[0][0]), int(self.maps[0][1])
+            if first == (int(self.maps[0][0]), int(self.maps[0][1])):
+                return first
+
+    def _cpu(self) -> float:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids]
+        return sum(int(f[11]) + int(f[12]) for f in fields) / TICK
+
+    def block(self, seconds: float) -> None:
+        """One turn: at least ``seconds`` and four steps, counted from step end to step end."""
+        self.go()
+        time.sleep(SETTLE_SECONDS)
+        steps, began = self._next_step()
+        cpu = self._cpu()
+        while True:
+            time.sleep(0.02)
+            now_steps, now = self._mark()
+            if now_steps - steps >= 4 and now - began >= seconds * 1e9:
+                break
+        self.cpu.append((self._cpu() - cpu) / (now_steps - steps))
+        self.stop()
+        self.rates.append((now_steps - steps) / (now - began) * 1e9 * RANKS * MODELS[self.model][2])
+
+    def _next_step(self) -> tuple[int, int]:
+        steps, _ = self._mark()
+        deadline = time.monotonic() + 60
+        while True:
+            mark = self._mark()
+            if mark[0] > steps:
+                return mark
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.engine.name} takes no step any more: {self._last_words()}")
+            time.sleep(0.001)
+
+    def losses(self) -> np.ndarray | None:
+        found = [Path(f"{self.count}.{r}.losses") for r in range(self.ranks)]
+        found = [f for f in found if f.exists()]
+        return np.mean([json.loads(f.read_text()) for f in found], axis=0) if found else None
+
+    def end(self) -> None:
+        for pid in getattr(self, "pids", []):
+            if psutil.pid_exists(pid):
+                status = Path(f"/proc/{pid}/status").read_text()
+                peak = [int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM")]
+                self.peak = max([self.peak, *(k / 1024 for k in peak)])
+        family = []
+        for parent in self.parents:
+            if parent.poll() is None:
+                family += [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for parent in self.parents:
+            parent.wait()
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Median with its 95 % bootstrap interval."""
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return median(ratios), float(low), float(high)
+
+
+def compare(framework: str, model: str, rounds: int, seconds: float, only: list[str] | None = None) -> dict:
+    """All engines of a framework on one model; {engine: figures}, in samples per second of both ranks."""
+    found: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        running: list[Running] = []
+        try:
+            for engine in engines(framework, model):
+                if only and engine.name not in only:
+                    continue
+                one = Running(engine, model, Path(folder), on_this_host)
+                problem = one.warm()
+                if problem:
+                    one.end()
+                    found[engine.name] = {"error": problem}
+                    print(f"  {engine.name}: {problem}", flush=True)
+                else:
+                    running.append(one)
+            for _ in range(rounds):
+                for one in random.sample(running, len(running)):
+                    one.block(seconds)
+        finally:
+            for one in running:
+                one.end()
+        base = next(one for one in running if one.engine.name == "ours")
+        reference = base.losses()
+        for one in running:
+            losses = one.losses()
+            ratio = interval([b / r for b, r in zip(base.rates, one.rates, strict=True)])
+            found[one.engine.name] = {
+                "samples_per_second": median(one.rates),
+                "ours_is_faster_by": ratio[0],
+                "interval": ratio[1:],
+                "cpu_seconds_per_step": median(one.cpu),
+                "peak_rss_mb": round(one.peak),
+                "first_losses": None if losses is None else [round(float(x), 6) for x in losses],
+                "same_losses": _same(one, losses, reference),
+                "rates": [round(r, 1) for r in one.rates],
+            }
+    return found
+
+
+def _same(one: Running, losses, reference) -> str:
+    """Whether the engine computes what ours does; lossy hooks need not, copies train alone."""
+    if losses is None or reference is None or one.engine.launcher == "copies":
+        return "-"
+    differ = float(np.max(np.abs(losses - reference) / np.abs(reference)))
+    return "yes" if differ < TOLERANCE else f"no ({differ:.1e})"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench compare", description=__doc__)
+    parser.add_argument("--frameworks", default="pytorch,tensorflow")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--engines", default="", help="these alone, by name; 'ours' is always there")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least four steps")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
+    given = parser.parse_args(arguments)
+    only = ["ours", *given.engines.split(",")] if given.engines else None
+    given.output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict] = {}
+    words = [f"scripts/bench compare {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d"), ""]
+    for framework in given.frameworks.split(","):
+        found[framework] = {}
+        for model in given.models.split(","):
+            print(f"== {framework}, {model}: {given.rounds} rounds", flush=True)
+            found[framework][model] = compare(framework, model, given.rounds, given.seconds, only)
+            print(tables.comparison(framework, {model: found[framework][model]}), flush=True)
+            (given.output / "compare.json").write_text(json.dumps({"about": words, "results": found}, indent=1) + "\n")
+    text = "\n\n".join([*words, *(tables.comparison(f, models) for f, models in found.items())])
+    (given.output / "compare.md").write_text(text)
+    tables.picture(found, given.output / "compare.png")
+    print(f"{given.output}: compare.json, compare.md, compare.png")
+
+
+def machine() -> str:
+    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{models[0] if models else 'CPU'}, {os.cpu_count()} cores, {memory:.0f} GiB"

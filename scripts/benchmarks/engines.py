@@ -1,0 +1,382 @@
+"""One rank of one engine of a comparison: trains for ever and counts its steps where others can see them.
+
+    python engines.py FRAMEWORK ENGINE MODEL --count FILE [--exchange JSON]
+
+Every engine does the same work: the same first weights, the same batches in the same order, SGD with momentum, float32.
+Ours runs its own loop with its own loader; the peers get their batches ready-made in memory. Started by compare.py and
+link.py under the launcher that belongs to the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SGD = {"lr": 0.005, "momentum": 0.9}
+RANKS = 2
+BATCHES = 40  # steps whose batches a peer keeps in memory; it goes through them again and again
+LOSSES = 10  # first losses that are kept, to see that all engines compute the same
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+IMAGES = {"name": "idx", "path": str(FASHION)} if FASHION.exists() else {"name": "digits", "image_size": 28}
+TEXT = {"name": "text", "path": str(Path(os.__file__).parent / "asyncio"), "sequence_length": 64}
+
+# model: (config.model, config.data, samples per rank)
+MODELS: dict[str, tuple[dict, dict, int]] = {
+    "cnn": ({"name": "cnn"}, IMAGES, 64),
+    "mlp": ({"name": "mlp", "hidden": [4096, 4096, 1024]}, IMAGES, 64),
+    "resnet": ({"name": "resnet"}, IMAGES | {"image_size": 32}, 16),
+    "thin": ({"name": "thin"}, IMAGES, 32),
+    "gpt": ({"name": "gpt"}, TEXT, 8),
+}
+
+
+class Count:
+    """A file of 24 bytes that others map: steps done, when the last one ended (ns, monotonic), this process' number."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = np.memmap(path, np.int64, "w+", shape=(3,))
+        self.file[2] = os.getpid()
+        self.path, self.losses = path, []
+
+    def __call__(self, loss: Callable[[], float] | None = None) -> None:
+        if len(self.losses) < LOSSES and loss is not None:
+            self.losses.append(loss())
+            if len(self.losses) == LOSSES:
+                Path(f"{self.path}.losses").write_text(json.dumps(self.losses))
+        self.file[1] = time.monotonic_ns()
+        self.file[0] += 1
+
+
+def settings(framework: str, model: str, exchange: dict, precision: str = "32") -> dict:
+    net, data, batch = MODELS[model]
+    return {
+        "framework": framework,
+        "model": net,
+        "data": data,
+        "batch_size": batch,
+        "optim": {"name": "sgd", **SGD},
+        "exchange": exchange,
+        "precision": precision,
+        "max_epochs": 10**6,
+        "check_val_every_n_epoch": 10**6,
+        "checkpoint": {"every_n_epochs": 0, "save_last": False, "save_top_k": 0},
+    }
+
+
+def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
+    """The product's own loop."""
+    from hvd_train import run
+    from hvd_train.config import Config
+    from hvd_train.core.log import NullLog
+    from hvd_train.core.loop import Trainer
+
+    class Counting(NullLog):
+        def progress(self, *args) -> None:
+            loss = None
+            if len(count.losses) < LOSSES:
+                sums = trainer.frontend.communicator.allgather_bytes(
+                    np.asarray(trainer.frontend.ops.to_numpy(trainer._pending[-1])[:3], np.float64).tobytes()
+                )
+                total = np.sum([np.frombuffer(x, np.float64) for x in sums], axis=0)
+                loss = lambda: float(total[0] / total[2])  # noqa: E731
+            count(loss)
+
+    config = Config.model_validate(settings(framework, model, exchange))
+    with run._job(config, False) as job:
+        run.connect(job, config.exchange.compression)
+        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), Counting())
+        trainer.fit()
+
+
+def prepared(framework: str, model: str, rank: int, size: int):
+    """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
+    import importlib
+
+    from hvd_train import run
+    from hvd_train.config import Config
+    from hvd_train.data.loader import Loader
+    from hvd_train.data.sources import open_data
+    from hvd_train.frontends.serial import Serial
+
+    config = Config.model_validate(settings(framework, model, {}))
+    data = open_data(config.data)
+    module = importlib.import_module(run.FRONTENDS[framework])
+    module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")), 0, False)
+    frontend = module.open_frontend(config, Serial(), data.input_shape, data.num_classes)
+    loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
+    batches = []
+    for step in loader.epoch(0):
+        batches.append(frontend.place(step.micro_batches[0])[:2])
+        if len(batches) == BATCHES:
+            break
+    return frontend.model, batches
+
+
+def cycle(batches):
+    while True:
+        yield from batches
+
+
+def torch_loss(logits, labels):
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def bare_pytorch(model: str, count: Count, wrap: Callable, optimize: Callable | None = None, size: int = 2) -> None:
+    """The loop one writes by hand; ``wrap(model)`` makes it parallel, ``optimize(optimizer, model)`` likewise."""
+    import torch
+
+    rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    net, batches = prepared("pytorch", model, rank, size)
+    net.train()
+    wrapped = wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), fused=True, **SGD)
+    if optimize is not None:
+        optimizer = optimize(optimizer, net)
+    for inputs, labels in cycle(batches):
+        optimizer.zero_grad()
+        loss = torch_loss(wrapped(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        count(lambda loss=loss: mean_over_ranks(float(loss.detach())))
+
+
+def mean_over_ranks(value: float) -> float:
+    """Of a loss, through whatever world this engine has."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        x = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(x)
+        return float(x) / dist.get_world_size()
+    if "horovod.torch" in sys.modules and sys.modules["horovod.torch"].is_initialized():
+        return float(sys.modules["horovod.torch"].allreduce(torch.tensor(value, dtype=torch.float64), name="loss"))
+    return value
+
+
+def ddp(hook: str = "") -> Callable:
+    def wrap(net):
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        dist.init_process_group("gloo")
+        wrapped = __import__("torch").nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        if hook == "fp16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+    return wrap
+
+
+def bare_horovod(model: str, count: Count) -> None:
+    """As Horovod's documentation tells."""
+    import horovod.torch as hvd
+
+    hvd.init()
+
+    def optimize(optimizer, net):
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        return hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+
+    bare_pytorch(model, count, lambda net: net, optimize)
+
+
+def lightning(model: str, count: Count) -> None:
+    import lightning as L
+    import torch
+    from lightning.pytorch.strategies import DDPStrategy
+
+    net, batches = prepared("pytorch", model, int(os.environ["RANK"]), 2)
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            self.loss = torch_loss(self.net(batch[0]), batch[1])
+            return self.loss
+
+        def on_train_batch_end(self, *args) -> None:
+            count(lambda: mean_over_ranks(float(self.loss.detach())))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), fused=True, **SGD)
+
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return cycle(batches)
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
+        max_steps=-1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
+
+
+def accelerate(model: str, count: Count) -> None:
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    net, batches = prepared("pytorch", model, accelerator.process_index, 2)
+    net.train()
+    wrapped, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), fused=True, **SGD))
+    for inputs, labels in cycle(batches):
+        optimizer.zero_grad()
+        loss = torch_loss(wrapped(inputs), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        count(lambda loss=loss: mean_over_ranks(float(loss.detach())))
+
+
+def bare_tensorflow(model: str, count: Count, size: int) -> None:
+    """One process by hand: one tf.function, Keras' SGD. Its loss is that of its own samples."""
+    import keras
+    import tensorflow as tf
+
+    net, batches = prepared("tensorflow", model, int(os.environ.get("COPY", "0")), size)
+    optimizer = keras.optimizers.SGD(SGD["lr"], SGD["momentum"])
+    optimizer.build(net.trainable_variables)
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            loss = entropy(labels, net(inputs, training=True))
+        optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return loss
+
+    for inputs, labels in cycle(batches):
+        loss = step(inputs, labels)
+        loss.numpy()
+        count(lambda loss=loss: float(loss))
+
+
+def multi_worker(model: str, count: Count) -> None:
+    """MultiWorkerMirroredStrategy with legacy Keras' ``fit`` (it raises under Keras 3)."""
+    import tensorflow as tf
+    import tf_keras
+
+    sys.modules["keras"] = tf_keras  # the zoo's file builds the same network with Keras 2
+    import importlib
+
+    from hvd_train.config import Config
+    from hvd_train.core.initial import first_weights
+    from hvd_train.data.loader import Loader
+    from hvd_train.data.sources import open_data
+
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank, size = strategy.cluster_resolver.task_id, 2
+    config = Config.model_validate(settings("tensorflow", model, {}))
+    data = open_data(config.data)
+    loader = Loader(data.train, global_batch=config.global_batch(size), rank=rank, size=size, seed=config.seed)
+    steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
+    inputs, labels = (np.concatenate([getattr(b, key) for b in steps]) for key in ("inputs", "labels"))
+
+    with strategy.scope():
+        options = dict(config.model.options)
+        net = importlib.import_module(f"tf_models.{config.model.name}").build(
+            data.input_shape, data.num_classes, **options
+        )
+        names = [v.name.split(":")[0].replace("/", ".") for v in net.trainable_variables]
+        first = first_weights({n: tuple(v.shape) for n, v in zip(names, net.trainable_variables, strict=True)}, 0)
+        for name, variable in zip(names, net.trainable_variables, strict=True):
+            variable.assign(first[name])
+        net.compile(
+            tf_keras.optimizers.SGD(SGD["lr"], SGD["momentum"]),
+            tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+
+    class Tick(tf_keras.callbacks.Callback):
+        before = 0.0
+
+        def on_train_batch_end(self, index, logs=None) -> None:
+            def loss() -> float:  # logs hold the mean since the epoch began
+                mean = float(logs["loss"])
+                value = mean * (index + 1) - self.before * index
+                self.before = mean
+                return value
+
+            count(loss)
+
+    batch = config.batch_size
+    assert batch
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(batch).repeat().prefetch(2)
+    )
+    net.fit(dataset, epochs=10**6, steps_per_epoch=10**6, verbose=0, callbacks=[Tick()])
+
+
+PYTORCH: dict[str, Callable] = {
+    "copies": lambda model, count: bare_pytorch_copy(model, count),
+    "one process": lambda model, count: bare_pytorch(model, count, lambda net: net, size=1),
+    "DDP": lambda model, count: bare_pytorch(model, count, ddp()),
+    "DDP fp16": lambda model, count: bare_pytorch(model, count, ddp("fp16")),
+    "DDP PowerSGD": lambda model, count: bare_pytorch(model, count, ddp("powersgd")),
+    "Lightning": lightning,
+    "Accelerate": accelerate,
+    "Horovod": bare_horovod,
+}
+TENSORFLOW: dict[str, Callable] = {
+    "copies": lambda model, count: bare_tensorflow(model, count, 2),
+    "one process": lambda model, count: bare_tensorflow(model, count, 1),
+    "MultiWorker": multi_worker,
+}
+
+
+def bare_pytorch_copy(model: str, count: Count) -> None:
+    os.environ["RANK"] = os.environ.get("COPY", "0")
+    bare_pytorch(model, count, lambda net: net, size=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("framework", choices=("pytorch", "tensorflow"))
+    parser.add_argument("engine")
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--count", type=Path, required=True)
+    parser.add_argument("--exchange", default="{}", help="JSON: the configuration's exchange (ours)")
+    given = parser.parse_args()
+    rank = next(
+        (os.environ[k] for k in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK", "COPY") if k in os.environ), "0"
+    )
+    if given.framework == "pytorch":
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    count = Count(given.count.with_name(f"{given.count.name}.{rank}"))
+    if given.engine.startswith("ours"):
+        ours(given.framework, given.model, count, json.loads(given.exchange))
+    else:
+        {"pytorch": PYTORCH, "tensorflow": TENSORFLOW}[given.framework][given.engine](given.model, count)
+
+
+if __name__ == "__main__":
+    main()

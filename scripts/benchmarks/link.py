@@ -1,0 +1,200 @@
+"""Compression over slow links: two network namespaces joined by a veth pair, whose ends a token bucket (tbf) throttles.
+
+Needs root, iproute2 and the kernel's sch_tbf. Rank 0 lives in one namespace, rank 1 in the other, each on a core of its
+own, so that nothing but the link joins them. Engines take turns as in compare.py; the speed of the link itself is
+measured with a plain TCP stream before and after. Step times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import sample
+from statistics import median
+
+import tables
+from compare import Engine, Running, interval, machine
+from engines import MODELS, RANKS, ROOT
+
+from hvd_train.launch.local import find_tool
+
+NET, DEVICES, ADDRESSES = ("hvd0", "hvd1"), ("hvdveth0", "hvdveth1"), ("10.77.7.1", "10.77.7.2")
+RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
+# What a rate's queue holds: 4 ms of traffic, and never less than a 64 KiB segment that the sender hands over whole.
+BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto")
+PORT = 29577
+# For the time of a launch, mpirun's remote shell: the "host" is an address of the other namespace.
+AGENT = '#!/bin/sh\nshift\nexec ip netns exec {name} sh -c "$*"\n'
+
+
+def shell(*line: str) -> None:
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(line)}: {done.stderr.strip()}; scripts/bench link needs root, iproute2 and sch_tbf")
+
+
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    for name in NET:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    try:
+        for name in NET:
+            shell("ip", "netns", "add", name)
+        ends = ["name", DEVICES[0], "netns", NET[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NET[1]]
+        shell("ip", "link", "add", *ends)
+        for name, device, address in zip(NET, DEVICES, ADDRESSES, strict=True):
+            shell("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+            shell("ip", "-n", name, "link", "set", device, "up")
+            shell("ip", "-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for name in NET:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def throttle(rate: str) -> None:
+    for name, device in zip(NET, DEVICES, strict=True):
+        bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "50ms"]
+        shell("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *bucket)
+
+
+PROBE = """
+import socket, sys, time
+role, address, port, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if role == "take":
+    with socket.create_server((address, port)) as server:
+        print("ready", flush=True)
+        peer, _ = server.accept()
+        got = 0
+        while got < size:
+            got += len(peer.recv(1 << 20)) or sys.exit(1)
+        peer.sendall(b"x")
+else:
+    peer = socket.create_connection((address, port))
+    began = time.perf_counter()
+    peer.sendall(bytes(size))
+    peer.recv(1)
+    print(size * 8 / (time.perf_counter() - began) / 1e9)
+"""
+
+
+def measured(rate: str) -> float:
+    """Gbit/s of one TCP stream from one namespace to the other, over about a second."""
+    words = [ADDRESSES[1], str(PORT), str(int(RATES[rate] * 1e9 / 8))]
+    python = [sys.executable, "-c", PROBE]
+    line = ["ip", "netns", "exec", NET[1], *python, "take", *words]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as taker:
+        assert taker.stdout is not None
+        taker.stdout.readline()
+        line = ["ip", "netns", "exec", NET[0], *python, "give", *words]
+        return float(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+
+
+def engines(framework: str) -> list[Engine]:
+    ours = [Engine(framework, f"ours {name}", "mpirun", {"compression": name}) for name in COMPRESSIONS]
+    if framework == "tensorflow":
+        return ours
+    return [*ours, *(Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD"))]
+
+
+def over_the_link(agent: Path):
+    """Command lines for compare.Running: each rank in its own namespace, on its own core."""
+
+    def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+        if engine.launcher == "mpirun":
+            network = ["--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "10.77.7.0/24"]
+            network += ["--mca", "oob_tcp_if_include", "10.77.7.0/24", "--mca", "plm_rsh_agent", str(agent)]
+            # Both "hosts" are this machine: Open MPI would bind both ranks to its first core.
+            place = f'exec taskset -c $OMPI_COMM_WORLD_RANK "{sys.executable}" "$@"'
+            passed = [w for name in ("PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND") for w in ("-x", name)]
+            hosts = ["-H", ",".join(f"{a}:1" for a in ADDRESSES), "--bind-to", "none", "--map-by", "node"]
+            line = ["ip", "netns", "exec", NET[0], str(find_tool("mpirun")), "-np", str(RANKS), *hosts, *network]
+            env = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_oob_tcp_if_include": "10.77.7.0/24"}
+            return [([*line, *passed, "-x", "HOROVOD_STALL_CHECK_DISABLE", "sh", "-c", place, "sh", *work], env)]
+        found = []
+        for rank in range(RANKS):
+            env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": ADDRESSES[0]}
+            env |= {"MASTER_PORT": str(PORT + 1), "GLOO_SOCKET_IFNAME": DEVICES[rank]}
+            line = ["ip", "netns", "exec", NET[rank], "taskset", "-c", str(rank), sys.executable, *work]
+            found.append((line, env))
+        return found
+
+    return lines
+
+
+def link(framework: str, model: str, rate: str, rounds: int, seconds: float, only: list[str] | None) -> dict:
+    throttle(rate)
+    found: dict = {"gbit_per_second": [round(measured(rate), 4)]}
+    steps: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        agent = Path(folder) / "agent"
+        agent.write_text(AGENT.format(name=NET[1]))
+        agent.chmod(0o755)
+        running: list[Running] = []
+        try:
+            for engine in engines(framework):
+                if only and engine.name.removeprefix("ours ") not in only:
+                    continue
+                one = Running(engine, model, Path(folder), over_the_link(agent), warm_steps=4)
+                problem = one.warm()
+                if problem:
+                    one.end()
+                    steps[engine.name] = {"error": problem}
+                    print(f"  {engine.name}: {problem}", flush=True)
+                else:
+                    running.append(one)
+            for _ in range(rounds):
+                for one in sample(running, len(running)):
+                    one.block(seconds)
+            base = next(one for one in running if one.engine.name == "ours none")
+            for one in running:
+                ratio = interval([r / b for b, r in zip(base.rates, one.rates, strict=True)])
+                milliseconds = 1000 * RANKS * MODELS[model][2] / median(one.rates)
+                taken = [x for x in one.log.read_text(errors="replace").splitlines() if "auto takes" in x]
+                steps[one.engine.name] = {
+                    "milliseconds": milliseconds,
+                    "faster_than_none": ratio[0],
+                    "interval": ratio[1:],
+                    **({"taken": taken[0].partition("takes ")[2].split()[0]} if taken else {}),
+                }
+        finally:
+            for one in running:
+                one.end()
+    found["gbit_per_second"].append(round(measured(rate), 4))
+    return found | {"steps": steps}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench link", description=__doc__)
+    parser.add_argument("--frameworks", default="pytorch,tensorflow")
+    parser.add_argument("--model", default="mlp", choices=MODELS)
+    parser.add_argument("--rates", default=",".join(RATES))
+    parser.add_argument("--engines", default="", help="these alone: compressions and peers by name")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least four steps")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-link", help="folder")
+    given = parser.parse_args(arguments)
+    only = ["none", *given.engines.split(",")] if given.engines else None
+    given.output.mkdir(parents=True, exist_ok=True)
+    about = [f"scripts/bench link {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
+    found: dict[str, dict] = {}
+    with two_hosts():
+        for framework in given.frameworks.split(","):
+            found[framework] = {}
+            for rate in given.rates.split(","):
+                print(f"== {framework}, {given.model}, {rate}", flush=True)
+                found[framework][rate] = link(framework, given.model, rate, given.rounds, given.seconds, only)
+                print(tables.over_link(framework, {rate: found[framework][rate]}), flush=True)
+                (given.output / "link.json").write_text(json.dumps({"about": about, "results": found}, indent=1) + "\n")
+    text = "\n\n".join([*about, *(tables.over_link(f, rates) for f, rates in found.items())])
+    (given.output / "link.md").write_text(text)
+    tables.link_picture(found, given.output / "link.png")
+    print(f"{given.output}: link.json, link.md, link.png")

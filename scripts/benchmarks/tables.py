@@ -1,0 +1,132 @@
+"""The results of compare.py and link.py as Markdown and as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENGINE_COLOURS = {"copies": "#9a9a9a", "one process": "#c8c8c8"}
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+    return "\n".join(lines) + "\n"
+
+
+def comparison(framework: str, found: dict[str, dict[str, dict]]) -> str:
+    """found: {model: {engine: figures}}."""
+    header = [
+        "model",
+        "engine",
+        "samples/s",
+        "ours is faster by",
+        "95 % interval",
+        "CPU s/step",
+        "peak MB",
+        "same losses",
+    ]
+    rows = []
+    for model, engines in found.items():
+        for engine, figures in engines.items():
+            if "error" in figures:
+                rows.append([model, engine, figures["error"].replace("|", "/"), "", "", "", "", ""])
+                continue
+            low, high = figures["interval"]
+            rows.append(
+                [
+                    model,
+                    engine,
+                    f"{figures['samples_per_second']:,.0f}",
+                    "" if engine == "ours" else f"{figures['ours_is_faster_by']:.2f}",
+                    "" if engine == "ours" else f"{low:.2f} to {high:.2f}",
+                    f"{figures['cpu_seconds_per_step']:.4f}",
+                    f"{figures['peak_rss_mb']:,}",
+                    figures["same_losses"],
+                ]
+            )
+    return f"### {framework}\n\n" + markdown(header, rows)
+
+
+def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
+    """One panel per framework; for each model the engines' throughput as a share of ours. found: {framework: ...}."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(found), 1, figsize=(10, 3.6 * len(found)), squeeze=False)
+    for axis, (framework, models) in zip(axes[:, 0], found.items(), strict=True):
+        names = list(dict.fromkeys(e for engines in models.values() for e in engines))
+        colours = plt.get_cmap("tab20")(range(20))
+        width = 0.85 / len(names)
+        for k, name in enumerate(names):
+            places, heights, errors = [], [], [[], []]
+            for m, engines in enumerate(models.values()):
+                figures = engines.get(name, {})
+                if "samples_per_second" not in figures:
+                    continue
+                share = 1 / figures["ours_is_faster_by"]
+                low, high = (1 / x for x in reversed(figures["interval"]))
+                places.append(m + (k - len(names) / 2 + 0.5) * width)
+                heights.append(share)
+                errors[0].append(max(share - low, 0))
+                errors[1].append(max(high - share, 0))
+            colour = ENGINE_COLOURS.get(name, colours[k % 20])
+            axis.bar(places, heights, width, yerr=errors, label=name, color=colour, error_kw={"lw": 0.8})
+        axis.axhline(1, color="black", lw=0.8)
+        axis.set_xticks(range(len(models)), models)
+        axis.set_ylabel("throughput, ours = 1")
+        axis.set_title(f"{framework}, 2 ranks")
+        axis.legend(fontsize=7, ncol=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def over_link(framework: str, found: dict[str, dict]) -> str:
+    """found: {rate: {"gbit_per_second": [before, after], "steps": {engine: figures}}}; one row per engine."""
+    names = list(dict.fromkeys(name for one in found.values() for name in one["steps"]))
+    header = ["engine"]
+    for rate, one in found.items():
+        header += [f"{rate} (measured {one['gbit_per_second'][0]:.2g} Gbit/s): ms/step", "faster than none"]
+    rows = []
+    for name in names:
+        row = [name]
+        for one in found.values():
+            figures = one["steps"].get(name, {})
+            if "milliseconds" in figures:
+                taken = f" ({figures['taken']})" if "taken" in figures else ""
+                low, high = figures["interval"]
+                row += [f"{figures['milliseconds']:,.0f}{taken}"]
+                row += [f"{figures['faster_than_none']:.2f} ({low:.2f} to {high:.2f})"]
+            else:
+                row += [figures.get("error", "-").replace("|", "/"), ""]
+        rows.append(row)
+    return f"### {framework}\n\n" + markdown(header, rows)
+
+
+def link_picture(found: dict[str, dict[str, dict]], path: Path) -> None:
+    """One panel per framework and rate: milliseconds per step of each engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rates = list(dict.fromkeys(rate for one in found.values() for rate in one))
+    figure, axes = plt.subplots(len(found), len(rates), figsize=(4.2 * len(rates), 3.4 * len(found)), squeeze=False)
+    for row, (framework, one) in zip(axes, found.items(), strict=True):
+        for axis, rate in zip(row, rates, strict=True):
+            steps = {
+                n: f["milliseconds"] for n, f in one.get(rate, {"steps": {}})["steps"].items() if "milliseconds" in f
+            }
+            colours = ["#4477aa" if name.startswith("ours") else "#999999" for name in steps]
+            axis.barh(list(steps), list(steps.values()), color=colours)
+            axis.invert_yaxis()
+            axis.set_title(f"{framework}, {rate}: ms per step", fontsize=9)
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -30,10 +30,11 @@ class ResNet(nn.Module):
 
     def __init__(self, input_shape: tuple[int, int, int], num_classes: int, width: int, blocks: list[int]) -> None:
         super().__init__()
-        channels, *sides = input_shape
-        if min(sides) < 8:
-            raise ValueError(f"the ResNet needs images of at least 8 x 8, not {sides[0]} x {sides[1]}")
-        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        sides = tuple(input_shape[1:])
+        if len(sides) != 2 or min(sides) < 8:
+            found = " x ".join(map(str, sides)) or "vectors"
+            raise ValueError(f"the ResNet needs images of at least 8 x 8, not {found}")
+        self.stem = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
         self.blocks, into = nn.Sequential(), width

@@ -29,8 +29,10 @@ def _block(x, out: int, stride: int, name: str):
 
 def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 2, 2)) -> keras.Model:
     """(n, height, width, channels) -> logits (n, num_classes); each stage after the first halves the sides."""
-    if min(input_shape[:2]) < 8:
-        raise ValueError(f"the ResNet needs images of at least 8 x 8, not {input_shape[0]} x {input_shape[1]}")
+    sides = tuple(input_shape[:-1])
+    if len(sides) != 2 or min(sides) < 8:
+        found = " x ".join(map(str, sides)) or "vectors"
+        raise ValueError(f"the ResNet needs images of at least 8 x 8, not {found}")
     inputs = keras.Input(input_shape)
     x = layers.ReLU(name="relu")(_norm(_conv(inputs, width, 3, 1, "stem"), "norm"))
     plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Arrays:
         self._grey = len(shape) == 2
         self.input_shape = (*shape, 1) if self._grey else shape
         own = tuple(int(k) for k in labels.shape[1:])
-        if own not in ((), (1,)) and own != shape[: len(own)]:
+        if own not in ((), (1,)) and (own != shape[: len(own)] or 0 in own):
             fix = "store one whole number per sample, or one per place of the inputs"
             raise DataError(f"labels of shape {labels.shape} for inputs {inputs.shape}", where=where, fix=fix)
         self._label_shape = () if own == (1,) else own
@@ -108,9 +109,9 @@ def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
     kind = np.dtype(labels.dtype)
     if kind.kind not in "iu":
         raise DataError(f"labels of type {kind}", where=where, fix="store them as whole numbers (int64)")
-    most = -1
-    for start in range(0, len(labels), SCAN):
-        part = np.asarray(labels[start : start + SCAN])
+    most, rows = -1, max(1, SCAN // math.prod(labels.shape[1:]))
+    for start in range(0, len(labels), rows):
+        part = np.asarray(labels[start : start + rows])
         low, high = int(part.min()), int(part.max())
         if low < 0 or (num_classes is not None and high >= num_classes):
             bound = f"[0, {num_classes})" if num_classes is not None else "0, 1, 2, ..."

@@ -39,9 +39,10 @@ class TensorSpec:
 class Batch:
     """One rank's part of a (micro-)batch, padded to a fixed length so that shapes never change.
 
-    inputs: (length, *input_shape) float32 in the source's scale; labels: (length,) int64;
-    weights: (length,) float32, 1 for a sample and 0 for padding; indices: (count,) int64, the samples' places in the
-    source, in the order in which they stand in ``inputs`` (padding comes last).
+    inputs: (length, *input_shape) float32 in the source's scale; labels: (length, ...) int64, (length,) where a sample
+    has one label, (length, T) where it has one at each of T places; weights: (length,) float32, 1 for a sample and 0
+    for padding; indices: (count,) int64, the samples' places in the source, in the order in which they stand in
+    ``inputs`` (padding comes last).
     """
 
     inputs: np.ndarray
@@ -66,7 +67,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """indices (k,) int64 -> inputs (k, *input_shape) float32, labels (k,) int64."""
+        """indices (k,) int64 -> inputs (k, *input_shape) float32, labels (k, ...) int64.
+
+        A sample's labels have the same shape everywhere; its loss is the mean over them, and so is its accuracy.
+        """
 
 
 class Communicator(Protocol):
@@ -215,7 +219,7 @@ class FrontEnd(Protocol):
     def score(self, placed: Any) -> Sums: ...
 
     def predict(self, placed: Any) -> np.ndarray:
-        """(length, num_classes) float: logits."""
+        """(length, ..., num_classes) float: logits, one row for each label."""
 
     def state(self) -> Tree:
         """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -345,7 +346,7 @@ def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
 
 
 def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
-    """Writes (samples, num_classes) logits in the data set's order as .npy; N ranks share the work."""
+    """Writes (samples, ..., num_classes) logits in the data set's order as .npy; N ranks share the work."""
     with _job(config, verbose) as job:
         connect(job, "none")
         _load_weights(job, which)
@@ -357,12 +358,12 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
             if communicator.rank:
                 continue
             if rows is None:
-                rows = _new_file(partial, logits.dtype, (total, logits.shape[1]), output)
-            width = 8 + rows.dtype.itemsize * rows.shape[1]
+                rows = _new_file(partial, logits.dtype, (total, *logits.shape[1:]), output)
+            width = 8 + rows.dtype.itemsize * math.prod(rows.shape[1:])
             for part in parts:
                 count = len(part) // width
                 indices = np.frombuffer(part, np.int64, count)
-                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, rows.shape[1])
+                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, *rows.shape[1:])
         if rows is not None:
             rows.flush()
             os.replace(partial, output)
@@ -370,7 +371,7 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
     return 0
 
 
-def _new_file(path: Path, dtype: np.dtype, shape: tuple[int, int], wanted: Path) -> np.memmap:
+def _new_file(path: Path, dtype: np.dtype, shape: tuple[int, ...], wanted: Path) -> np.memmap:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return np.lib.format.open_memmap(path, "w+", dtype, shape)

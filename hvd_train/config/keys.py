@@ -50,6 +50,7 @@ class DataConfig(Section):
     input_shape: list[Positive] = Field(
         [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
     )
+    sequence_length: Positive = Field(128, description="text: bytes of a sample")
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ NOISE = 0x5EED  # key of the synthetic noise
 
 
 class Arrays:
-    """Inputs (n, ...) and labels (n,), in memory or mapped; ``rows`` chooses a subset.
+    """Inputs (n, ...) and labels, in memory or mapped; ``rows`` chooses a subset.
 
-    uint8 inputs are divided by 255, others are taken as they are; (n, h, w) gets a channel axis. Labels are checked
-    once, here; inputs when they are fetched. Inputs and labels need only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+    Labels are (n,) or (n, 1), or one for each place of the inputs: (n, T) for inputs (n, T) or (n, T, ...). uint8
+    inputs are divided by 255, others are taken as they are; (n, h, w) gets a channel axis. Labels are checked once,
+    here; inputs when they are fetched. Inputs and labels need only ``shape``, ``dtype``, ``len`` and ``[rows]``.
     """
 
     def __init__(
@@ -39,6 +41,11 @@ class Arrays:
         shape = tuple(int(k) for k in inputs.shape[1:])
         self._grey = len(shape) == 2
         self.input_shape = (*shape, 1) if self._grey else shape
+        own = tuple(int(k) for k in labels.shape[1:])
+        if own not in ((), (1,)) and (own != shape[: len(own)] or 0 in own):
+            fix = "store one whole number per sample, or one per place of the inputs"
+            raise DataError(f"labels of shape {labels.shape} for inputs {inputs.shape}", where=where, fix=fix)
+        self._label_shape = () if own == (1,) else own
         self.num_classes = _check_labels(labels, where, num_classes) if rows is None else int(num_classes or 0)
         self.fingerprint = self._fingerprint()
 
@@ -56,7 +63,8 @@ class Arrays:
                 whole = np.isfinite(np.sum(inputs))  # cheaper than looking at each; may overflow without a fault
             if not whole:
                 self._check_finite(inputs, rows)
-        return inputs[..., None] if self._grey else inputs, self.labels[rows].reshape(-1).astype(np.int64)
+        labels = self.labels[rows].reshape(-1, *self._label_shape).astype(np.int64)
+        return inputs[..., None] if self._grey else inputs, labels
 
     def _check_finite(self, inputs: np.ndarray, rows: np.ndarray) -> None:
         good = np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1)
@@ -77,8 +85,12 @@ class Arrays:
         return digest.hexdigest()[:16]
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
-        """A fixed, stratified split: the same share of each class is held out, whatever the run's seed."""
-        labels = np.asarray(self.labels[:]).reshape(-1)
+        """A fixed, stratified split: the same share of each class is held out, whatever the run's seed.
+
+        Samples with many labels are of one class here.
+        """
+        one = not self._label_shape
+        labels = np.asarray(self.labels[:]).reshape(-1) if one else np.zeros(len(self.labels), np.int64)
         held = np.zeros(len(labels), bool)
         for label in np.unique(labels):
             members = np.flatnonzero(labels == label)
@@ -93,20 +105,18 @@ class Arrays:
 
 
 def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
-    """Whole numbers in [0, num_classes), one per sample; returns num_classes, by default the largest label + 1."""
-    shape, kind = tuple(labels.shape), np.dtype(labels.dtype)
-    if len(shape) != 1 and not (len(shape) == 2 and shape[1] == 1):
-        raise DataError(f"labels of shape {shape}", where=where, fix="store one whole number per sample")
+    """Whole numbers in [0, num_classes); returns num_classes, by default the largest label + 1."""
+    kind = np.dtype(labels.dtype)
     if kind.kind not in "iu":
         raise DataError(f"labels of type {kind}", where=where, fix="store them as whole numbers (int64)")
-    most = -1
-    for start in range(0, len(labels), SCAN):
-        part = np.asarray(labels[start : start + SCAN]).reshape(-1)
+    most, rows = -1, max(1, SCAN // math.prod(labels.shape[1:]))
+    for start in range(0, len(labels), rows):
+        part = np.asarray(labels[start : start + rows])
         low, high = int(part.min()), int(part.max())
         if low < 0 or (num_classes is not None and high >= num_classes):
             bound = f"[0, {num_classes})" if num_classes is not None else "0, 1, 2, ..."
             bad = low if low < 0 else high
-            at = start + int(np.argmax(part == bad))
+            at = start + int(np.argmax(part == bad)) * len(part) // part.size
             what = f"label {bad} of sample {at} is out of range: {bound} expected"
             raise DataError(what, where=where, fix="mend the labels or data.num_classes")
         most = max(most, high)
@@ -136,6 +146,30 @@ class Synthetic:
         inputs *= np.float32(0.5)
         inputs += self._patterns[labels]
         return inputs.reshape(-1, *self.input_shape), labels
+
+
+class Text:
+    """Samples ``start`` to ``stop`` of text: i holds bytes [i T, i T + T), as numbers; its labels are the next ones."""
+
+    num_classes = 256
+
+    def __init__(self, found: np.ndarray, length: int, start: int, stop: int) -> None:
+        self.input_shape, self._bytes, self._start, self._n = (length,), found, start, stop - start
+        picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))
+        digest = hashlib.sha256(f"text {length} {start} {stop}".encode() + self._sample(picked).tobytes())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def _sample(self, indices: np.ndarray) -> np.ndarray:
+        """(k,) -> (k, T + 1) uint8."""
+        (length,) = self.input_shape
+        return self._bytes[(np.asarray(indices, np.int64) + self._start)[:, None] * length + np.arange(length + 1)]
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        taken = self._sample(indices)
+        return taken[:, :-1].astype(np.float32), taken[:, 1:].astype(np.int64)
 
 
 def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from hvd_train.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 ARRAY_NAMES = ("train_x", "train_y", "val_x", "val_y", "x", "y")
 PIECE = 1 << 20  # bytes
 
@@ -173,6 +174,28 @@ def _refuse_foreign(path: Path, name: str, file: Any) -> None:
         what = "kept in another file"
     if what:
         raise DataError(f"'{name}' is {what}; only datasets of the file itself are read", where=str(path))
+
+
+# ---- text
+
+
+def read_text(path: Path) -> np.ndarray:
+    """The bytes of a file (mapped), or of a folder's text files one after the other, in the order of their names."""
+    files = [path]
+    if path.is_dir():
+        listed = sorted(
+            file.relative_to(path).parts for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES
+        )
+        files = [path.joinpath(*parts) for parts in listed if not any(part.startswith(".") for part in parts)]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise DataError("no text files in this folder", where=str(path), fix=f"known: {' '.join(TEXT_SUFFIXES)}")
+    try:
+        if len(files) == 1 and files[0].stat().st_size:
+            return np.asarray(np.memmap(files[0], np.uint8, "r"))
+        return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+    except OSError as error:
+        raise unreadable(error.filename or path, error, "text file") from error
 
 
 # ---- images

@@ -91,13 +91,17 @@ class Loader:
         count = len(indices)
         weights = np.zeros(self.length, np.float32)
         weights[:count] = 1
-        if count == self.length:
-            return Batch(*self.source.fetch(indices), weights, indices)
-        inputs = np.zeros((self.length, *self.source.input_shape), np.float32)
-        labels = np.zeros(self.length, np.int64)
-        if count:
-            inputs[:count], labels[:count] = self.source.fetch(indices)
+        # An empty part has shapes, too: those of any sample.
+        inputs, labels = self.source.fetch(indices if count else np.zeros(1, np.int64))
+        if count < self.length:
+            inputs, labels = (self._padded(x[:count]) for x in (inputs, labels))
         return Batch(inputs, labels, weights, indices)
+
+    def _padded(self, x: np.ndarray) -> np.ndarray:
+        """(count, ...) -> (length, ...), zeros at the end."""
+        out = np.zeros((self.length, *x.shape[1:]), x.dtype)
+        out[: len(x)] = x
+        return out
 
 
 def _ahead(items: Iterator[T]) -> Generator[T, None, None]:

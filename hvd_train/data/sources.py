@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_train.config import DataConfig
 from hvd_train.data import formats
-from hvd_train.data.arrays import Arrays, Synthetic
+from hvd_train.data.arrays import Arrays, Synthetic, Text
 from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
@@ -130,6 +130,22 @@ def _synthetic(config: DataConfig) -> Pair:
     return Synthetic(n, config.input_shape, classes), Synthetic(held, config.input_shape, classes, start=n)
 
 
+def _text(config: DataConfig) -> Pair:
+    """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
+    path = _existing(config)
+    length, classes = config.sequence_length, config.num_classes or Text.num_classes
+    if classes != Text.num_classes:
+        fix = f"leave it out; text has {Text.num_classes} classes, one per byte"
+        raise DataError(f"{classes} classes", where="data.num_classes", fix=fix)
+    found = formats.read_text(path)
+    count = (len(found) - 1) // length
+    if count < 2:
+        what = f"{len(found):,} bytes are too few for a training and a validation sample of {length}"
+        raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
+    held = min(count - 1, max(1, round(count * config.val_fraction)))
+    return Text(found, length, 0, count - held), Text(found, length, count - held, count)
+
+
 KINDS: dict[str, Callable[[DataConfig], Pair]] = {
     "digits": _digits,
     "idx": _idx,
@@ -138,6 +154,7 @@ KINDS: dict[str, Callable[[DataConfig], Pair]] = {
     "hdf5": _hdf5,
     "imagefolder": _imagefolder,
     "synthetic": _synthetic,
+    "text": _text,
 }
 
 
@@ -207,7 +224,7 @@ def _source(part: Any, config: DataConfig, where: str) -> Source:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"fetch failed: {reason}", where=where) from error
     found = (inputs.shape, inputs.dtype.name, labels.shape, labels.dtype.name)
-    expected = ((1, *part.input_shape), "float32", (1,), "int64")
+    expected = ((1, *part.input_shape), "float32", (1, *labels.shape[1:]), "int64")
     if found != expected:
         raise DataError(f"fetch gives {found} for one index, not {expected}", where=where)
     return part

@@ -212,6 +212,16 @@ def build_model(zoo: str, name: str, options: Mapping[str, Any], input_shape: tu
         raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
 
 
+def unfit(logits: Sequence[int | None], labels: Sequence[int | None]) -> ConfigError:
+    """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
+    wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
+    return ConfigError(
+        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)}",
+        where="model.name, data.name",
+        fix=f"choose a model that gives ({wanted})",
+    )
+
+
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
     """The GPU of this rank: its local rank among the visible ones, or among those that ``devices`` names.
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
@@ -172,7 +172,8 @@ class PyTorchFrontEnd(StateTree):
         model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
         self.model = model.to(self.device, self.dtype)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        buffers = {n: x for n, x in self.model.named_buffers() if n not in _unused_counters(self.model)}
+        named = {**dict(self.model.named_parameters()), **buffers}
         self.layouts = {n: Layout.of(t.shape, table.get(n, (n, None, None, t.shape))) for n, t in named.items()}
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
@@ -356,9 +357,17 @@ class PyTorchFrontEnd(StateTree):
 
 
 def _sums(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64)."""
-    loss = F.cross_entropy(logits, labels, reduction="none").dot(weights)
-    correct = (logits.detach().argmax(1) == labels).to(weights.dtype).dot(weights)
+    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
+
+    Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise unfit(logits.shape, labels.shape)
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    right = (logits.detach().argmax(-1) == labels).to(weights.dtype)
+    if labels.dim() > 1:
+        losses, right = (x.reshape(len(weights), -1).mean(1) for x in (losses, right))
+    loss, correct = losses.dot(weights), right.dot(weights)
     return loss, torch.stack([loss.detach(), correct, weights.sum()]).double()
 
 
@@ -369,6 +378,12 @@ def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
         raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def _unused_counters(model: torch.nn.Module) -> set[str]:
+    """Batch norm's counters of batches: they matter only where the momentum is None, and Keras has none."""
+    layers = model.named_modules()
+    return {f"{n}.num_batches_tracked".lstrip(".") for n, x in layers if getattr(x, "momentum", None) is not None}
 
 
 def _device(config: Config, communicator: Communicator) -> torch.device:

@@ -16,7 +16,7 @@ from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import keras_optimizers
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
@@ -302,10 +302,17 @@ class TensorFlowFrontEnd(StateTree):
 
 
 def _sums(logits, labels, weights):
-    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64)."""
+    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
+
+    Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
+    """
+    if not logits.shape[:-1].is_compatible_with(labels.shape):
+        raise unfit(logits.shape, labels.shape)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-    loss = tf.reduce_sum(losses * weights)
-    correct = tf.reduce_sum(tf.cast(tf.argmax(logits, 1) == labels, weights.dtype) * weights)
+    right = tf.cast(tf.argmax(logits, -1) == labels, weights.dtype)
+    if labels.shape.rank > 1:
+        losses, right = (tf.reduce_mean(x, list(range(1, labels.shape.rank))) for x in (losses, right))
+    loss, correct = tf.reduce_sum(losses * weights), tf.reduce_sum(right * weights)
     return loss, tf.cast(tf.stack([loss, correct, tf.reduce_sum(weights)]), tf.float64)
 
 

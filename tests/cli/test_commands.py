@@ -221,6 +221,20 @@ def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["1.npy", "3.npy"], "no partial file is left"
 
 
+def test_text_trains_and_predicts_at_every_place(tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 12)
+    data = f"data={{name: text, path: {tmp_path / 'text.txt'}, sequence_length: 16}}"
+    model = "model={name: gpt, width: 16, depth: 1, heads: 2}"
+    folder, file = tmp_path / "run", tmp_path / "logits.npy"
+    settings = [x for one in (data, model, "global_batch_size=8", "tensorboard=false") for x in ("--set", one)]
+    run("fit", "--run-dir", str(folder), *settings)
+    run("predict", "--run-dir", str(folder), "-o", str(file), "-np", "2")
+    logits = np.load(file)
+    assert logits.shape == (6, 16, 256) and np.isfinite(logits).all()
+    mixed = run("fit", "--run-dir", str(tmp_path / "b"), *settings, "--set", "model={name: mlp}", code=2)
+    assert "logits of shape (8, 256) for labels of shape (8, 16)" in mixed.stderr and mixed.stderr.count("\n") == 1
+
+
 def test_predictions_that_cannot_be_written(trained):
     done = run("predict", "--run-dir", str(trained[0]), "-o", "/proc/nowhere/x.npy", code=2)
     assert done.stderr == "error: the predictions cannot be written: No such file or directory; /proc/nowhere/x.npy\n"

@@ -74,6 +74,22 @@ def test_resume_goes_on_in_the_same_order(first, then):
         assert len(rest) == steps(n, consumed, then[1])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_labels_of_any_shape_are_padded(size):
+    """Also on a rank whose part is empty: shapes never change."""
+    tokens = np.arange(28).reshape(7, 4)
+    places = Arrays(tokens.astype(np.float32), tokens, "test")
+    seen = []
+    for rank in range(size):
+        one = Loader(places, global_batch=6, rank=rank, size=size)
+        for batch in [*(step.micro_batches[0] for step in one._steps(0, 0)), *one._evaluation()]:
+            assert batch.labels.shape == batch.inputs.shape == (one.length, 4) and batch.labels.dtype == np.int64
+            assert batch.labels[: batch.count].tolist() == tokens[batch.indices].tolist()
+            assert not batch.labels[batch.count :].any() and not batch.inputs[batch.count :].any()
+            seen += batch.indices.tolist()
+    assert sorted(seen) == sorted([*range(7)] * 2)
+
+
 @pytest.mark.parametrize("consumed", range(0, 18))
 def test_resume_anywhere(consumed):
     rest = epoch_of(ranks(17, 2, 4, 2), consumed=consumed)

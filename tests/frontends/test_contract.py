@@ -43,7 +43,7 @@ def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap
         config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
         frontend = module(framework).open_frontend(config, Serial(), shape, CLASSES)
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
-    frontend.connect(wrap(Exchange(*parts)))
+    frontend.connect(wrap(Exchange(*parts, small=0)))
     return frontend
 
 

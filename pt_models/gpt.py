@@ -1,0 +1,61 @@
+"""A small decoder-only transformer: logits of the next token at every place (0.84 million weights on bytes)."""
+
+import torch.nn as nn
+import torch.nn.functional as F
+
+from pt_models import entries
+
+
+class Block(nn.Module):
+    """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, eps=1e-5)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-5)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        n, length, width = x.shape
+        # The last axis of qkv is (query key value, heads, width / heads).
+        qkv = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
+        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """Tokens (n, T), whole numbers of any type -> logits (n, T, num_classes)."""
+
+    def __init__(
+        self, input_shape: tuple[int], num_classes: int, width: int, depth: int, heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        if len(input_shape) != 1:
+            raise ValueError(f"the GPT needs samples of one axis, tokens, not of shape {tuple(input_shape)}")
+        if width % heads:
+            raise ValueError(f"width {width} is no multiple of heads {heads}")
+        self.tokens = nn.Embedding(num_classes, width)
+        self.positions = nn.Embedding(input_shape[0], width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps=1e-5)
+
+    def forward(self, x):
+        x = self.tokens(x.long()) + self.positions.weight
+        x = self.norm(self.blocks(self.dropout(x)))
+        return F.linear(x, self.tokens.weight)
+
+
+def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.0) -> GPT:
+    return GPT(input_shape, num_classes, width, depth, heads, dropout)
+
+
+def neutral(model: GPT) -> dict[str, tuple]:
+    return entries(model)

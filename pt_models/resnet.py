@@ -1,0 +1,57 @@
+"""ResNet-18 for small images (He et al. 2015): 3 x 3 stem, four stages of basic blocks (11.2 million weights)."""
+
+import torch.nn as nn
+
+from pt_models import entries
+
+
+class Block(nn.Module):
+    """(n, into, height, width) -> (n, out, height / stride, width / stride)."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(into, out, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.project = stride != 1 or into != out
+        if self.project:
+            self.conv3 = nn.Conv2d(into, out, 1, stride, bias=False)
+            self.norm3 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        return self.relu(y + (self.norm3(self.conv3(x)) if self.project else x))
+
+
+class ResNet(nn.Module):
+    """(n, channels, height, width) -> logits (n, num_classes); each stage after the first halves the sides."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int, width: int, blocks: list[int]) -> None:
+        super().__init__()
+        sides = tuple(input_shape[1:])
+        if len(sides) != 2 or min(sides) < 8:
+            found = " x ".join(map(str, sides)) or "vectors"
+            raise ValueError(f"the ResNet needs images of at least 8 x 8, not {found}")
+        self.stem = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.blocks, into = nn.Sequential(), width
+        for stage, count in enumerate(blocks):
+            for k in range(count):
+                self.blocks.append(Block(into, width << stage, 2 if stage and k == 0 else 1))
+                into = width << stage
+        self.head = nn.Linear(into, num_classes)
+
+    def forward(self, x):
+        x = self.blocks(self.relu(self.norm(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 2, 2)) -> ResNet:
+    return ResNet(input_shape, num_classes, width, list(blocks))
+
+
+def neutral(model: ResNet) -> dict[str, tuple]:
+    return entries(model)

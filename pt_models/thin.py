@@ -1,0 +1,42 @@
+"""Many thin dense layers in a row, by default 200: every step waits on latency, none on arithmetic."""
+
+import math
+
+import torch
+import torch.nn as nn
+
+from pt_models import entries
+
+
+class Thin(nn.Module):
+    """(n, *input_shape) -> logits (n, num_classes).
+
+    The layers between the first and the last are x + dense(relu(x)) / sqrt(depth): each adds a share of 1 / depth to
+    the variance, so that any depth trains without normalization. (With the ReLU outside, the sums' means would add up.)
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, depth: int, width: int) -> None:
+        super().__init__()
+        if depth < 2:
+            raise ValueError(f"depth counts the first and the last layer, so it is at least 2, not {depth}")
+        self.factor = 1 / math.sqrt(depth)
+        self.image = len(input_shape) == 3
+        sizes = [math.prod(input_shape), *[width] * (depth - 1), num_classes]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+
+    def forward(self, x):
+        if self.image:  # the neutral order, so that no kernel needs another
+            x = x.permute(0, 2, 3, 1)
+        first, *middle, last = self.layers
+        x = first(x.flatten(1))
+        for layer in middle:
+            x = torch.add(x, layer(torch.relu(x)), alpha=self.factor)
+        return last(torch.relu(x))
+
+
+def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> Thin:
+    return Thin(input_shape, num_classes, depth, width)
+
+
+def neutral(model: Thin) -> dict[str, tuple]:
+    return entries(model)

@@ -1,0 +1,281 @@
+"""The zoos hold the same networks: names, first weights, logits, gradients; and labels may stand at every place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvd_train.compression import make
+from hvd_train.config import Config
+from hvd_train.core.exchange import Exchange
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Batch
+from tests.frontends.test_contract import FRAMEWORKS, module
+
+ROWS = 6
+RESNET = {"name": "resnet", "width": 2}
+GPT = {"name": "gpt", "width": 12, "depth": 2, "heads": 3}
+ZOO = {  # model, shape of a sample, classes
+    "resnet": (RESNET, (9, 11, 2), 3),
+    "resnet square": (RESNET | {"blocks": [1, 2, 1]}, (8, 8, 1), 3),
+    "thin": ({"name": "thin", "depth": 6, "width": 5}, (4, 3, 2), 3),
+    "thin flat": ({"name": "thin", "depth": 2, "width": 5}, (7,), 3),
+    "gpt": (GPT, (10,), 11),
+}
+
+
+def opened(framework, model, shape, classes, **keys):
+    settings = {"framework": framework, "model": model, "precision": 64, "device": "cpu", "optim": {"lr": 1.0}}
+    config = Config.model_validate(settings | keys)
+    frontend = module(framework).open_frontend(config, Serial(), shape, classes)
+    parts = frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops
+    frontend.connect(Exchange(*parts))
+    return frontend
+
+
+def batch(shape, classes, seed=0, count=ROWS):
+    """Images, or tokens and the tokens after them."""
+    rng = np.random.default_rng(seed)
+    weights = (np.arange(ROWS) < count).astype(np.float32)
+    if len(shape) == 1 and classes > 3:
+        text = rng.integers(0, classes, (ROWS, shape[0] + 1))
+        return Batch(text[:, :-1].astype(np.float32), text[:, 1:], weights, np.arange(count))
+    inputs = rng.normal(size=(ROWS, *shape)).astype(np.float32)
+    return Batch(inputs, rng.integers(0, classes, ROWS), weights, np.arange(count))
+
+
+def training_logits(frontend, placed):
+    inputs = placed[0]
+    if frontend.config.framework == "pytorch":
+        return frontend.ops.to_numpy(frontend.model.train()(inputs))
+    return frontend.ops.to_numpy(frontend.model(inputs, training=True))
+
+
+def weights(frontend):
+    return {k: v for k, v in frontend.state().items() if k.startswith("weights/")}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_both_zoos_hold_the_same_network(name):
+    """In 64 bits: first weights bit for bit, logits to 1e-12, gradients (what a step at rate 1 takes off) to 1e-10."""
+    model, shape, classes = ZOO[name]
+    one = batch(shape, classes)
+    fronts = [opened(framework, model, shape, classes) for framework in FRAMEWORKS]
+    states = [f.state() for f in fronts]
+    assert states[0].keys() == states[1].keys()
+    assert all((states[0][k] == states[1][k]).all() for k in states[0])
+    assert all(k.rpartition(".")[2] in ("kernel", "bias", "scale", "embedding", "mean", "variance") for k in states[0])
+    placed = [f.place(one) for f in fronts]
+    np.testing.assert_allclose(*(f.predict(p) for f, p in zip(fronts, placed, strict=True)), rtol=0, atol=1e-12)
+    pairs = list(zip(fronts, placed, strict=True))
+    np.testing.assert_allclose(*(training_logits(*pair) for pair in pairs), rtol=0, atol=1e-12)
+    before = weights(fronts[0])
+    sums = [f.ops.to_numpy(f.step(p, 1 / ROWS, 0, 1.0)) for f, p in pairs]
+    np.testing.assert_allclose(*sums, rtol=1e-12)
+    after = [weights(f) for f in fronts]
+    for key in before:
+        np.testing.assert_allclose(after[0][key], after[1][key], rtol=0, atol=1e-10, err_msg=key)
+        # What comes before a batch norm has no gradient by a constant, but every kernel has one.
+        assert not key.endswith(("kernel", "embedding")) or (after[0][key] != before[key]).any(), key
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_sizes_of_the_zoo(framework):
+    """The numbers of weights that the models' first lines tell."""
+    expected = [({"name": "resnet"}, (32, 32, 3), 10, 11_173_962, 62), ({"name": "gpt"}, (128,), 256, 842_496, 52)]
+    for model, shape, classes, size, tensors in [*expected, ({"name": "thin"}, (32, 32, 3), 10, 307_754, 400)]:
+        if framework == "pytorch":
+            import importlib
+
+            built = importlib.import_module(f"pt_models.{model['name']}")
+            own = (shape[2], *shape[:2]) if len(shape) == 3 else shape
+            sizes = [p.numel() for p in built.build(own, classes).parameters()]
+        else:
+            specs = opened(framework, model, shape, classes, precision=32).specs()
+            sizes = [spec.size for spec in specs]
+        assert (sum(sizes), len(sizes)) == (size, tensors)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_tied_embedding_is_one_weight_that_learns_from_both_ends(framework):
+    frontend = opened(framework, GPT, (10,), 11)
+    names = [spec.name for spec in frontend.specs()]
+    assert names.count("tokens.embedding") == 1 and len(set(names)) == len(names)
+    one = batch((10,), 11)
+    inputs, labels = np.zeros_like(one.inputs), np.ones_like(one.labels)  # tokens 0 and 1 alone
+    before = weights(frontend)["weights/tokens.embedding"]
+    frontend.step(frontend.place(replace(one, inputs=inputs, labels=labels)), 1 / ROWS, 0, 1.0)
+    changed = (weights(frontend)["weights/tokens.embedding"] != before).any(axis=1)
+    assert changed.all(), "as the output's kernel every row learns"
+    assert (np.abs(weights(frontend)["weights/positions.embedding"]).sum(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_place_sees_later_tokens(framework):
+    frontend = opened(framework, GPT, (10,), 11)
+    one = batch((10,), 11)
+    other = replace(one, inputs=one.inputs.copy())
+    other.inputs[:, 6] = (other.inputs[:, 6] + 1) % 11
+    a, b = (frontend.predict(frontend.place(x)) for x in (one, other))
+    assert a.shape == (ROWS, 10, 11)
+    np.testing.assert_allclose(a[:, :6], b[:, :6], rtol=0, atol=1e-15)
+    assert (np.abs(a[:, 6:] - b[:, 6:]).max(axis=(0, 2)) > 1e-9).all()
+
+
+# ---- labels at every place
+
+
+def expected_sums(logits, labels, weights):
+    logits = logits - logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = -np.take_along_axis(logp, labels[..., None], -1)[..., 0].reshape(len(labels), -1).mean(1)
+    right = (logits.argmax(-1) == labels).reshape(len(labels), -1).mean(1)
+    return [(losses * weights).sum(), (right * weights).sum(), weights.sum()]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 4), (5, 2, 3)], ids=str)
+def test_a_sample_counts_by_the_mean_over_its_labels(framework, shape):
+    rng = np.random.default_rng(0)
+    logits, labels = 3 * rng.normal(size=(*shape, 7)), rng.integers(0, 7, shape)
+    weights = np.array([1.0, 0, 1, 1, 0])
+    loss, sums = module(framework)._sums(*map(module(framework).cpu_ops().from_numpy, (logits, labels, weights)))
+    found = module(framework).cpu_ops().to_numpy(sums)
+    np.testing.assert_allclose(found, expected_sums(logits, labels, weights), rtol=1e-13)
+    assert float(loss) == pytest.approx(found[0]) and found.dtype == np.float64
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_padding_of_token_samples_counts_for_nothing(framework):
+    frontend = opened(framework, GPT, (10,), 11)
+    part = batch((10,), 11, count=4)
+    scored = frontend.ops.to_numpy(frontend.score(frontend.place(part)))
+    logits = frontend.predict(frontend.place(part))
+    np.testing.assert_allclose(scored, expected_sums(logits, part.labels, part.weights), rtol=1e-12)
+    assert scored[2] == 4
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("model", "labels", "what"),
+    [
+        ({"name": "mlp"}, (ROWS, 10), r"logits of shape \(6, 11\) for labels of shape \(6, 10\)"),
+        (GPT, (ROWS,), r"logits of shape \(6, 10, 11\) for labels of shape \(6,\).*gives \(6, num_classes\)"),
+    ],
+    ids=["mlp", "gpt"],
+)
+def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, model, labels, what):
+    frontend = opened(framework, model, (10,), 11)
+    one = replace(batch((10,), 11), labels=np.zeros(labels, np.int64))
+    for call in (lambda p: frontend.step(p, 1.0, 0, 0.1), frontend.score):
+        with pytest.raises(ConfigError, match=what):
+            call(frontend.place(one))
+
+
+# ---- they learn
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("model", "shape", "classes"),
+    [
+        ({"name": "gpt", "width": 32, "depth": 3}, (16,), 64),
+        ({"name": "thin", "depth": 60, "width": 16}, (6, 6, 1), 3),
+        ({"name": "resnet", "width": 4}, (8, 8, 1), 3),
+    ],
+    ids=["gpt", "thin", "resnet"],
+)
+def test_the_first_weights_are_sane_and_training_goes_down(framework, model, shape, classes):
+    frontend = opened(framework, model, shape, classes, precision=32, optim={"name": "adam", "lr": 3e-3})
+    placed = frontend.place(batch(shape, classes))
+    losses = [frontend.ops.to_numpy(frontend.step(placed, 1 / ROWS, k, 3e-3))[0] / ROWS for k in range(40)]
+    if model["name"] == "gpt":
+        assert losses[0] == pytest.approx(np.log(classes), rel=0.02)
+    assert losses[0] < 3 * np.log(classes) and losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dropout_of_the_gpt_follows_the_seed_and_rests_in_evaluation(framework):
+    fronts = [opened(framework, GPT | {"dropout": 0.3}, (10,), 11) for _ in range(3)]
+    placed = [f.place(batch((10,), 11)) for f in fronts]
+    evaluated = [frontend.predict(placed[0]) for frontend in (fronts[0], fronts[0])]
+    assert (evaluated[0] == evaluated[1]).all()
+    plain = opened(framework, GPT, (10,), 11)
+    np.testing.assert_allclose(plain.predict(plain.place(batch((10,), 11))), evaluated[0], rtol=0, atol=1e-14)
+    sums = [
+        f.ops.to_numpy(f.step(p, 1 / ROWS, seed, 0.1)).tolist()
+        for f, p, seed in zip(fronts, placed, (5, 5, 6), strict=True)
+    ]
+    assert sums[0] == sums[1] != sums[2]
+
+
+# ---- half precision and Keras' own saving
+
+
+@pytest.mark.parametrize("kind", ["mixed_float16", "mixed_bfloat16"])
+def test_the_keras_gpt_works_under_mixed_precision(kind):
+    """Token numbers pass unharmed, though half floats hold whole numbers only up to 2048 or 256."""
+    module("tensorflow")
+    import keras
+
+    from tf_models import gpt
+
+    count, inputs = 3000, np.array([[2999.0, 2049.0, 257.0, 0.0]], np.float32)
+    options = {"width": 16, "depth": 1, "heads": 2}
+    before = keras.config.dtype_policy(), keras.config.floatx()
+    try:
+        keras.config.set_floatx("float32")
+        models = []
+        for policy in ("float32", kind):
+            keras.config.set_dtype_policy(policy)
+            models.append(gpt.build((4,), count, **options))
+        models[1].set_weights(models[0].get_weights())
+        assert {v.dtype for v in models[1].trainable_variables} == {"float32"}
+        exact, half = (np.array(keras.ops.cast(model(inputs), "float32")) for model in models)
+        assert models[1](inputs).dtype.name == kind.removeprefix("mixed_")
+        assert np.isfinite(half).all() and np.abs(half - exact).max() < 0.02 * np.abs(exact).max() + 0.02
+    finally:
+        keras.config.set_floatx(before[1])
+        keras.config.set_dtype_policy(before[0])
+
+
+@pytest.mark.parametrize("name", ["resnet", "thin", "gpt"])
+def test_keras_saves_and_loads_the_models(name):
+    model, shape, classes = ZOO[name]
+    frontend = opened("tensorflow", model, shape, classes)
+    import keras
+
+    again = keras.models.model_from_json(frontend.model.to_json())
+    again.set_weights(frontend.model.get_weights())
+    inputs = frontend.place(batch(shape, classes))[0]
+    np.testing.assert_allclose(again(inputs), frontend.model(inputs), rtol=1e-13)
+
+
+def test_batch_norms_counter_is_no_state_where_it_is_not_used():
+    import torch
+
+    from hvd_train.frontends.pt import _unused_counters
+
+    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, momentum=None))
+    assert _unused_counters(layers) == {"0.num_batches_tracked"}
+    assert _unused_counters(torch.nn.BatchNorm1d(2)) == {"num_batches_tracked"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("model", "shape", "what"),
+    [
+        ({"name": "resnet"}, (7, 9, 3), "at least 8 x 8, not 7 x 9"),
+        ({"name": "resnet"}, (64,), "needs images"),
+        ({"name": "thin", "depth": 1}, (4,), "at least 2, not 1"),
+        ({"name": "gpt"}, (8, 8, 1), "one axis, tokens"),
+        ({"name": "gpt", "width": 10, "heads": 4}, (8,), "width 10 is no multiple of heads 4"),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be_built(framework, model, shape, what):
+    with pytest.raises(ConfigError, match=what):
+        opened(framework, model, shape, 3)

@@ -1,0 +1,115 @@
+"""A small decoder-only transformer: logits of the next token at every place (0.84 million weights on bytes)."""
+
+import math
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from tf_models import entries
+
+HIDDEN = -3e4  # a score whose exponential is 0, within the range of float16
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class Tokens(layers.Layer):
+    """(n, T) whole numbers -> (n, T, width); with ``reverse`` (n, T, width) -> logits (n, T, count), the same table."""
+
+    def __init__(self, count: int, width: int, **keys) -> None:
+        super().__init__(**keys)
+        self.count, self.width = count, width
+        self.autocast = False  # half floats do not hold every token number
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=(self.count, self.width), initializer="normal", name="embedding")
+
+    def call(self, x, reverse=False):
+        table = ops.cast(self.table, self.compute_dtype)
+        if reverse:
+            return ops.matmul(x, ops.transpose(table))
+        return ops.take(table, ops.cast(x, "int32"), axis=0)
+
+    def compute_output_spec(self, x, reverse=False):
+        shape = (*x.shape[:-1], self.count) if reverse else (*x.shape, self.width)
+        return keras.KerasTensor(shape, self.compute_dtype)
+
+    def get_config(self):
+        return super().get_config() | {"count": self.count, "width": self.width}
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class Positions(layers.Layer):
+    """Adds a learned (T, width) to x (n, T, width)."""
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=input_shape[1:], initializer="normal", name="embedding")
+
+    def call(self, x):
+        return x + self.table
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class CausalAttention(layers.Layer):
+    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width)."""
+
+    def __init__(self, heads: int, **keys) -> None:
+        super().__init__(**keys)
+        self.heads = heads
+
+    def call(self, qkv):
+        length, width = qkv.shape[1], qkv.shape[2] // 3
+        split = ops.reshape(qkv, (-1, length, 3, self.heads, width // self.heads))
+        q, k, v = ops.unstack(ops.transpose(split, (2, 0, 3, 1, 4)), 3)
+        # Half floats are added up in 32 bits, as PyTorch does.
+        wide = keras.backend.result_type(self.compute_dtype, "float32")
+        scores = ops.matmul(q * (1 / math.sqrt(width // self.heads)), ops.swapaxes(k, 2, 3))
+        later = np.triu(np.full((length, length), HIDDEN), 1)
+        shares = ops.softmax(ops.cast(scores, wide) + ops.convert_to_tensor(later, wide))
+        mixed = ops.matmul(ops.cast(shares, self.compute_dtype), v)
+        return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, length, width))
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:2], input_shape[2] // 3)
+
+    def get_config(self):
+        return super().get_config() | {"heads": self.heads}
+
+
+def _block(x, heads: int, dropout: float, name: str):
+    """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
+    width = x.shape[-1]
+    y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}.norm1")(x)
+    y = CausalAttention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(y))
+    y = layers.Dropout(dropout, name=f"{name}.dropout1")(layers.Dense(width, name=f"{name}.out")(y))
+    x = layers.Add(name=f"{name}.add1")([x, y])
+    y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}.norm2")(x)
+    y = layers.Activation(_gelu, name=f"{name}.gelu")(layers.Dense(4 * width, name=f"{name}.fc1")(y))
+    y = layers.Dropout(dropout, name=f"{name}.dropout2")(layers.Dense(width, name=f"{name}.fc2")(y))
+    return layers.Add(name=f"{name}.add2")([x, y])
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+def _gelu(x):
+    return ops.gelu(x, approximate=False)
+
+
+def build(
+    input_shape, num_classes, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.0
+) -> keras.Model:
+    """Tokens (n, T), whole numbers as floats -> logits (n, T, num_classes)."""
+    if len(input_shape) != 1:
+        raise ValueError(f"the GPT needs samples of one axis, tokens, not of shape {tuple(input_shape)}")
+    if width % heads:
+        raise ValueError(f"width {width} is no multiple of heads {heads}")
+    inputs, tokens = keras.Input(input_shape), Tokens(num_classes, width, name="tokens")
+    x = layers.Dropout(dropout, name="dropout")(Positions(name="positions")(tokens(inputs)))
+    for i in range(depth):
+        x = _block(x, heads, dropout, f"blocks.{i}")
+    x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
+    model = keras.Model(inputs, tokens(x, reverse=True), name="gpt")
+    model.autocast = False  # see Tokens
+    return model
+
+
+def neutral(model: keras.Model) -> dict[str, tuple]:
+    return entries(model)

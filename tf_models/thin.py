@@ -1,0 +1,42 @@
+"""Many thin dense layers in a row, by default 200: every step waits on latency, none on arithmetic."""
+
+import math
+
+import keras
+from keras import layers, ops
+
+from tf_models import entries
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class Residual(layers.Dense):
+    """x (n, width) -> x + factor dense(relu(x)). With the ReLU outside, the sums' means would add up."""
+
+    def __init__(self, units: int, factor: float, **keys) -> None:
+        super().__init__(units, **keys)
+        self.factor = factor
+
+    def call(self, x):
+        return x + self.factor * super().call(ops.relu(x))
+
+    def get_config(self):
+        return super().get_config() | {"factor": self.factor}
+
+
+def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> keras.Model:
+    """(n, *input_shape) -> logits (n, num_classes).
+
+    Each layer adds a share of 1 / depth to the variance, so that any depth trains without normalization.
+    """
+    if depth < 2:
+        raise ValueError(f"depth counts the first and the last layer, so it is at least 2, not {depth}")
+    inputs = keras.Input(input_shape)
+    x = layers.Dense(width, name="layers.0")(layers.Flatten(name="flatten")(inputs))
+    for i in range(1, depth - 1):
+        x = Residual(width, 1 / math.sqrt(depth), name=f"layers.{i}")(x)
+    x = layers.ReLU(name="relu")(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name=f"layers.{depth - 1}")(x), name="thin")
+
+
+def neutral(model: keras.Model) -> dict[str, tuple]:
+    return entries(model)

@@ -3,8 +3,6 @@
 import torch.nn as nn
 import torch.nn.functional as F
 
-from pt_models import entries
-
 
 class Block(nn.Module):
     """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
@@ -58,4 +56,13 @@ def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int
 
 
 def neutral(model: GPT) -> dict[str, tuple]:
-    return entries(model)
+    table = {}
+    for path, x in model.named_parameters():
+        layer, _, own = path.rpartition(".")
+        if own == "bias" or x.ndim == 1:
+            table[path] = (f"{layer}.{'bias' if own == 'bias' else 'scale'}", None, None, tuple(x.shape))
+        elif layer in ("tokens", "positions"):
+            table[path] = (f"{layer}.embedding", None, None, tuple(x.shape))
+        else:
+            table[path] = (f"{layer}.kernel", None, (1, 0), (x.shape[1], x.shape[0]))
+    return table

@@ -2,8 +2,6 @@
 
 import torch.nn as nn
 
-from pt_models import entries
-
 
 class Block(nn.Module):
     """(n, into, height, width) -> (n, out, height / stride, width / stride)."""
@@ -54,4 +52,12 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
 
 
 def neutral(model: ResNet) -> dict[str, tuple]:
-    return entries(model)
+    names = {"running_mean": "mean", "running_var": "variance", "bias": "bias"}
+    axes = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}  # of convolution, dense and all else
+    table = {}
+    for path, x in model.state_dict().items():
+        if x.ndim:  # batch norm's counter has no axis and no use
+            layer, _, own = path.rpartition(".")
+            name = names.get(own, "kernel" if x.ndim > 1 else "scale")
+            table[path] = (f"{layer}.{name}", None, axes[x.ndim], tuple(x.shape[axis] for axis in axes[x.ndim]))
+    return table

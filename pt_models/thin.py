@@ -5,8 +5,6 @@ import math
 import torch
 import torch.nn as nn
 
-from pt_models import entries
-
 
 class Thin(nn.Module):
     """(n, *input_shape) -> logits (n, num_classes).
@@ -39,4 +37,9 @@ def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> Thin:
 
 
 def neutral(model: Thin) -> dict[str, tuple]:
-    return entries(model)
+    table = {}
+    for i, layer in enumerate(model.layers):
+        out, into = layer.weight.shape
+        table[f"layers.{i}.weight"] = (f"layers.{i}.kernel", None, (1, 0), (into, out))
+        table[f"layers.{i}.bias"] = (f"layers.{i}.bias", None, None, (out,))
+    return table

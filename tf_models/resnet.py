@@ -3,8 +3,6 @@
 import keras
 from keras import layers
 
-from tf_models import entries
-
 
 def _conv(x, out: int, side: int, stride: int, name: str):
     """A convolution whose padding is the same on all sides, as in PyTorch; 'same' pads a strided one otherwise."""
@@ -43,4 +41,9 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:
-    return entries(model)
+    names = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
+    table = {}
+    for v in model.variables:
+        layer, _, own = v.path.rpartition("/")
+        table[v.path] = (f"{layer}.{names.get(own, own)}", None, None, tuple(v.shape))
+    return table

@@ -5,8 +5,6 @@ import math
 import keras
 from keras import layers, ops
 
-from tf_models import entries
-
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Residual(layers.Dense):
@@ -39,4 +37,4 @@ def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> keras.
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:
-    return entries(model)
+    return {v.path: (v.path.replace("/", "."), None, None, tuple(v.shape)) for v in model.trainable_variables}

@@ -151,10 +151,12 @@ class Synthetic:
 class Text:
     """Samples ``start`` to ``stop`` of text: i holds bytes [i T, i T + T), as numbers; its labels are the next ones."""
 
-    num_classes = 256
+    CLASSES = 256  # bytes
 
     def __init__(self, found: np.ndarray, length: int, start: int, stop: int) -> None:
-        self.input_shape, self._bytes, self._start, self._n = (length,), found, start, stop - start
+        self.input_shape: tuple[int, ...] = (length,)
+        self.num_classes, self._length = self.CLASSES, length
+        self._bytes, self._start, self._n = found, start, stop - start
         picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))
         digest = hashlib.sha256(f"text {length} {start} {stop}".encode() + self._sample(picked).tobytes())
         self.fingerprint = digest.hexdigest()[:16]
@@ -164,8 +166,8 @@ class Text:
 
     def _sample(self, indices: np.ndarray) -> np.ndarray:
         """(k,) -> (k, T + 1) uint8."""
-        (length,) = self.input_shape
-        return self._bytes[(np.asarray(indices, np.int64) + self._start)[:, None] * length + np.arange(length + 1)]
+        first = (np.asarray(indices, np.int64) + self._start) * self._length
+        return self._bytes[first[:, None] + np.arange(self._length + 1)]
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         taken = self._sample(indices)

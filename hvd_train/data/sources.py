@@ -133,9 +133,9 @@ def _synthetic(config: DataConfig) -> Pair:
 def _text(config: DataConfig) -> Pair:
     """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
     path = _existing(config)
-    length, classes = config.sequence_length, config.num_classes or Text.num_classes
-    if classes != Text.num_classes:
-        fix = f"leave it out; text has {Text.num_classes} classes, one per byte"
+    length, classes = config.sequence_length, config.num_classes or Text.CLASSES
+    if classes != Text.CLASSES:
+        fix = f"leave it out; text has {Text.CLASSES} classes, one per byte"
         raise DataError(f"{classes} classes", where="data.num_classes", fix=fix)
     found = formats.read_text(path)
     count = (len(found) - 1) // length

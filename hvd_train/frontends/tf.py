@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -307,7 +308,9 @@ def _sums(logits, labels, weights):
     Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
     """
     if not logits.shape[:-1].is_compatible_with(labels.shape):
-        raise unfit(logits.shape, labels.shape)
+        error: Any = unfit(logits.shape, labels.shape)
+        error.ag_pass_through = True  # else tf.function makes an error of its own of it
+        raise error
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     right = tf.cast(tf.argmax(logits, -1) == labels, weights.dtype)
     if labels.shape.rank > 1:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
+from hvd_train.frontends import pt_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
@@ -61,6 +62,12 @@ class TorchOps:
     def round(self, x):
         return torch.round(x)
 
+    def where(self, condition, a, b):
+        return torch.where(condition, a, b)
+
+    def add_rows(self, x):
+        return x.sum(0)
+
     def largest(self, x):
         return x.max()
 
@@ -106,9 +113,11 @@ class Flat:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-def make_optimizer(config: Config, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
     """torch's own optimizers are the reference formulas. Slots are made at once, so that every checkpoint has them."""
-    o = config.optim
+    o, weights = config.optim, [flat.weight for flat in flats]
+    if o.name in pt_optimizers.LAYERWISE:
+        return pt_optimizers.LAYERWISE[o.name](o, flats, TorchOps(weights[0].device))
     if o.name == "sgd":
         kind: type[torch.optim.Optimizer] = torch.optim.SGD
         options: dict[str, Any] = {"momentum": o.momentum, "nesterov": o.nesterov}
@@ -166,7 +175,7 @@ class PyTorchFrontEnd(StateTree):
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())
         self._flats = [Flat([names[i] for i in b], [parameters[i] for i in b]) for b in exchange.buckets]
-        self._optimizer = make_optimizer(self.config, [flat.weight for flat in self._flats])
+        self._optimizer = make_optimizer(self.config, self._flats)
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
 
     def place(self, batch: Batch):

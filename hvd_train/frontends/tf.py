@@ -62,6 +62,12 @@ class TensorFlowOps:
     def round(self, x):
         return tf.round(x)
 
+    def where(self, condition, a, b):
+        return tf.where(condition, a, b)
+
+    def add_rows(self, x):
+        return tf.reduce_sum(x, 0)
+
     def largest(self, x):
         return tf.reduce_max(x)
 
@@ -94,8 +100,10 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self.hvd.allgather(tf.constant(data), name=name).numpy()
 
 
-def make_optimizer(config: Config) -> keras_optimizers._Fused:
+def make_optimizer(config: Config) -> keras_optimizers._WithSlots:
     o = config.optim
+    if o.name in keras_optimizers.LAYERWISE:
+        return keras_optimizers.LAYERWISE[o.name](o, TensorFlowOps())
     if o.name == "sgd":
         return keras_optimizers.SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
     return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
@@ -228,7 +236,7 @@ class TensorFlowFrontEnd(StateTree):
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
         for slot, variables in self._optimizer.slots.items():
             found |= {f"slots/{slot}/{p}": v for p, v in zip(self._trainable, variables, strict=True)}
-        if self.config.optim.name != "sgd":
+        if "exp_avg" in self._optimizer.slots:
             found["slots/step"] = self._optimizer.iterations
         return found
 

@@ -25,6 +25,8 @@ TRAININGS = {
     "nesterov": MLP | SGD | {"optim.nesterov": True, "gradient_clip_val": 0.5},
     "adam": MLP | ADAM | {"optim.name": "adam", "optim.schedule": "exponential", "optim.gamma": 0.5},
     "adamw": MLP | ADAM | {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "lars": MLP | SGD | {"optim.name": "lars", "optim.lr": 2.0, "optim.trust_coefficient": 0.01},
+    "lamb": MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
 COMPRESSED = {

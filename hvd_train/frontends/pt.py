@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
-from hvd_train.frontends import pt_optimizers
+from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
@@ -155,6 +155,7 @@ class PyTorchFrontEnd(StateTree):
         options = dict(config.model.options)
         model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
         self.model = model.to(self.device, self.dtype)
+        self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = {n: Layout.of(t.shape, table.get(n, (n, None, None, t.shape))) for n, t in named.items()}
@@ -179,16 +180,19 @@ class PyTorchFrontEnd(StateTree):
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
 
     def place(self, batch: Batch):
-        inputs = torch.from_numpy(batch.inputs).to(self.device, self.dtype, non_blocking=True)
+        """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
+        rows = max(batch.count, 1)
+        inputs = torch.from_numpy(batch.inputs[:rows]).to(self.device, self.dtype, non_blocking=True)
         if self._images:
             inputs = inputs.permute(0, 3, 1, 2)
-        labels = torch.from_numpy(batch.labels).to(self.device, non_blocking=True)
-        return inputs, labels, torch.from_numpy(batch.weights).to(self.device, self.dtype, non_blocking=True)
+        labels = torch.from_numpy(batch.labels[:rows]).to(self.device, non_blocking=True)
+        return inputs, labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
     def accumulate(self, placed, scale: float, seed: int):
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
+        self._batchnorm.take(weights)
         logits = self.model(inputs)
         loss, sums = _sums(logits, labels, weights)
         (loss * scale).backward()

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
-from hvd_train.frontends import keras_optimizers
+from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
@@ -63,7 +63,8 @@ class TensorFlowOps:
         return tf.round(x)
 
     def where(self, condition, a, b):
-        return tf.where(condition, a, b)
+        kind = (a if tf.is_tensor(a) else b).dtype
+        return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
 
     def add_rows(self, x):
         return tf.reduce_sum(x, 0)
@@ -128,6 +129,7 @@ class TensorFlowFrontEnd(StateTree):
                 self.model.build((None, *input_shape))
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
+        self._batchnorm = tf_batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
@@ -186,6 +188,7 @@ class TensorFlowFrontEnd(StateTree):
         for i, variable in enumerate(self._seeds):
             pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
             variable.value.assign(tf.cast(pair, variable.value.dtype))
+        self._batchnorm.weights = weights
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)

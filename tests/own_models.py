@@ -41,13 +41,13 @@ def bad_labels():
 # ---- convolution, batch normalization, pooling, dense layer: the same numbers in both frameworks
 
 
-def pytorch_norm(input_shape, num_classes, bias: bool = True):
+def pytorch_norm(input_shape, num_classes):
     import torch.nn as nn
 
     channels, height, width = input_shape
     model = nn.Sequential()
-    model.add_module("conv", nn.Conv2d(channels, 6, 3))
-    model.add_module("norm", nn.BatchNorm2d(6, eps=1e-3, momentum=0.1, bias=bias))
+    model.add_module("conv", nn.Conv2d(channels, 6, 3, bias=False))  # the mean takes it away, only rounding is left
+    model.add_module("norm", nn.BatchNorm2d(6, eps=1e-3, momentum=0.1))
     model.add_module("relu", nn.ReLU())
     model.add_module("pool", nn.MaxPool2d(2))
     model.add_module("flat", nn.Flatten())
@@ -56,13 +56,13 @@ def pytorch_norm(input_shape, num_classes, bias: bool = True):
     return model
 
 
-def keras_norm(input_shape, num_classes, bias: bool = True):
+def keras_norm(input_shape, num_classes):
     import keras
     from keras import layers
 
     inputs = keras.Input(input_shape)
-    x = layers.Conv2D(6, 3, name="conv")(inputs)
-    x = layers.BatchNormalization(momentum=0.9, center=bias, name="norm")(x)
+    x = layers.Conv2D(6, 3, use_bias=False, name="conv")(inputs)
+    x = layers.BatchNormalization(momentum=0.9, name="norm")(x)
     x = layers.Flatten()(layers.MaxPooling2D(2)(layers.ReLU()(x)))
     return keras.Model(inputs, layers.Dense(num_classes, name="fc")(x), name="norm")
 
@@ -81,7 +81,6 @@ def neutral(model) -> dict[str, tuple]:
     classes, size = model.fc.weight.shape
     found = {
         "conv.weight": ("conv.kernel", None, (2, 3, 1, 0), (height, width, into, out)),
-        "conv.bias": ("conv.bias", None, None, (out,)),
         "fc.weight": ("fc.kernel", (classes, *model.grid), (2, 3, 1, 0), (size, classes)),
         "fc.bias": ("fc.bias", None, None, (classes,)),
     }

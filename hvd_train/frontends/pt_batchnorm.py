@@ -40,7 +40,7 @@ class _Joined(_BatchNorm):
 
     def _follow(self, total, mean, variance):
         """Moves the running statistics."""
-        if self.running_mean is None:
+        if self.running_mean is None or not self.track_running_stats:
             return
         share = self.momentum
         if share is None:  # the mean over all batches

@@ -130,6 +130,12 @@ class Ops(Protocol):
     def round(self, x: Tensor) -> Tensor:
         """Entries at the nearest whole number, halves at the even one."""
 
+    def where(self, condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+        """Entries of ``a`` where the condition holds, else of ``b``; one of them may be a number."""
+
+    def add_rows(self, x: Tensor) -> Tensor:
+        """The sum over axis 0."""
+
     def largest(self, x: Tensor) -> Tensor:
         """The largest entry, a tensor of shape ()."""
 
@@ -219,7 +225,7 @@ class FrontEnd(Protocol):
     def score(self, placed: Any) -> Sums: ...
 
     def predict(self, placed: Any) -> np.ndarray:
-        """(length, ..., num_classes) float: logits, one row for each label."""
+        """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
 
     def state(self) -> Tree:
         """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``."""

@@ -56,6 +56,12 @@ class NumpyOps:
     def round(self, x):
         return np.round(x)
 
+    def where(self, condition, a, b):
+        return np.where(condition, a, b)
+
+    def add_rows(self, x):
+        return np.sum(x, axis=0)
+
     def largest(self, x):
         return np.max(x)
 

@@ -36,3 +36,53 @@ def broken(input_shape, num_classes):
 def bad_labels():
     inputs = np.zeros((8, 2), np.float32)
     return (inputs, np.arange(8)), (inputs, np.arange(8) + 5)
+
+
+# ---- convolution, batch normalization, pooling, dense layer: the same numbers in both frameworks
+
+
+def pytorch_norm(input_shape, num_classes):
+    import torch.nn as nn
+
+    channels, height, width = input_shape
+    model = nn.Sequential()
+    model.add_module("conv", nn.Conv2d(channels, 6, 3, bias=False))  # the mean takes it away, only rounding is left
+    model.add_module("norm", nn.BatchNorm2d(6, eps=1e-3, momentum=0.1))
+    model.add_module("relu", nn.ReLU())
+    model.add_module("pool", nn.MaxPool2d(2))
+    model.add_module("flat", nn.Flatten())
+    model.add_module("fc", nn.Linear(6 * ((height - 2) // 2) * ((width - 2) // 2), num_classes))
+    model.grid = (6, (height - 2) // 2, (width - 2) // 2)
+    return model
+
+
+def keras_norm(input_shape, num_classes):
+    import keras
+    from keras import layers
+
+    inputs = keras.Input(input_shape)
+    x = layers.Conv2D(6, 3, use_bias=False, name="conv")(inputs)
+    x = layers.BatchNormalization(momentum=0.9, name="norm")(x)
+    x = layers.Flatten()(layers.MaxPooling2D(2)(layers.ReLU()(x)))
+    return keras.Model(inputs, layers.Dense(num_classes, name="fc")(x), name="norm")
+
+
+def neutral(model) -> dict[str, tuple]:
+    if getattr(model, "name", "") == "norm":
+        new = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
+        found = {}
+        for v in model.variables:
+            layer, own = v.path.split("/")
+            found[v.path] = (f"{layer}.{new.get(own, own)}", None, None, tuple(v.shape))
+        return found
+    if not hasattr(model, "grid"):
+        return {}
+    out, into, height, width = model.conv.weight.shape
+    classes, size = model.fc.weight.shape
+    found = {
+        "conv.weight": ("conv.kernel", None, (2, 3, 1, 0), (height, width, into, out)),
+        "fc.weight": ("fc.kernel", (classes, *model.grid), (2, 3, 1, 0), (size, classes)),
+        "fc.bias": ("fc.bias", None, None, (classes,)),
+    }
+    new = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
+    return found | {f"norm.{own}": (f"norm.{name}", None, None, (out,)) for own, name in new.items()}

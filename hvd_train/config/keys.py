@@ -56,15 +56,26 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimizer; formulas as PyTorch documents them")
-    lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd: momentum")
-    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="L2 term (adamw: decoupled) on all weights")
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw: decay of the two running means"
+    name: Literal["sgd", "adam", "adamw", "lars", "lamb"] = Field(
+        "sgd",
+        description="optimizer; formulas as PyTorch documents them, lars and lamb (large batches) as their papers",
     )
-    eps: float = Field(1e-8, gt=0, description="adam, adamw: term in the denominator")
+    lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars: momentum")
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="L2 term (adamw, lamb: decoupled) on all weights; lars, lamb: no biases",
+    )
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, lamb: decay of the two running means"
+    )
+    eps: float = Field(1e-8, gt=0, description="adam, adamw, lars, lamb: term in the denominator")
+    trust_coefficient: float = Field(
+        0.001, gt=0, allow_inf_nan=False, description="lars: a tensor's step is this share of its norm, times lr"
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="lr times global batch / lr_reference_batch, its square root, or lr as it is"
     )
@@ -81,8 +92,12 @@ class OptimConfig(Section):
         problems = []
         if self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
-        if self.name != "sgd" and (self.momentum or self.nesterov):
-            problems.append(("momentum", f"belongs to sgd; {self.name} has betas"))
+        if self.name in ("adam", "adamw", "lamb") and (self.momentum or self.nesterov):
+            problems.append(("momentum", f"belongs to sgd and lars; {self.name} has betas"))
+        if self.name == "lars" and self.nesterov:
+            problems.append(("nesterov", "belongs to sgd, not lars"))
+        if self.name != "lars" and self.trust_coefficient != type(self).model_fields["trust_coefficient"].default:
+            problems.append(("trust_coefficient", f"belongs to lars, not {self.name}"))
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
             problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
         if self.warmup_epochs and self.warmup_steps:
@@ -188,6 +203,9 @@ class Config(Section):
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
     exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
+    sync_batchnorm: bool = Field(
+        False, description="batch normalization takes its statistics over the global batch, not over a rank's part"
+    )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="when to save and what to keep")
     early_stopping: EarlyStoppingConfig | None = Field(None, description="when to stop before the end; null: never")
     check_val_every_n_epoch: Positive = Field(1, description="evaluate after every n-th epoch, and at the end")

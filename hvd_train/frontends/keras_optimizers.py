@@ -10,8 +10,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from hvd_train.core import optimizers as formulas
 
-class _Fused(keras.optimizers.Optimizer):
+
+class _WithSlots(keras.optimizers.Optimizer):
     """Keeps one variable per (slot, weight); a slot's entry stands at its weight's index."""
 
     slot_names: tuple[str, ...] = ()
@@ -25,7 +27,14 @@ class _Fused(keras.optimizers.Optimizer):
         }
 
     def _slot(self, name, variable):
-        return self.slots[name][self._get_variable_index(variable)].value.handle
+        return self.slots[name][self._get_variable_index(variable)].value
+
+
+class _Fused(_WithSlots):
+    """TensorFlow's kernels take a slot's handle."""
+
+    def _handle(self, name, variable):
+        return self._slot(name, variable).handle
 
 
 class SGD(_Fused):
@@ -45,7 +54,7 @@ class SGD(_Fused):
             return
         tf.raw_ops.ResourceApplyMomentum(
             var=handle,
-            accum=self._slot("momentum", variable),
+            accum=self._handle("momentum", variable),
             lr=rate,
             grad=gradient,
             momentum=tf.constant(self.momentum, gradient.dtype),
@@ -76,8 +85,8 @@ class Adam(_Fused):
         powers = [tf.cast(tf.constant(beta, tf.float64) ** t, dtype) for beta in self.betas]
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
-            m=self._slot("exp_avg", variable),
-            v=self._slot("exp_avg_sq", variable),
+            m=self._handle("exp_avg", variable),
+            v=self._handle("exp_avg_sq", variable),
             beta1_power=powers[0],
             beta2_power=powers[1],
             lr=rate,
@@ -87,3 +96,41 @@ class Adam(_Fused):
             epsilon=tf.constant(self.eps, dtype) * tf.sqrt(1 - powers[1]),
             grad=gradient,
         )
+
+
+class LARS(_WithSlots):
+    """The formulas of core/optimizers.py, tensor by tensor."""
+
+    slot_names = ("momentum",)
+
+    def __init__(self, options, ops):
+        super().__init__(options.lr, name="lars")
+        self.options, self.ops = options, ops
+
+    def update_step(self, gradient, variable, learning_rate):
+        m, rate = self._slot("momentum", variable), tf.cast(learning_rate, gradient.dtype)
+        step, new = formulas.lars(variable.value(), gradient, m.value(), rate, self.options, self.ops)
+        m.assign(new)
+        variable.assign_sub(step)
+
+
+class LAMB(_WithSlots):
+    """The formulas of core/optimizers.py, tensor by tensor."""
+
+    slot_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, options, ops):
+        super().__init__(options.lr, name="lamb")
+        self.options, self.ops = options, ops
+
+    def update_step(self, gradient, variable, learning_rate):
+        m, v = (self._slot(name, variable) for name in self.slot_names)
+        t, rate = tf.cast(self.iterations.value + 1, tf.float64), tf.cast(learning_rate, gradient.dtype)
+        weight = variable.value()
+        step, *new = formulas.lamb(weight, gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+        m.assign(new[0])
+        v.assign(new[1])
+        variable.assign_sub(step)
+
+
+LAYERWISE = {"lars": LARS, "lamb": LAMB}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
+from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
@@ -63,6 +64,12 @@ class TorchOps:
 
     def round(self, x):
         return torch.round(x)
+
+    def where(self, condition, a, b):
+        return torch.where(condition, a, b)
+
+    def add_rows(self, x):
+        return x.sum(0)
 
     def largest(self, x):
         return x.max()
@@ -130,9 +137,11 @@ class Flat:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-def make_optimizer(config: Config, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
     """torch's own optimizers are the reference formulas. Slots are made at once, so that every checkpoint has them."""
-    o = config.optim
+    o, weights = config.optim, [flat.weight for flat in flats]
+    if o.name in pt_optimizers.LAYERWISE:
+        return pt_optimizers.LAYERWISE[o.name](o, flats, TorchOps(weights[0].device))
     if o.name == "sgd":
         kind: type[torch.optim.Optimizer] = torch.optim.SGD
         options: dict[str, Any] = {"momentum": o.momentum, "nesterov": o.nesterov}
@@ -171,9 +180,9 @@ class PyTorchFrontEnd(StateTree):
         options = dict(config.model.options)
         model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
         self.model = model.to(self.device, self.dtype)
+        self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
-        buffers = {n: x for n, x in self.model.named_buffers() if n not in _unused_counters(self.model)}
-        named = {**dict(self.model.named_parameters()), **buffers}
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = {n: Layout.of(t.shape, table.get(n, (n, None, None, t.shape))) for n, t in named.items()}
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
@@ -192,11 +201,10 @@ class PyTorchFrontEnd(StateTree):
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())
         self._flats = [Flat([names[i] for i in b], [parameters[i] for i in b]) for b in exchange.buckets]
-        self._optimizer = make_optimizer(self.config, [flat.weight for flat in self._flats])
+        self._optimizer = make_optimizer(self.config, self._flats)
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
-        self._waiting: list[int] | None = (
-            None  # per bucket, the gradients that backward still owes; None: not within a step
-        )
+        # Per bucket, the gradients that backward still owes; None outside of a step's last backward.
+        self._waiting: list[int] | None = None
         self._started: dict[int, Any] = {}
         self._finite = True
         if self._overlap():
@@ -232,16 +240,19 @@ class PyTorchFrontEnd(StateTree):
         self._started[bucket] = self.exchange.start(bucket, gradient, state)
 
     def place(self, batch: Batch):
-        inputs = torch.from_numpy(batch.inputs).to(self.device, self.dtype, non_blocking=True)
+        """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
+        rows = max(batch.count, 1)
+        inputs = torch.from_numpy(batch.inputs[:rows]).to(self.device, self.dtype, non_blocking=True)
         if self._images:
             inputs = inputs.permute(0, 3, 1, 2)
-        labels = torch.from_numpy(batch.labels).to(self.device, non_blocking=True)
-        return inputs, labels, torch.from_numpy(batch.weights).to(self.device, self.dtype, non_blocking=True)
+        labels = torch.from_numpy(batch.labels[:rows]).to(self.device, non_blocking=True)
+        return inputs, labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
     def accumulate(self, placed, scale: float, seed: int):
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
+        self._batchnorm.take(weights)
         with self._mixed:
             logits = self.model(inputs)
         loss, sums = _sums(logits.to(self.dtype), labels, weights)
@@ -378,12 +389,6 @@ def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
         raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
-
-
-def _unused_counters(model: torch.nn.Module) -> set[str]:
-    """Batch norm's counters of batches: they matter only where the momentum is None, and Keras has none."""
-    layers = model.named_modules()
-    return {f"{n}.num_batches_tracked".lstrip(".") for n, x in layers if getattr(x, "momentum", None) is not None}
 
 
 def _device(config: Config, communicator: Communicator) -> torch.device:

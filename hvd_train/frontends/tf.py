@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weights
 from hvd_train.errors import ConfigError
-from hvd_train.frontends import keras_optimizers
+from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
@@ -64,6 +64,13 @@ class TensorFlowOps:
     def round(self, x):
         return tf.round(x)
 
+    def where(self, condition, a, b):
+        kind = (a if tf.is_tensor(a) else b).dtype
+        return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
+
+    def add_rows(self, x):
+        return tf.reduce_sum(x, 0)
+
     def largest(self, x):
         return tf.reduce_max(x)
 
@@ -109,8 +116,10 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self.hvd.allgather(tf.constant(data), name=name).numpy()
 
 
-def make_optimizer(config: Config) -> keras_optimizers._Fused:
+def make_optimizer(config: Config) -> keras_optimizers._WithSlots:
     o = config.optim
+    if o.name in keras_optimizers.LAYERWISE:
+        return keras_optimizers.LAYERWISE[o.name](o, TensorFlowOps())
     if o.name == "sgd":
         return keras_optimizers.SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
     return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
@@ -135,6 +144,7 @@ class TensorFlowFrontEnd(StateTree):
                 self.model.build((None, *input_shape))
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
+        self._batchnorm = tf_batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
@@ -205,6 +215,7 @@ class TensorFlowFrontEnd(StateTree):
         for i, variable in enumerate(self._seeds):
             pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
             variable.value.assign(tf.cast(pair, variable.value.dtype))
+        self._batchnorm.weights = weights
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
@@ -282,7 +293,7 @@ class TensorFlowFrontEnd(StateTree):
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
         for slot, variables in self._optimizer.slots.items():
             found |= {f"slots/{slot}/{p}": v for p, v in zip(self._trainable, variables, strict=True)}
-        if self.config.optim.name != "sgd":
+        if "exp_avg" in self._optimizer.slots:
             found["slots/step"] = self._optimizer.iterations
         return found
 

@@ -25,8 +25,17 @@ TRAININGS = {
     "nesterov": MLP | SGD | {"optim.nesterov": True, "gradient_clip_val": 0.5},
     "adam": MLP | ADAM | {"optim.name": "adam", "optim.schedule": "exponential", "optim.gamma": 0.5},
     "adamw": MLP | ADAM | {"optim.name": "adamw", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "lars": MLP | SGD | {"optim.name": "lars", "optim.lr": 2.0, "optim.trust_coefficient": 0.01},
+    "lamb": MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
+# Batches of 479 leave one sample for the last step of an epoch, so all ranks but the first have an empty part in it.
+NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_decay": 1e-3, "max_epochs": 3}
+NORM.pop("model.hidden")
+OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
+TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
+# Each rank's own statistics: the result must depend on the world.
+APART = {"norm-apart": NORM}
 COMPRESSED = {
     "fp16": {"compression": "fp16"},
     "int8": {"compression": "int8"},
@@ -44,9 +53,11 @@ FULL = {
 
 def cases(framework: str, size: int, folder: Path) -> list[dict]:
     def own(name: str, config: dict) -> dict:
+        if config is NORM or "sync_batchnorm" in config:
+            config = config | {"model.name": OWN[framework]}
         return config | {"framework": framework, "run_dir": str(folder / name)}
 
-    made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in TRAININGS.items()]
+    made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
     made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
     short = MLP | {"max_steps": 8}
     made.append({"name": "partial", "kind": "partial", "steps": 8, "config": own("partial", MLP)})

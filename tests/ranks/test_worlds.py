@@ -33,6 +33,23 @@ def test_pytorch_equals_keras(worlds, training):
     assert distance(*trees)[0] < TOLERANCE, distance(*trees)
 
 
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_batch_normalization_apart_depends_on_the_world(worlds, framework, launcher, size):
+    """Or the test of "norm" could not fail; running statistics are equal on all ranks all the same."""
+    one, other = (worlds(framework, launcher, n).trees("norm-apart") for n in (1, size))
+    assert distance(one[0], other[0])[0] > 1e-3
+    assert {"statistics|norm.mean", "statistics|norm.variance"} <= one[0].keys()
+    assert all((other[0][k] == tree[k]).all() for tree in other for k in tree)
+    assert distance(worlds(framework, launcher, 1).trees("norm")[0], one[0])[0] < TOLERANCE, "one rank is whole"
+
+
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+def test_batch_normalization_apart_is_the_same_in_both_frameworks(worlds, launcher, size):
+    trees = [worlds(framework, launcher, size).trees("norm-apart")[0] for framework in FRAMEWORKS]
+    assert distance(*trees)[0] < TOLERANCE, distance(*trees)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("launcher", "size"), WORLDS)
 def test_all_ranks_end_with_the_same_bits(worlds, framework, launcher, size):

@@ -114,6 +114,12 @@ def test_combinations():
     assert "not both" in line
     (line,) = lines("optim.name=adam", "optim.momentum=0.9")
     assert "sgd" in line
+    (line,) = lines("optim.name=lamb", "optim.momentum=0.9")
+    assert "lars" in line
+    (line,) = lines("optim.name=lars", "optim.momentum=0.9", "optim.nesterov=true")
+    assert "optim.nesterov" in line
+    (line,) = lines("optim.name=lamb", "optim.trust_coefficient=0.1")
+    assert "optim.trust_coefficient: belongs to lars, not lamb" in line
     (line,) = lines("device=cpu", "devices=[0]")
     assert "devices" in line
 

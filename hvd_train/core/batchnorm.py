@@ -1,0 +1,45 @@
+"""Batch normalization's statistics over parts of a batch (Ioffe and Szegedy 2015), once for every framework.
+
+C is the number of channels, "values" are a channel's entries that count: those of samples, not of padding. One rank's
+part is a row [count, C means, C sums of squared deviations]; an empty part is a row of zeros.
+"""
+
+from __future__ import annotations
+
+from hvd_train.protocol import Ops, Tensor
+
+
+def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (ranks, 1 + 2 C) -> values per channel (1,), means (C,), biased variances (C,) of all parts together.
+
+    Deviations are added, not squares: nothing cancels where a mean is large (Chan, Golub and LeVeque 1983).
+    """
+    channels = (parts.shape[1] - 1) // 2
+    count, mean, spread = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    total = ops.add_rows(count)
+    some = ops.where(total > 0, total, 1.0)
+    center = ops.add_rows(count * mean) / some
+    return total, center, ops.add_rows(spread + count * (mean - center) ** 2) / some
+
+
+def running(
+    old: tuple[Tensor, Tensor], total: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """Running mean and variance, moved by ``share`` towards this batch's mean and unbiased variance.
+
+    They stay where they are if a channel has fewer than 2 values, which have no variance.
+    """
+    share = ops.where(total > 1, share, total * 0)
+    unbiased = variance * (total / ops.where(total > 1, total - 1, 1.0))
+    return old[0] + share * (mean - old[0]), old[1] + share * (unbiased - old[1])
+
+
+def input_gradient(
+    gradient: Tensor, normal: Tensor, factor: Tensor, counted: Tensor | float, means: tuple[Tensor, Tensor]
+) -> Tensor:
+    """dL/dx for y = scale normal + bias, normal = (x - mean) / deviation; ``factor`` is scale / deviation.
+
+    ``means`` are the sums of dL/dy and of dL/dy normal over all ranks, divided by the values per channel; ``counted``
+    is 1 for a value that entered the statistics and 0 for padding. Everything broadcasts to the shape of x.
+    """
+    return factor * (gradient - counted * (means[0] + normal * means[1]))

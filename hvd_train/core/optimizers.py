@@ -1,0 +1,53 @@
+"""Layer-wise optimizers for large batches, once for every framework.
+
+A function takes one tensor's weight, gradient and slots in one shape, and returns what is to be taken from the weight,
+then the new slots. ``o`` holds the keys of ``optim``. Norms are 2-norms over the whole tensor. Tensors of fewer than 2
+dimensions (biases, scales of a normalization) have ratio 1 and no weight decay, as both papers' authors train them.
+"""
+
+from __future__ import annotations
+
+from hvd_train.config.keys import OptimConfig
+from hvd_train.protocol import Ops, Tensor
+
+
+def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, Tensor]:
+    """m = momentum m + rate r (g + decay w), r = trust |w| / (|g| + decay |w| + eps); w -= m.
+
+    You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks". r is 1 where |w| or |g| is 0.
+    """
+    ratio: Tensor = 1.0
+    if len(w.shape) > 1:
+        norm, slope = _norm(w, ops), _norm(g, ops)
+        some = (norm > 0) & (slope > 0)
+        ratio = _ratio(o.trust_coefficient * norm, slope + o.weight_decay * norm + o.eps, some, ops)
+        g = g + o.weight_decay * w
+    m = o.momentum * m + rate * ratio * g
+    return m, m
+
+
+def lamb(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m, v, and u = m' / (sqrt(v') + eps) + decay w as in AdamW at step ``t`` (from 1, float64); w -= rate |w| / |u| u.
+
+    You et al. 2020, "Large Batch Optimization for Deep Learning". The ratio is 1 where |w| or |u| is 0.
+    """
+    m = o.betas[0] * m + (1 - o.betas[0]) * g
+    v = o.betas[1] * v + (1 - o.betas[1]) * g * g
+    corrections = [ops.cast(1 - beta**t, ops.dtype(g)) for beta in o.betas]
+    u = m / corrections[0] / ((v / corrections[1]) ** 0.5 + o.eps)
+    if len(w.shape) > 1:
+        u = u + o.weight_decay * w
+        norm, length = _norm(w, ops), _norm(u, ops)
+        u = _ratio(norm, length, (norm > 0) & (length > 0), ops) * u
+    return rate * u, m, v
+
+
+def _norm(x: Tensor, ops: Ops) -> Tensor:
+    return ops.sum_of_squares(x) ** 0.5
+
+
+def _ratio(a: Tensor, b: Tensor, some: Tensor, ops: Ops) -> Tensor:
+    """a / b where ``some`` holds, else 1."""
+    return ops.where(some, a / ops.where(some, b, 1.0), 1.0)

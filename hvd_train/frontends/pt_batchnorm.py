@@ -1,0 +1,130 @@
+"""Batch normalization on N ranks in PyTorch: what torch's own layers lack is added to the instances of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from hvd_train.core.batchnorm import combine, input_gradient, running
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Communicator, Ops
+
+
+class Context:
+    """What a model's layers share: the ranks that join their statistics, and what this forward pass is over."""
+
+    def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
+        self.communicator: Communicator = communicator if sync else Serial()
+        self.ops, self.empty = ops, False
+
+    def take(self, weights: torch.Tensor) -> None:
+        """A rank without samples computes on one row of padding; else a batch holds samples alone."""
+        self.empty = len(weights) == 1 and not weights.item()
+
+
+class _Joined(_BatchNorm):
+    """The forward pass in training; comes before the layer's own class, so names, buffers and evaluation stay."""
+
+    _context: Context
+    _wire: str
+
+    def forward(self, x):
+        if not self.training:
+            return _BatchNorm.forward(self, x)
+        alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
+        if alone and values > 1 and not self._context.empty:
+            return _BatchNorm.forward(self, x)  # torch's kernel, which refuses a single value
+        self._check_input_dim(x)
+        return _Normalize.apply(x, self.weight, self.bias, self)
+
+    def _follow(self, total, mean, variance):
+        """Moves the running statistics."""
+        if self.running_mean is None or not self.track_running_stats:
+            return
+        share = self.momentum
+        if share is None:  # the mean over all batches
+            self.num_batches_tracked.add_((total > 0).long()[0])
+            share = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
+        old = self.running_mean, self.running_var
+        total, mean, variance = (x.to(old[0].dtype) for x in (total, mean, variance))
+        new = running(old, total, mean, variance, share, self._context.ops)
+        for target, value in zip(old, new, strict=True):
+            target.copy_(value)
+
+
+class _Normalize(torch.autograd.Function):
+    """One allgather forward, one allreduce backward. x: (n, C, ...); the wire's row: [count, means, deviations]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        context, wide = layer._context, _wide(x)
+        part = wide.new_zeros(1, 1 + 2 * x.shape[1])
+        if not context.empty:
+            variance, mean = torch.var_mean(wide, _others(x), correction=0)
+            count = x.numel() // x.shape[1]
+            part = torch.cat([mean.new_full((1,), count), mean, variance * count]).unsqueeze(0)
+        communicator = context.communicator
+        parts = communicator.synchronize(communicator.allgather_async(part, f"{layer._wire}.forward"))
+        total, mean, variance = combine(parts, context.ops)
+        layer._follow(total, mean, variance)
+        inverse = torch.rsqrt(variance + layer.eps)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
+        ctx.layer, ctx.counted, ctx.has_bias = layer, 0.0 if context.empty else 1.0, bias is not None
+        y = (wide - _along(mean, x)) * _along(inverse if weight is None else inverse * weight, x)
+        return (y if bias is None else y + _along(bias, x)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        x, weight, mean, inverse, total = ctx.saved_tensors
+        communicator, gradient = ctx.layer._context.communicator, _wide(gradient)
+        normal = (_wide(x) - _along(mean, x)) * _along(inverse, x)
+        # The parameters' gradients stay this rank's own: the exchange adds them like all others.
+        bias_gradient, weight_gradient = gradient.sum(_others(x)), (gradient * normal).sum(_others(x))
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([bias_gradient, weight_gradient])
+            handle = communicator.allreduce_async(sums, f"{ctx.layer._wire}.backward")
+            first, second = communicator.synchronize(handle) / total.clamp(min=1)
+            factor = _along(inverse if weight is None else inverse * weight, x)
+            means = _along(first, x), _along(second, x)
+            x_gradient = input_gradient(gradient, normal, factor, ctx.counted, means).to(x.dtype)
+        weight_gradient = None if weight is None else weight_gradient.to(weight.dtype)
+        bias_gradient = bias_gradient.to(weight.dtype) if ctx.has_bias else None
+        return x_gradient, weight_gradient, bias_gradient, None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Statistics need 32 bits at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _others(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool) -> Context:
+    """Gives every batch normalization of ``model`` the context; the instances change their class, nothing else."""
+    context = Context(communicator, ops, sync)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        kind, where = type(layer), f"model layer {name or type(layer).__name__}"
+        if kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+            if sync:
+                raise ConfigError(
+                    f"{kind.__name__} has a forward of its own", where=where, fix="set sync_batchnorm: false"
+                )
+            continue
+        if sync and not layer.track_running_stats:
+            what = "track_running_stats=False normalizes an evaluation by its own batches, which depend on the ranks"
+            raise ConfigError(what, where=where, fix="set sync_batchnorm: false, or track the statistics")
+        if layer.momentum is not None:
+            layer.num_batches_tracked = None  # no arithmetic uses it, and Keras has none: checkpoints cross
+        layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})
+    return context

@@ -1,0 +1,114 @@
+"""Batch normalization on N ranks in Keras: what Keras' own layer lacks is added to the instances of a model.
+
+Keras counts padding as samples, keeps the biased variance, and adds nothing over ranks outside ``tf.distribute``.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from hvd_train.core.batchnorm import combine, input_gradient, running
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Communicator, Ops, Tensor
+
+
+class Context:
+    """What a model's layers share: the ranks that join their statistics, and the samples' weights being traced."""
+
+    def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
+        self.communicator: Communicator = communicator if sync else Serial()
+        self.ops = ops
+        self.weights: Tensor = None  # (length,): 1 for a sample, 0 for padding
+
+
+class _Joined(keras.layers.BatchNormalization):
+    """The call in training; comes before the layer's own class, so names, variables and evaluation stay."""
+
+    _context: Context
+    _wire: str
+
+    def call(self, inputs, training=None, mask=None):
+        if not (training and self.trainable):
+            return super().call(inputs, training=training, mask=mask)
+        dtype = keras.backend.result_type(inputs.dtype, "float32")
+        x = tf.cast(inputs, dtype)
+        scale = tf.ones_like(self.moving_mean) if self.gamma is None else self.gamma
+        bias = tf.zeros_like(self.moving_mean) if self.beta is None else self.beta
+        y, total, mean, variance = self._normalize(
+            x, self._counted(x, mask), tf.cast(scale, dtype), tf.cast(bias, dtype)
+        )
+        own = self.moving_mean.dtype
+        total, mean, variance = (tf.cast(value, own) for value in (total, mean, variance))
+        old = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
+        new = running(old, total, mean, variance, 1.0 - self.momentum, self._context.ops)
+        self.moving_mean.assign(new[0])
+        self.moving_variance.assign(new[1])
+        return tf.cast(y, self.compute_dtype)
+
+    def _counted(self, x, mask):
+        """1 for values that count and 0 for others: the shape of x with a channel axis of 1, other axes 1 or whole."""
+        weights = tf.cast(self._context.weights, x.dtype)
+        rows, length = x.shape[0], weights.shape[0]
+        if rows != length:  # (samples, time, ...) merged into (samples time, ...)
+            if rows is not None and rows % length:
+                what = f"batch normalization over a first axis of {rows} for {length} samples"
+                raise ConfigError(what, where=f"model layer {self.name}", fix="keep the samples in the first axis")
+            weights = tf.repeat(weights, tf.shape(x)[0] // length)
+        counted = tf.reshape(weights, [-1] + [1] * (len(x.shape) - 1))
+        if mask is not None:
+            counted *= tf.expand_dims(tf.cast(mask, x.dtype), self.axis)
+        return counted
+
+    def _normalize(self, x, counted, scale, bias):
+        """(y, values per channel (1,), means (C,), biased variances (C,)); one allgather, backward one allreduce."""
+        context, axis, channels = self._context, self.axis % len(x.shape), x.shape[self.axis]
+        communicator = context.communicator
+        others = [i for i in range(len(x.shape)) if i != axis]
+        along = [channels if i == axis else 1 for i in range(len(x.shape))]
+
+        @tf.custom_gradient
+        def normalize(x, counted, scale, bias):
+            repeats = tf.size(x, tf.int64) // (tf.size(counted, tf.int64) * channels)
+            count = tf.reduce_sum(counted) * tf.cast(repeats, x.dtype)
+            mean = tf.math.divide_no_nan(tf.reduce_sum(counted * x, others), count)
+            spread = tf.reduce_sum(counted * tf.square(x - tf.reshape(mean, along)), others)
+            part = tf.concat([[count], mean, spread], 0)[None]
+            parts = communicator.synchronize(communicator.allgather_async(part, f"{self._wire}.forward"))
+            total, mean, variance = combine(tf.ensure_shape(parts, (None, 1 + 2 * channels)), context.ops)
+            inverse = tf.math.rsqrt(variance + self.epsilon)
+            normal = (x - tf.reshape(mean, along)) * tf.reshape(inverse, along)
+
+            def backward(gradient, *_):
+                # The parameters' gradients stay this rank's own: the exchange adds them like all others.
+                own = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
+                handle = communicator.allreduce_async(tf.stack(own), f"{self._wire}.backward")
+                means = communicator.synchronize(handle) / tf.maximum(total, 1.0)
+                factor, first, second = (tf.reshape(v, along) for v in (scale * inverse, means[0], means[1]))
+                return input_gradient(gradient, normal, factor, counted, (first, second)), None, own[1], own[0]
+
+            y = normal * tf.reshape(scale, along) + tf.reshape(bias, along)
+            return (y, total, mean, variance), backward
+
+        return normalize(x, counted, scale, bias)
+
+
+def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
+    """Gives every batch normalization of ``model`` the context; the instances change their class, nothing else."""
+    context, own = Context(communicator, ops, sync), keras.layers.BatchNormalization
+    for number, layer in enumerate(model._flatten_layers()):
+        if not isinstance(layer, own) or isinstance(layer, _Joined):
+            continue
+        kind, where = type(layer), f"model layer {layer.name}"
+        if kind.call is not own.call:
+            if sync:
+                raise ConfigError(
+                    f"{kind.__name__} has a call of its own", where=where, fix="set sync_batchnorm: false"
+                )
+            continue
+        if layer.renorm:
+            raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
+        attributes = {"_context": context, "_wire": f"batchnorm.{number}.{layer.name}"}
+        layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
+    return context

@@ -30,7 +30,7 @@ from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.environment import World, rank_settings, threads, world
+from hvd_train.launch.environment import World, keep_memory, rank_settings, threads, world
 from hvd_train.protocol import Communicator, Compressor, FrontEnd
 
 FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
@@ -278,6 +278,7 @@ def train(job: Job, resume: str | None = None, allow_change: Sequence[str] = ())
     if resume is not None:
         log.truncate_after(trainer.progress.step)
     log.message(_banner(job, trainer, snapshot))
+    keep_memory()  # from here on: what the set-up freed has gone back
     summary = trainer.fit()
     log.summary(summary)
     log.message(_closing(summary, run_dir))

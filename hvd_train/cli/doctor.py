@@ -14,12 +14,12 @@ from time import perf_counter
 import numpy as np
 
 from hvd_train.errors import TrainError
-from hvd_train.launch.environment import rank_settings, threads, world
+from hvd_train.launch.environment import World, rank_settings, threads, world
 from hvd_train.launch.local import command, environment, find_tool
 from hvd_train.report.tables import table
 
 FRAMEWORKS = {"pytorch": ("torch", "horovod.torch"), "tensorflow": ("tensorflow", "horovod.tensorflow")}
-SECONDS = 120
+SECONDS, RANKS = 120, 2
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 # In a process of its own: a broken framework must not take the doctor with it.
 LOOK = """
@@ -83,6 +83,8 @@ def doctor(verbose: bool) -> int:
             )
             rows.append((framework, f"{facts['version']}; Horovod with {built}; {facts['gpus']} GPUs", _advice(facts)))
     print(table(["what", "found", "what to do"], rows), flush=True)
+    print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
+    print(table(["setting", "value", "chosen by"], _settings()), flush=True)
     usable = [framework for framework, facts in found.items() if "error" not in facts]
     print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
     probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
@@ -92,6 +94,19 @@ def doctor(verbose: bool) -> int:
         _version(*p) and "error" in found[f] for f, p in (("pytorch", ("torch",)), ("tensorflow", ("tensorflow-cpu",)))
     )
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
+
+
+def _settings() -> list[tuple[str, str, str]]:
+    """What a rank of ``-np`` would choose: threads, binding, and the variables of Horovod, MPI and the frameworks."""
+    rank = World(0, RANKS, 0, RANKS, "mpirun")
+    count = threads("auto", rank)
+    line = command(RANKS, "mpirun", [])
+    chosen = rank_settings(rank, "pytorch", count, False) | rank_settings(rank, "tensorflow", count, False)
+    rows = [("threads", str(count), "hvd_train" if "OMP_NUM_THREADS" not in os.environ else "you")]
+    rows.append(("binding (-np)", line[line.index("--bind-to") + 1], "hvd_train"))
+    for name, value in chosen.items():
+        rows.append((name, os.environ.get(name, value), "you" if name in os.environ else "hvd_train"))
+    return rows
 
 
 def _can(facts: dict, tool: str) -> bool:
@@ -105,7 +120,7 @@ def _advice(facts: dict) -> str:
 
 
 def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
-    line = command(2, tool, ["probe", "--framework", framework])
+    line = command(RANKS, tool, ["probe", "--framework", framework])
     try:
         done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 
-def first_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    """float64 arrays in neutral order for {neutral name: shape}.
+def first_weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """float64 array in neutral order for a neutral name and shape.
 
     Kernels are normal with variance 2 / fan-in (He et al. 2015, "Delving Deep into Rectifiers"), the last axis being
     the output; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own
     generator, drawn from (seed, name), so that adding a layer changes no other.
     """
-    return {name: _draw(name, shape, seed) for name, shape in shapes.items()}
-
-
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     kind = name.rpartition(".")[2]
     if kind == "bias":
         return np.zeros(shape)
@@ -27,4 +22,5 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     normal = np.random.default_rng(np.frombuffer(digest, np.uint32)).standard_normal(shape)
-    return normal * (0.02 if kind == "embedding" else math.sqrt(2.0 / math.prod(shape[:-1])))
+    normal *= 0.02 if kind == "embedding" else math.sqrt(2.0 / math.prod(shape[:-1]))
+    return normal

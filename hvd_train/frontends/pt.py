@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.config import Config
-from hvd_train.core.initial import first_weights
+from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
@@ -123,18 +124,31 @@ class HorovodTorch(HorovodCommunicator):
 
 
 class Flat:
-    """One bucket: a flat weight that the optimizer sees, a flat gradient, and the parameters as views of both."""
+    """One bucket: a flat weight that the optimizer sees, a flat gradient, and the parameters as views of both.
 
-    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter]) -> None:
-        self.names, self.shapes = names, [p.shape for p in parameters]
-        self.weight = torch.nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory.
+    """
+
+    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool) -> None:
+        self.names, self.channels_last = names, channels_last
+        self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
+        self.weight = torch.nn.Parameter(torch.cat([self._stored(p.detach()).reshape(-1) for p in parameters]))
         self.gradient = self.weight.grad = torch.zeros_like(self.weight)
         for p, w, g in zip(parameters, self.views(self.weight.data), self.views(self.gradient), strict=True):
             p.data, p.grad = w, g
 
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(flat, [shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        parts = torch.split(flat, [math.prod(shape) for shape in self.shapes])
+        views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
+
+
+def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    """A parameter's shape in the order of memory."""
+    return (shape[0], *shape[2:], shape[1]) if channels_last and len(shape) == 4 else tuple(shape)
 
 
 def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
@@ -188,19 +202,42 @@ class PyTorchFrontEnd(StateTree):
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
+        self._channels_last = self._takes_channels_last(own_shape)
         self._flats: list[Flat] = []
         if table:
-            first = first_weights({self.layouts[n].name: self.layouts[n].shape for n in self._trainable}, config.seed)
-            self._set({n: self.layouts[n].from_neutral(first[self.layouts[n].name]) for n in self._trainable})
+            for name in self._trainable:
+                layout = self.layouts[name]
+                self._set({name: layout.from_neutral(first_weight(layout.name, layout.shape, config.seed))})
+
+    def _takes_channels_last(self, shape: tuple[int, ...]) -> bool:
+        """Whether images and kernels lie channels last: a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
+
+        Models whose forward insists on the other order (``view`` after a convolution) keep it.
+        """
+        kernels = any(p.dim() == 4 for p in self.model.parameters())
+        if not (self._images and kernels) or (self.device.type == "cuda" and self.config.precision not in MIXED):
+            return False
+        self.model.to(memory_format=torch.channels_last)
+        images = torch.zeros(2, *shape, dtype=self.dtype, device=self.device)
+        try:
+            with torch.inference_mode(), self._mixed:
+                self.model.eval()(images.to(memory_format=torch.channels_last))
+        except RuntimeError:
+            self.model.to(memory_format=torch.contiguous_format)
+            return False
+        return True
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
-        return [TensorSpec(self.layouts[n].name, tuple(p.shape), dtype) for n, p in self._trainable.items()]
+        shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._trainable.items()}
+        return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())
-        self._flats = [Flat([names[i] for i in b], [parameters[i] for i in b]) for b in exchange.buckets]
+        self._flats = [
+            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last) for b in exchange.buckets
+        ]
         self._optimizer = make_optimizer(self.config, self._flats)
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
         # Per bucket, the gradients that backward still owes; None outside of a step's last backward.
@@ -245,6 +282,8 @@ class PyTorchFrontEnd(StateTree):
         inputs = torch.from_numpy(batch.inputs[:rows]).to(self.device, self.dtype, non_blocking=True)
         if self._images:
             inputs = inputs.permute(0, 3, 1, 2)
+            if not self._channels_last:
+                inputs = inputs.contiguous()
         labels = torch.from_numpy(batch.labels[:rows]).to(self.device, non_blocking=True)
         return inputs, labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.core.initial import first_weights
+from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
@@ -156,9 +156,9 @@ class TensorFlowFrontEnd(StateTree):
             for path, v in {**self._trainable, **self._fixed}.items()
         }
         if table:
-            first = first_weights({self.layouts[p].name: self.layouts[p].shape for p in self._trainable}, config.seed)
             for path, variable in self._trainable.items():
-                variable.assign(self.layouts[path].from_neutral(first[self.layouts[path].name]))
+                layout = self.layouts[path]
+                variable.assign(layout.from_neutral(first_weight(layout.name, layout.shape, config.seed)))
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]

@@ -110,5 +110,6 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         if layer.renorm:
             raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
         attributes = {"_context": context, "_wire": f"batchnorm.{number}.{layer.name}"}
+        attributes["__module__"] = kind.__module__  # a saved model names Keras' own class
         layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
     return context

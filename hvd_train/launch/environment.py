@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Mapping
@@ -93,7 +94,26 @@ def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dic
             # A rank that waits must not take the core from one that computes.
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
+        # A rank that has nothing to exchange leaves its background thread asleep (our patch of Horovod).
+        settings["HOROVOD_IDLE_WAIT_MS"] = "10"
         if here.launcher != "horovodrun" or "OMPI_COMM_WORLD_RANK" in os.environ:
             # MPI answers in microseconds; at Horovod's 1 ms a small model's step is mostly waiting.
             settings |= {"HOROVOD_CYCLE_TIME": "0.1"}
     return settings
+
+
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
+KEPT_BYTES = (1 << 30, (1 << 31) - 1)
+
+
+def keep_memory() -> bool:
+    """Lets this process keep memory that it frees; False: the C library has no such switch, or the user set another.
+
+    glibc hands large blocks back to the kernel at once, and every step takes them again, page by page: a million page
+    faults in 500 steps of SINGA's CNN, a seventh of its time. Peak memory stays the same.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    pairs = zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), KEPT_BYTES, strict=True)
+    return mallopt is not None and all([mallopt(option, value) for option, value in pairs])

@@ -44,6 +44,7 @@ class Engine:
     name: str
     launcher: str
     exchange: dict = field(default_factory=dict)
+    env: tuple = ()
     whole_losses: bool = True  # its losses are those of the global batch
 
 
@@ -52,6 +53,10 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours", "mpirun"),
         Engine(framework, "ours again", "mpirun"),
         Engine(framework, "ours, Gloo", "gloo"),
+        *(
+            Engine(framework, f"ours {k}", "mpirun", env=tuple(v.split("=")))
+            for k, v in json.loads(os.environ.get("VARIANTS", "{}")).items()
+        ),
     ]
     alone = [
         Engine(framework, "copies", "copies", whole_losses=False),
@@ -59,6 +64,9 @@ def engines(framework: str, model: str) -> list[Engine]:
     ]
     if framework == "pytorch":
         peers = [Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD")]
+        if model in ("cnn", "resnet"):  # the memory order that ours takes by itself
+            peers.append(Engine(framework, "DDP, channels last", "torchrun"))
+            alone.append(Engine(framework, "copies, channels last", "copies", whole_losses=False))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
         return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
     # Legacy Keras has no keras.ops, which these two models are written with.
@@ -124,6 +132,7 @@ class Running:
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1"}
         if not engine.name.startswith("ours"):  # ours finds its own
             env["OMP_NUM_THREADS"] = str(os.cpu_count() if engine.launcher == "one" else 1)
+        env |= dict([engine.env]) if engine.env else {}
         with open(self.log, "w") as log:
             for line, extra in lines(engine, work):
                 self.parents.append(

@@ -79,6 +79,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
     from hvd_train.config import Config
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
+    from hvd_train.launch.environment import keep_memory
 
     class Counting(NullLog):
         def progress(self, *args) -> None:
@@ -95,10 +96,11 @@ def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
     with run._job(config, False) as job:
         run.connect(job, config.exchange.compression)
         trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), Counting())
+        keep_memory()
         trainer.fit()
 
 
-def prepared(framework: str, model: str, rank: int, size: int):
+def prepared(framework: str, model: str, rank: int, size: int, channels_last: bool = False):
     """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
     import importlib
 
@@ -119,6 +121,9 @@ def prepared(framework: str, model: str, rank: int, size: int):
         batches.append(frontend.place(step.micro_batches[0])[:2])
         if len(batches) == BATCHES:
             break
+    if framework == "pytorch" and not channels_last:  # as one writes it by hand
+        frontend.model.to(memory_format=sys.modules["torch"].contiguous_format)
+        batches = [(x.contiguous(), y) for x, y in batches]
     return frontend.model, batches
 
 
@@ -133,12 +138,19 @@ def torch_loss(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def bare_pytorch(model: str, count: Count, wrap: Callable, optimize: Callable | None = None, size: int = 2) -> None:
+def bare_pytorch(
+    model: str,
+    count: Count,
+    wrap: Callable,
+    optimize: Callable | None = None,
+    size: int = 2,
+    channels_last: bool = False,
+) -> None:
     """The loop one writes by hand; ``wrap(model)`` makes it parallel, ``optimize(optimizer, model)`` likewise."""
     import torch
 
     rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-    net, batches = prepared("pytorch", model, rank, size)
+    net, batches = prepared("pytorch", model, rank, size, channels_last)
     net.train()
     wrapped = wrap(net)
     optimizer = torch.optim.SGD(net.parameters(), fused=True, **SGD)
@@ -285,7 +297,7 @@ def multi_worker(model: str, count: Count) -> None:
     import importlib
 
     from hvd_train.config import Config
-    from hvd_train.core.initial import first_weights
+    from hvd_train.core.initial import first_weight
     from hvd_train.data.loader import Loader
     from hvd_train.data.sources import open_data
 
@@ -306,9 +318,8 @@ def multi_worker(model: str, count: Count) -> None:
             data.input_shape, data.num_classes, **options
         )
         names = [v.name.split(":")[0].replace("/", ".") for v in net.trainable_variables]
-        first = first_weights({n: tuple(v.shape) for n, v in zip(names, net.trainable_variables, strict=True)}, 0)
         for name, variable in zip(names, net.trainable_variables, strict=True):
-            variable.assign(first[name])
+            variable.assign(first_weight(name, tuple(variable.shape), 0))
         net.compile(
             tf_keras.optimizers.SGD(SGD["lr"], SGD["momentum"]),
             tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -334,10 +345,17 @@ def multi_worker(model: str, count: Count) -> None:
     net.fit(dataset, epochs=10**6, steps_per_epoch=10**6, verbose=0, callbacks=[Tick()])
 
 
+def bare_pytorch_copy(model: str, count: Count, channels_last: bool) -> None:
+    os.environ["RANK"] = os.environ.get("COPY", "0")
+    bare_pytorch(model, count, lambda net: net, size=2, channels_last=channels_last)
+
+
 PYTORCH: dict[str, Callable] = {
-    "copies": lambda model, count: bare_pytorch_copy(model, count),
+    "copies": lambda model, count: bare_pytorch_copy(model, count, False),
+    "copies, channels last": lambda model, count: bare_pytorch_copy(model, count, True),
     "one process": lambda model, count: bare_pytorch(model, count, lambda net: net, size=1),
     "DDP": lambda model, count: bare_pytorch(model, count, ddp()),
+    "DDP, channels last": lambda model, count: bare_pytorch(model, count, ddp(), channels_last=True),
     "DDP fp16": lambda model, count: bare_pytorch(model, count, ddp("fp16")),
     "DDP PowerSGD": lambda model, count: bare_pytorch(model, count, ddp("powersgd")),
     "Lightning": lightning,
@@ -349,11 +367,6 @@ TENSORFLOW: dict[str, Callable] = {
     "one process": lambda model, count: bare_tensorflow(model, count, 1),
     "MultiWorker": multi_worker,
 }
-
-
-def bare_pytorch_copy(model: str, count: Count) -> None:
-    os.environ["RANK"] = os.environ.get("COPY", "0")
-    bare_pytorch(model, count, lambda net: net, size=2)
 
 
 def main() -> None:

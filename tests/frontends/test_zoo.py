@@ -51,6 +51,7 @@ def training_logits(frontend, placed):
     inputs = placed[0]
     if frontend.config.framework == "pytorch":
         return frontend.ops.to_numpy(frontend.model.train()(inputs))
+    frontend._batchnorm.weights = placed[2]  # as a step does while it is traced
     return frontend.ops.to_numpy(frontend.model(inputs, training=True))
 
 
@@ -153,8 +154,9 @@ def test_padding_of_token_samples_counts_for_nothing(framework):
     frontend = opened(framework, GPT, (10,), 11)
     part = batch((10,), 11, count=4)
     scored = frontend.ops.to_numpy(frontend.score(frontend.place(part)))
-    logits = frontend.predict(frontend.place(part))
-    np.testing.assert_allclose(scored, expected_sums(logits, part.labels, part.weights), rtol=1e-12)
+    logits = frontend.predict(frontend.place(part))[:4]
+    expected = expected_sums(logits, part.labels[:4], part.weights[:4])
+    np.testing.assert_allclose(scored, expected, rtol=1e-12)
     assert scored[2] == 4
 
 
@@ -252,16 +254,6 @@ def test_keras_saves_and_loads_the_models(name):
     again.set_weights(frontend.model.get_weights())
     inputs = frontend.place(batch(shape, classes))[0]
     np.testing.assert_allclose(again(inputs), frontend.model(inputs), rtol=1e-13)
-
-
-def test_batch_norms_counter_is_no_state_where_it_is_not_used():
-    import torch
-
-    from hvd_train.frontends.pt import _unused_counters
-
-    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, momentum=None))
-    assert _unused_counters(layers) == {"0.num_batches_tracked"}
-    assert _unused_counters(torch.nn.BatchNorm1d(2)) == {"num_batches_tracked"}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -38,17 +38,38 @@ TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
 APART = {"norm-apart": NORM}
 COMPRESSED = {
     "fp16": {"compression": "fp16"},
+    "bf16": {"compression": "bf16"},
     "int8": {"compression": "int8"},
     "topk": {"compression": "topk", "ratio": 0.05},
     "threshold": {"compression": "threshold", "threshold": 0.002},
     "powersgd": {"compression": "powersgd", "rank": 2},
 }
-# Settings under which a compressor leaves nothing out: the result must be that of no compression.
+# Weights that go apart and come together.
+LOOSE = {
+    "partial": {"mode": "partial", "partial_fraction": 0.3},
+    "local": {"mode": "local_sgd", "local_steps": 3},
+}
+# Settings under which nothing is left out: the result must be that of plain gradients.
 FULL = {
     "full-topk": {"compression": "topk", "ratio": 1},
     "full-threshold": {"compression": "threshold", "threshold": 0},
     "full-powersgd": {"compression": "powersgd", "rank": 1000},
+    "full-partial": {"mode": "partial", "partial_fraction": 1},
+    "full-local": {"mode": "local_sgd", "local_steps": 1},
 }
+MIXED = {
+    "16-mixed": {"precision": "16-mixed"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed-topk": {"precision": "16-mixed", "exchange": {"compression": "topk", "ratio": 0.2}},
+}
+# One layer is large enough to be compressed; 48 samples are equal shares for 1 to 4 ranks.
+SHORT = MLP | {"model.hidden": [96], "global_batch_size": 48, "max_steps": 8}
+# Slots differ between ranks whose weights go apart, and must come back to their own.
+MOMENTUM = {name: {"optim.momentum": 0.9} for name in LOOSE}
+CNN_CUT = CNN | {"max_steps": 12}
+# Layers used or not as the samples have it, on each rank in another way; tied, frozen and sparse ones among them.
+CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
+CHANGING.pop("model.hidden")
 
 
 def cases(framework: str, size: int, folder: Path) -> list[dict]:
@@ -59,14 +80,28 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
 
     made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
     made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
-    short = MLP | {"max_steps": 8}
-    made.append({"name": "partial", "kind": "partial", "steps": 8, "config": own("partial", MLP)})
-    for name, exchange in (COMPRESSED | FULL).items():
-        made.append({"name": name, "kind": "train", "config": own(name, short | {"exchange": exchange})})
-    made.append({"name": "plain", "kind": "train", "config": own("plain", short)})
+    for name, exchange in (COMPRESSED | FULL | LOOSE).items():
+        config = SHORT | {"exchange": exchange} | MOMENTUM.get(name, {})
+        made.append({"name": name, "kind": "train", "config": own(name, config)})
+    for name, keys in MIXED.items():
+        made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
+    made.append({"name": "auto", "kind": "train", "config": own("auto", SHORT | {"exchange.compression": "auto"})})
+    watched = SHORT | {"exchange": COMPRESSED["topk"] | {"truth_every_n_steps": 3}}
+    made.append({"name": "watched", "kind": "train", "config": own("watched", watched)})
+    made.append({"name": "overflow", "kind": "overflow", "config": own("overflow", SHORT | {"precision": "16-mixed"})})
+    made.append({"name": "adasum-verb", "kind": "adasum", "config": own("a", SHORT | {"exchange.op": "adasum"})})
+    if framework == "pytorch":
+        made.append(
+            {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}
+        )
+        made.append({"name": "no-overlap", "kind": "train", "config": own("no-overlap", CNN_CUT)})
+        for name in ("overlap", "no-overlap"):
+            changing = CHANGING | {"exchange.overlap": name == "overlap"}
+            made.append({"name": f"changing-{name}", "kind": "train", "config": own(f"changing-{name}", changing)})
+    made.append({"name": "plain", "kind": "train", "config": own("plain", SHORT)})
     # Interrupted within an epoch: each rank's residual must come back to it.
-    for name, exchange in COMPRESSED.items():
-        config = own(f"{name}-cut", short | {"exchange": exchange})
+    for name, exchange in (COMPRESSED | LOOSE).items():
+        config = own(f"{name}-cut", SHORT | {"exchange": exchange} | MOMENTUM.get(name, {}))
         made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
         made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})
     made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]

@@ -24,7 +24,6 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import rank_settings, world
-from tests.toys import Apart
 
 SECONDS = 240
 
@@ -38,6 +37,10 @@ def train(case, module, communicator, folder):
     """Trains as ``fit`` does; the final tree and the summary are the result."""
     job = job_of(case, module, communicator)
     summary = run.train(job, case.get("resume"))
+    metrics = Path(job.config.run_dir) / "metrics.jsonl"
+    if communicator.rank == 0:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        summary["truth"] = [row for row in rows if row["event"] == "compression"]
     residuals = [array for array in job.frontend.local_state().values() if array.ndim]
     summary["residual"] = float(sum(np.abs(array).sum() for array in residuals))
     tree = {key.replace("/", "|"): array for key, array in job.frontend.state().items()}
@@ -45,20 +48,35 @@ def train(case, module, communicator, folder):
     return summary
 
 
-def partial(case, module, communicator, folder):
-    """Each rank applies its own gradient, then all weights are averaged: for plain SGD that is gradient averaging."""
+def connected(case, module, communicator):
     job = job_of(case, module, communicator)
+    run.connect(job, "none")
+    return job
+
+
+def overflow(case, module, communicator, folder):
+    """Gradients of one rank alone overflow: every rank leaves the step out, and takes the next."""
+    job = connected(case, module, communicator)
     frontend = job.frontend
-    frontend.connect(Apart(frontend.specs(), frontend.packing))
-    for number, step in enumerate(job.loader("train").epoch(0)):
-        (batch,) = step.micro_batches
-        frontend.step(frontend.place(batch), communicator.size / step.count, number, 0.05)
-        frontend.average()
-        if number + 1 == case["steps"]:
-            break
-    tree = {key.replace("/", "|"): array for key, array in frontend.state().items()}
-    np.savez(folder / f"{case['name']}.{communicator.rank}.npz", **tree)
-    return {}
+    before, found = frontend.state(), []
+    (good,) = next(job.loader("train").epoch(0)).micro_batches
+    bad = dataclasses.replace(good, inputs=good.inputs * np.float32(1e30))
+    for batch in (bad if communicator.rank == communicator.size - 1 else good, good):
+        frontend.step(frontend.place(batch), 1.0, 0, 0.1, 1.0)
+        after = frontend.state()
+        found.append([frontend.finite(), all((before[k] == after[k]).all() for k in before)])
+    return {"steps": found, "finite": all(np.isfinite(x).all() for x in after.values())}
+
+
+def adasum(case, module, communicator, folder):
+    """Of two known vectors; and the error where it cannot be."""
+    ops, x = module.cpu_ops(), np.array([[1.0, 2.0, 3.0], [-2.0, 0.5, 4.0]])[communicator.rank % 2]
+    try:
+        run.connect(job_of(case, module, communicator), "none")
+    except TrainError as error:
+        return {"text": str(error), "common": error.common}
+    total = communicator.synchronize(communicator.allreduce_async(ops.from_numpy(x), "adasum", "adasum"))
+    return {"found": ops.to_numpy(total).tolist()}
 
 
 def verbs(case, module, communicator, folder):
@@ -107,13 +125,13 @@ def same_facts(case, module, communicator, folder):
 
 
 def evaluation(case, module, communicator, folder):
-    job = job_of(case, module, communicator)
+    job = connected(case, module, communicator)
     return dataclasses.asdict(evaluate(job.frontend, job.loader("train").evaluation()))
 
 
 def average(case, module, communicator, folder):
     """Weights that differ by rank become their mean, the named ones only."""
-    job = job_of(case, module, communicator)
+    job = connected(case, module, communicator)
     before = job.frontend.state()
     shifted = {k: v + communicator.rank for k, v in before.items() if k.startswith("weights/")}
     job.frontend.load(shifted)
@@ -126,7 +144,7 @@ def average(case, module, communicator, folder):
     return {"named": float(named), "others": float(others)}
 
 
-KINDS = {f.__name__: f for f in (train, partial, verbs, disagree, one_fails, same_facts, evaluation, average)}
+KINDS = {f.__name__: f for f in (train, overflow, adasum, verbs, disagree, one_fails, same_facts, evaluation, average)}
 
 
 def main() -> int:

@@ -94,27 +94,18 @@ class TorchOps:
         return torch.isfinite(x).all()
 
 
-PIECE_BYTES = int(os.environ.get("PIECE", 8 << 20))
-
-
 class HorovodTorch(HorovodCommunicator):
     module = "horovod.torch"
 
     def allreduce_async(self, x, name, op="sum"):
-        """In place. Large flat tensors travel in pieces: shared memory is faster on what a cache can hold."""
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        if op != "sum" or x.dim() != 1 or x.numel() * x.element_size() <= PIECE_BYTES:
-            return x, [self.hvd.allreduce_async_(x, name=name, op=ops[op])]
-        pieces = torch.split(x, PIECE_BYTES // x.element_size())
-        return x, [self.hvd.allreduce_async_(p, name=f"{name}.{k}", op=ops[op]) for k, p in enumerate(pieces)]
+        return self.hvd.allreduce_async_(x, name=name, op=ops[op])
 
     def allgather_async(self, x, name):
-        return None, [self.hvd.allgather_async(x, name=name)]
+        return self.hvd.allgather_async(x, name=name)
 
     def synchronize(self, handle):
-        whole, handles = handle
-        *_, last = [self.hvd.synchronize(h) for h in handles]
-        return last if whole is None else whole
+        return self.hvd.synchronize(handle)
 
     def _broadcast(self, data, root, name):
         return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()

@@ -262,6 +262,10 @@ class TensorFlowFrontEnd(StateTree):
         return [tuple(v.value() for v in state) for state in self._exchange_state]
 
     def _update(self, gradients, learning_rate) -> None:
+        if self._device == "/CPU:0":
+            # The thread that carries a transfer would take the time from those that compute.
+            with tf.control_dependencies(gradients):
+                gradients = [tf.identity(g) for g in gradients]
         flats, states = self._flat(gradients), self._states()
         started = [self.exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
         reduced, states = self.exchange.finish(started)

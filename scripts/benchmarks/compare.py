@@ -44,7 +44,6 @@ class Engine:
     name: str
     launcher: str
     exchange: dict = field(default_factory=dict)
-    env: tuple = ()
     whole_losses: bool = True  # its losses are those of the global batch
 
 
@@ -53,10 +52,6 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours", "mpirun"),
         Engine(framework, "ours again", "mpirun"),
         Engine(framework, "ours, Gloo", "gloo"),
-        *(
-            Engine(framework, f"ours {k}", "mpirun", env=tuple(v.split("=")))
-            for k, v in json.loads(os.environ.get("VARIANTS", "{}")).items()
-        ),
     ]
     alone = [
         Engine(framework, "copies", "copies", whole_losses=False),
@@ -132,7 +127,6 @@ class Running:
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1"}
         if not engine.name.startswith("ours"):  # ours finds its own
             env["OMP_NUM_THREADS"] = str(os.cpu_count() if engine.launcher == "one" else 1)
-        env |= dict([engine.env]) if engine.env else {}
         with open(self.log, "w") as log:
             for line, extra in lines(engine, work):
                 self.parents.append(
@@ -182,27 +176,22 @@ class Running:
         """One turn: at least ``seconds`` and four steps, counted from step end to step end."""
         self.go()
         time.sleep(SETTLE_SECONDS)
-        steps, began = self._next_step()
+        steps, began = self._when(lambda mark, first: mark[0] > first[0], 0.001)
         cpu = self._cpu()
-        while True:
-            time.sleep(0.02)
-            now_steps, now = self._mark()
-            if now_steps - steps >= 4 and now - began >= seconds * 1e9:
-                break
+        now_steps, now = self._when(lambda mark, first: mark[0] - steps >= 4 and mark[1] - began >= seconds * 1e9, 0.02)
         self.cpu.append((self._cpu() - cpu) / (now_steps - steps))
         self.stop()
         self.rates.append((now_steps - steps) / (now - began) * 1e9 * RANKS * MODELS[self.model][2])
 
-    def _next_step(self) -> tuple[int, int]:
-        steps, _ = self._mark()
-        deadline = time.monotonic() + 60
+    def _when(self, reached: Callable, pause: float) -> tuple[int, int]:
+        first, deadline = self._mark(), time.monotonic() + START_SECONDS
         while True:
             mark = self._mark()
-            if mark[0] > steps:
+            if reached(mark, first):
                 return mark
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.engine.name} takes no step any more: {self._last_words()}")
-            time.sleep(0.001)
+            if time.monotonic() > deadline or any(p.poll() is not None for p in self.parents):
+                raise RuntimeError(self._last_words())
+            time.sleep(pause)
 
     def losses(self) -> np.ndarray | None:
         found = [Path(f"{self.count}.{r}.losses") for r in range(self.ranks)]
@@ -226,6 +215,21 @@ class Running:
                 continue
         for parent in self.parents:
             parent.wait()
+
+
+def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, dict]:
+    """All rounds; an engine that ends in the middle is taken out of ``running`` and told of."""
+    failed = {}
+    for _ in range(rounds):
+        for one in random.sample(running, len(running)):
+            try:
+                one.block(seconds)
+            except (RuntimeError, OSError) as error:
+                one.end()
+                running.remove(one)
+                failed[one.engine.name] = {"error": f"ended while it was measured: {error}"}
+                print(f"  {one.engine.name}: {error}", flush=True)
+    return failed
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
@@ -252,9 +256,7 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
                     print(f"  {engine.name}: {problem}", flush=True)
                 else:
                     running.append(one)
-            for _ in range(rounds):
-                for one in random.sample(running, len(running)):
-                    one.block(seconds)
+            found |= in_turns(running, rounds, seconds)
         finally:
             for one in running:
                 one.end()

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -304,6 +305,11 @@ def multi_worker(model: str, count: Count) -> None:
     threads = int(os.environ["OMP_NUM_THREADS"])
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
+    from tensorflow.python.eager import context
+
+    # Else a worker that awaits its turn is taken for a dead one.
+    service = context.context().configure_coordination_service
+    context.context().configure_coordination_service = partial(service, heartbeat_timeout_in_ms=10**7)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank, size = strategy.cluster_resolver.task_id, 2
     config = Config.model_validate(settings("tensorflow", model, {}))

@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import sample
 from statistics import median
 
 import tables
-from compare import Engine, Running, interval, machine
+from compare import Engine, Running, in_turns, interval, machine
 from engines import MODELS, RANKS, ROOT
 
 from hvd_train.launch.local import find_tool
@@ -151,9 +150,7 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
                     print(f"  {engine.name}: {problem}", flush=True)
                 else:
                     running.append(one)
-            for _ in range(rounds):
-                for one in sample(running, len(running)):
-                    one.block(seconds)
+            steps |= in_turns(running, rounds, seconds)
             base = next(one for one in running if one.engine.name == "ours none")
             for one in running:
                 ratio = interval([r / b for b, r in zip(base.rates, one.rates, strict=True)])

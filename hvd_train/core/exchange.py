@@ -176,8 +176,8 @@ class Exchange:
             row, column = ops.reshape(e, (1, -1)), ops.reshape(d, (-1, 1))
             own = (ops.reshape(ops.matmul(row, column), ()), ops.sum_of_squares(e), ops.sum_of_squares(d))
             figures[:3] = [a + ops.cast(x, "float64") for a, x in zip(figures[:3], own, strict=True)]
-            figures[4] = figures[4] + ops.nbytes(e)
-        figures[3] = sum(meter.sent)
+            figures[4] = figures[4] + ops.cast(ops.nbytes(e), "float64")
+        figures[3] = sum(ops.cast(count, "float64") for count in meter.sent)
         return ops.stack([ops.cast(x, "float64") for x in figures])
 
 

@@ -102,8 +102,8 @@ class StateTree(ABC):
         """In place, over the ranks: the weights of these neutral names, or all weights and statistics."""
         keys = []
         for key in self._keys():
-            prefix, layout = self._split(key)
-            if prefix != "slots/" and (names is None or (layout and layout.name in names)):
+            _, layout = self._split(key)
+            if not key.startswith("slots/") and (names is None or (layout and layout.name in names)):
                 keys.append(key)
         self._average(keys)
 

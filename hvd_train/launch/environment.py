@@ -98,7 +98,7 @@ def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dic
             # Ours (see scripts/horovod-*.patch): a rank that has nothing to exchange does not wake every cycle, ...
             "HOROVOD_IDLE_WAIT_MS": "10",
             # ... and MPI reduces large tensors in pieces that a cache can hold.
-            "HOROVOD_MPI_PIECE_BYTES": str(4 << 20),
+            "HOROVOD_MPI_PIECE_BYTES": str(8 << 20),
         }
     return settings
 

@@ -64,8 +64,8 @@ MIXED = {
 }
 # One layer is large enough to be compressed; 48 samples are equal shares for 1 to 4 ranks.
 SHORT = MLP | {"model.hidden": [96], "global_batch_size": 48, "max_steps": 8}
-# Slots differ between ranks whose weights go apart, and must come back to their own.
-MOMENTUM = {name: {"optim.momentum": 0.9} for name in LOOSE}
+# Slots differ between ranks whose weights go apart, and must come back to their own; a checkpoint joins the weights.
+MOMENTUM = {name: {"optim.momentum": 0.9, "checkpoint.every_n_steps": 5} for name in LOOSE}
 CNN_CUT = CNN | {"max_steps": 12}
 # Layers used or not as the samples have it, on each rank in another way; tied, frozen and sparse ones among them.
 CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}

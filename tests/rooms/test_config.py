@@ -94,6 +94,11 @@ def test_every_key_is_explained():
         ("optim.lr_scaling=linear", ["lr_reference_batch"]),
         ("precision=16", ["'32', '64', '16-mixed' or 'bf16-mixed'"]),
         ("exchange.compression=zip", ["'none'"]),
+        ("exchange.ratio=0", ["> 0"]),
+        ("exchange.partial_fraction=1.5", ["<= 1"]),
+        ("exchange.local_steps=4", ["belongs to mode: local_sgd, not allreduce"]),
+        ("exchange.truth_every_n_steps=4", ["needs a compression"]),
+        ("exchange.overlap=maybe", ["exchange.overlap", "'auto'"]),
         ("run_dir=' '", ["run_dir", "empty"]),
         ("foo", ["key=value"]),
         ("=3", ["key=value"]),
@@ -120,6 +125,13 @@ def test_combinations():
     assert "optim.nesterov" in line
     (line,) = lines("optim.name=lamb", "optim.trust_coefficient=0.1")
     assert "optim.trust_coefficient: belongs to lars, not lamb" in line
+    (line,) = lines("exchange.compression=fp16", "exchange.ratio=0.1")
+    assert "exchange.ratio: belongs to compression: topk, not fp16" in line
+    assert load_config(None, ["exchange.compression=auto", "exchange.ratio=0.1", "exchange.rank=2"]).exchange.rank == 2
+    (line,) = lines("exchange.compression=fp16", "exchange.mode=partial")
+    assert "exchange.compression: gradients do not travel with mode: partial" in line
+    (line,) = lines("exchange.op=adasum", "exchange.mode=local_sgd")
+    assert "exchange.op: adasum goes with" in line
     (line,) = lines("device=cpu", "devices=[0]")
     assert "devices" in line
 

@@ -132,7 +132,7 @@ def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, la
     assert out.count("done: validation loss") == 1 and out.count("epoch ") == 1, "one rank speaks"
     assert "Traceback" not in err and "absl" not in err
     files = sorted(p.name for p in (tmp_path / "run").iterdir())
-    assert files == ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json"]
+    assert files == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json"]
     assert not [p for p in job.temporary.rglob("*") if p.is_file()], "no temporary file is left"
 
 

@@ -306,7 +306,7 @@ def main(arguments: list[str]) -> None:
             found[framework][model] = compare(framework, model, given.rounds, given.seconds, only)
             print(tables.comparison(framework, {model: found[framework][model]}), flush=True)
             (given.output / "compare.json").write_text(json.dumps({"about": words, "results": found}, indent=1) + "\n")
-    text = "\n\n".join([*words, *(tables.comparison(f, models) for f, models in found.items())])
+    text = "\n\n".join([*words, tables.overview(found), *(tables.comparison(f, models) for f, models in found.items())])
     (given.output / "compare.md").write_text(text)
     tables.picture(found, given.output / "compare.png")
     print(f"{given.output}: compare.json, compare.md, compare.png")

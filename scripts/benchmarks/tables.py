@@ -46,6 +46,22 @@ def comparison(framework: str, found: dict[str, dict[str, dict]]) -> str:
     return f"### {framework}\n\n" + markdown(header, rows)
 
 
+def overview(found: dict[str, dict[str, dict[str, dict]]]) -> str:
+    """A row per framework and model: how many times as fast as each engine ours is. found: {framework: ...}."""
+    parts = []
+    for framework, models in found.items():
+        names = [n for n in dict.fromkeys(e for engines in models.values() for e in engines) if n != "ours"]
+        rows = []
+        for model, engines in models.items():
+            row = [model, f"{engines['ours']['samples_per_second']:,.0f}"]
+            for name in names:
+                figures = engines.get(name, {})
+                row.append(f"{figures['ours_is_faster_by']:.2f}" if "ours_is_faster_by" in figures else "-")
+            rows.append(row)
+        parts.append(markdown([framework, "ours, samples/s", *names], rows))
+    return "\n".join(parts)
+
+
 def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
     """One panel per framework; for each model the engines' throughput as a share of ours. found: {framework: ...}."""
     import matplotlib

@@ -96,9 +96,9 @@ def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dic
             # At Horovod's 1 ms a small model's step is mostly waiting.
             "HOROVOD_CYCLE_TIME": "0.1",
             # Ours (see scripts/horovod-*.patch): a rank that has nothing to exchange does not wake every cycle, ...
-            "HOROVOD_IDLE_WAIT_MS": "10",
-            # ... and MPI reduces large tensors in pieces that a cache can hold.
-            "HOROVOD_MPI_PIECE_BYTES": str(8 << 20),
+            "HOROVOD_IDLE_WAIT_MS": "1000",
+            # ... and MPI reduces large tensors in pieces: what a cache can hold, or what TCP's buffers can.
+            "HOROVOD_MPI_PIECE_BYTES": str((8 if here.local_size == here.size else 1) << 20),
         }
     return settings
 

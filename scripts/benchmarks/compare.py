@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -124,7 +125,8 @@ class Running:
         if engine.exchange:
             work += ["--exchange", json.dumps(engine.exchange)]
         env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)}
-        env |= {"HOROVOD_STALL_CHECK_DISABLE": "1"}
+        # Ranks that wait for their turn are neither stalled nor gone.
+        env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}
         if not engine.name.startswith("ours"):  # ours finds its own
             env["OMP_NUM_THREADS"] = str(os.cpu_count() if engine.launcher == "one" else 1)
         with open(self.log, "w") as log:
@@ -152,7 +154,7 @@ class Running:
     def _last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["it ended without a word"])[-1][:160]
+        return (errors[:1] or lines[-1:] or ["it ended without a word"])[0][:160]
 
     def stop(self) -> None:
         for pid in self.pids:
@@ -199,22 +201,22 @@ class Running:
         return np.mean([json.loads(f.read_text()) for f in found], axis=0) if found else None
 
     def end(self) -> None:
+        """Notes the peak memory and ends every process, whatever state they are in."""
         for pid in getattr(self, "pids", []):
-            if psutil.pid_exists(pid):
+            with suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 peak = [int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM")]
                 self.peak = max([self.peak, *(k / 1024 for k in peak)])
-        family = []
         for parent in self.parents:
-            if parent.poll() is None:
-                family += [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        for parent in self.parents:
+            with suppress(psutil.NoSuchProcess):
+                top = psutil.Process(parent.pid)
+                for process in [*top.children(recursive=True), top]:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             parent.wait()
+        for pid in getattr(self, "pids", []):  # a launcher that died first leaves them to init
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, dict]:
@@ -249,13 +251,13 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
                 if only and engine.name not in only:
                     continue
                 one = Running(engine, model, Path(folder), on_this_host)
+                running.append(one)
                 problem = one.warm()
                 if problem:
                     one.end()
+                    running.remove(one)
                     found[engine.name] = {"error": problem}
                     print(f"  {engine.name}: {problem}", flush=True)
-                else:
-                    running.append(one)
             found |= in_turns(running, rounds, seconds)
         finally:
             for one in running:

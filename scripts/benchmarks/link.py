@@ -8,7 +8,9 @@ measured with a plain TCP stream before and after. Step times are in millisecond
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
 BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto")
 PORT = 29577
+PORTS = itertools.count(PORT + 1)  # one for each engine: they wait side by side
 # For the time of a launch, mpirun's remote shell: the "host" is an address of the other namespace.
 AGENT = '#!/bin/sh\nshift\nexec ip netns exec {name} sh -c "$*"\n'
 
@@ -117,11 +120,12 @@ def over_the_link(agent: Path):
             hosts = ["-H", ",".join(f"{a}:1" for a in ADDRESSES), "--bind-to", "none", "--map-by", "node"]
             line = ["ip", "netns", "exec", NET[0], str(find_tool("mpirun")), "-np", str(RANKS), *hosts, *network]
             env = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_oob_tcp_if_include": "10.77.7.0/24"}
+            passed += [w for name in os.environ if name.startswith(("HOROVOD_", "OMPI_MCA_coll")) for w in ("-x", name)]
             return [([*line, *passed, "-x", "HOROVOD_STALL_CHECK_DISABLE", "sh", "-c", place, "sh", *work], env)]
-        found = []
+        found, port = [], str(next(PORTS))
         for rank in range(RANKS):
             env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": ADDRESSES[0]}
-            env |= {"MASTER_PORT": str(PORT + 1), "GLOO_SOCKET_IFNAME": DEVICES[rank]}
+            env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": DEVICES[rank]}
             line = ["ip", "netns", "exec", NET[rank], "taskset", "-c", str(rank), sys.executable, *work]
             found.append((line, env))
         return found
@@ -143,13 +147,13 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
                 if only and engine.name.removeprefix("ours ") not in only:
                     continue
                 one = Running(engine, model, Path(folder), over_the_link(agent), warm_steps=4)
+                running.append(one)
                 problem = one.warm()
                 if problem:
                     one.end()
+                    running.remove(one)
                     steps[engine.name] = {"error": problem}
                     print(f"  {engine.name}: {problem}", flush=True)
-                else:
-                    running.append(one)
             steps |= in_turns(running, rounds, seconds)
             base = next(one for one in running if one.engine.name == "ours none")
             for one in running:

@@ -269,16 +269,16 @@ def train(job: Job, resume: str | None = None, allow_change: Sequence[str] = ())
     snapshot = together(communicator, find)
     # A run that goes on keeps the compression that it began with: the link may look different today.
     wanted = snapshot.meta.get("compression", config.exchange.compression) if snapshot else config.exchange.compression
-    if communicator.rank == 0:
-        about = {"versions": _versions(config), **job.settings}
-        (run_dir / "environment.json").write_text(json.dumps(about, indent=2) + "\n")
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
     trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken)
     trainer.restore(snapshot)
     if resume is not None:
         log.truncate_after(trainer.progress.step)
     log.message(_banner(job, trainer, snapshot))
-    keep_memory()  # from here on: what the set-up freed has gone back
+    kept = keep_memory()  # from here on: what the set-up freed has gone back
+    if communicator.rank == 0:
+        about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
+        (run_dir / "environment.json").write_text(json.dumps(about, indent=2) + "\n")
     summary = trainer.fit()
     log.summary(summary)
     log.message(_closing(summary, run_dir))

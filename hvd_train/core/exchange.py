@@ -71,7 +71,7 @@ class Exchange:
     """Joins gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once.
 
     ``op``: "sum" or "adasum" (Maleki et al. 2021), which wants each tensor alone. Tensors of fewer than ``small``
-    entries travel plain beside a compressor. ``world``: the ranks that flags and exact sums are of, where it is not
+    entries travel plain beside a compressor. ``world``: the ranks that ``failures`` asks, where they are not those of
     ``communicator`` (gradients that stay on their rank).
     """
 
@@ -103,11 +103,6 @@ class Exchange:
         """The tensor's own shape if the compressor wants it, else one flat tensor."""
         members = [self._specs[i] for i in self.buckets[bucket]]
         return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
-
-    @property
-    def exact(self) -> bool:
-        """Whether what comes back is the sum itself."""
-        return all(isinstance(c, Plain) for c in self._compressors)
 
     def initial(self) -> list[tuple[np.ndarray, ...]]:
         """Each bucket's first compressor state."""

@@ -60,6 +60,16 @@ class StateTree(ABC):
     def finite(self) -> bool:
         return True
 
+    @abstractmethod
+    def _measure(self, placed: Any, scale: float, seed: int) -> Any: ...
+
+    def truth(self, placed: Any, scale: float, seed: int) -> Any:
+        """``Exchange.truth`` of this batch's gradient; its forward pass leaves no trace in the running statistics."""
+        kept = self._arrays([key for key in self._keys() if key.startswith("statistics/")])
+        figures = self._measure(placed, scale, seed)
+        self._assign(kept)
+        return figures
+
     def local_state(self) -> Tree:
         return {
             f"{b}/{k}": self.ops.to_numpy(x)

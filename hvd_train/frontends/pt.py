@@ -325,16 +325,11 @@ class PyTorchFrontEnd(StateTree):
     def finite(self) -> bool:
         return self._finite
 
-    def truth(self, placed, scale: float, seed: int):
-        with torch.no_grad():
-            kept = {name: x.clone() for name, x in self._fixed.items()}
+    def _measure(self, placed, scale: float, seed: int):
         self.accumulate(placed, scale, seed)
-        with torch.no_grad():
-            figures = self.exchange.truth([flat.gradient for flat in self._flats], self._exchange_state)
-            for flat in self._flats:
-                flat.gradient.zero_()
-            for name, x in kept.items():
-                self._fixed[name].copy_(x)
+        figures = self.exchange.truth([flat.gradient for flat in self._flats], self._exchange_state)
+        for flat in self._flats:
+            flat.gradient.zero_()
         return figures
 
     @torch.inference_mode()

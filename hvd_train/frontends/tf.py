@@ -197,12 +197,8 @@ class TensorFlowFrontEnd(StateTree):
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
-    def truth(self, placed, scale: float, seed: int):
-        kept = [v.value.read_value() for v in self._fixed.values()]
-        figures = self._truth(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
-        for variable, value in zip(self._fixed.values(), kept, strict=True):
-            variable.assign(value)
-        return figures
+    def _measure(self, placed, scale: float, seed: int):
+        return self._truth(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
 
     def score(self, placed):
         return self._score(*placed)

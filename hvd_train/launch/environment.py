@@ -111,7 +111,7 @@ def keep_memory() -> bool:
     """Lets this process keep memory that it frees; False: the C library has no such switch, or the user set another.
 
     glibc hands large blocks back to the kernel at once, and every step takes them again, page by page: a million page
-    faults in 500 steps of SINGA's CNN, a seventh of its time. Peak memory stays the same.
+    faults in 500 steps of SINGA's CNN, a tenth of its time. Peak memory stays the same.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
         return False

@@ -45,7 +45,6 @@ class Engine:
     name: str
     launcher: str
     exchange: dict = field(default_factory=dict)
-    whole_losses: bool = True  # its losses are those of the global batch
 
 
 def engines(framework: str, model: str) -> list[Engine]:
@@ -55,18 +54,18 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours, Gloo", "gloo"),
     ]
     alone = [
-        Engine(framework, "copies", "copies", whole_losses=False),
+        Engine(framework, "copies", "copies"),
         Engine(framework, "one process", "one"),
     ]
     if framework == "pytorch":
         peers = [Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD")]
         if model in ("cnn", "resnet"):  # the memory order that ours takes by itself
             peers.append(Engine(framework, "DDP, channels last", "torchrun"))
-            alone.append(Engine(framework, "copies, channels last", "copies", whole_losses=False))
+            alone.append(Engine(framework, "copies, channels last", "copies"))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
         return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
     # Legacy Keras has no keras.ops, which these two models are written with.
-    peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers", whole_losses=False)]
+    peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers")]
     return [*ours, *peers, *alone]
 
 
@@ -219,6 +218,18 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
 
 
+def join(running: list[Running], one: Running) -> dict[str, dict]:
+    """Puts a started engine among the others when it is warm; {its name: what went wrong} or nothing."""
+    running.append(one)  # first of all: whatever happens, it is ended with the others
+    problem = one.warm()
+    if not problem:
+        return {}
+    one.end()
+    running.remove(one)
+    print(f"  {one.engine.name}: {problem}", flush=True)
+    return {one.engine.name: {"error": problem}}
+
+
 def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, dict]:
     """All rounds; an engine that ends in the middle is taken out of ``running`` and told of."""
     failed = {}
@@ -248,16 +259,8 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
         running: list[Running] = []
         try:
             for engine in engines(framework, model):
-                if only and engine.name not in only:
-                    continue
-                one = Running(engine, model, Path(folder), on_this_host)
-                running.append(one)
-                problem = one.warm()
-                if problem:
-                    one.end()
-                    running.remove(one)
-                    found[engine.name] = {"error": problem}
-                    print(f"  {engine.name}: {problem}", flush=True)
+                if not only or engine.name in only:
+                    found |= join(running, Running(engine, model, Path(folder), on_this_host))
             found |= in_turns(running, rounds, seconds)
         finally:
             for one in running:

@@ -58,7 +58,7 @@ class Count:
         self.file[0] += 1
 
 
-def settings(framework: str, model: str, exchange: dict, precision: str = "32") -> dict:
+def settings(framework: str, model: str, exchange: dict) -> dict:
     net, data, batch = MODELS[model]
     return {
         "framework": framework,
@@ -67,7 +67,6 @@ def settings(framework: str, model: str, exchange: dict, precision: str = "32") 
         "batch_size": batch,
         "optim": {"name": "sgd", **SGD},
         "exchange": exchange,
-        "precision": precision,
         "max_epochs": 10**6,
         "check_val_every_n_epoch": 10**6,
         "checkpoint": {"every_n_epochs": 0, "save_last": False, "save_top_k": 0},
@@ -183,9 +182,10 @@ def ddp(hook: str = "") -> Callable:
     def wrap(net):
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.nn.parallel import DistributedDataParallel
 
         dist.init_process_group("gloo")
-        wrapped = __import__("torch").nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
         if hook == "fp16":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif hook == "powersgd":

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import tables
-from compare import Engine, Running, in_turns, interval, machine
+from compare import Engine, Running, in_turns, interval, join, machine
 from engines import MODELS, RANKS, ROOT
 
 from hvd_train.launch.local import find_tool
@@ -146,14 +146,7 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
             for engine in engines(framework):
                 if only and engine.name.removeprefix("ours ") not in only:
                     continue
-                one = Running(engine, model, Path(folder), over_the_link(agent), warm_steps=4)
-                running.append(one)
-                problem = one.warm()
-                if problem:
-                    one.end()
-                    running.remove(one)
-                    steps[engine.name] = {"error": problem}
-                    print(f"  {engine.name}: {problem}", flush=True)
+                steps |= join(running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=4))
             steps |= in_turns(running, rounds, seconds)
             base = next(one for one in running if one.engine.name == "ours none")
             for one in running:

@@ -525,3 +525,16 @@ def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     sums = frontend.step(frontend.place(replace(batch())), 1 / ROWS, 0, 0.1)
     assert frontend.ops.to_numpy(sums).dtype == np.float64
     assert {x.dtype.name for x in frontend.state().values()} == {"float32"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_telling_the_truth_leaves_no_trace(framework):
+    model, shape = {"name": "resnet", "width": 2, "blocks": [1, 1]}, (8, 8, 1)
+    asked, other = (opened(framework, model, compressor=Threshold(0.05), shape=shape) for _ in range(2))
+    before = asked.state()
+    assert any(k.startswith("statistics/") for k in before)
+    figures = asked.ops.to_numpy(asked.truth(asked.place(batch(0, shape=shape)), 1 / ROWS, 0))
+    assert figures.shape == (5,) and 0 < figures[0] <= np.sqrt(figures[1] * figures[2]) * (1 + 1e-9)
+    assert same(asked.state(), before) and not any(x.any() for x in asked.local_state().values())
+    ends = [stepped(one, [batch(1, shape=shape)]) for one in (asked, other)]
+    assert same(ends[0].state(), ends[1].state()) and same(ends[0].local_state(), ends[1].local_state())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,7 @@ from typing import Any
 import click
 
 from hvd_train import __version__
-from hvd_train.errors import ConfigError, TrainError
-
-SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
+from hvd_train.errors import ConfigError
 
 
 class Commands(click.Group):
@@ -307,65 +303,20 @@ def data() -> None:
 
 def main() -> None:
     """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
+    from hvd_train.launch import leave
+
     try:
         cli.main(prog_name="hvd-train", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        _wait_turn()
+        leave.wait_turn()
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
-        print(f"error{_rank()}: {error.format_message()} See '{command} --help'.", file=sys.stderr)
-        _leave(error.exit_code)
-    except TrainError as error:
-        if not (error.common and _rank() not in ("", "[rank 0]")):
-            _wait_turn()
-            for line in _lines(error):
-                print(line, file=sys.stderr)
-        _leave(error.exit_code)
+        print(f"error{leave.rank_tag()}: {error.format_message()} See '{command} --help'.", file=sys.stderr)
+        leave.leave(error.exit_code)
     except KeyboardInterrupt:
-        _leave(130)
+        leave.leave(130)
     except BrokenPipeError:
-        _leave(0)
-    except Exception as error:  # a fault of ours or of the user's model: the traceback is what helps
-        summary = f"{type(error).__name__}: {error}".splitlines()[0]
-        lost = type(error).__name__ == "HorovodInternalError"
-        print(f"error{_rank()}: {'another rank was lost' if lost else summary}", file=sys.stderr)
-        if not lost:
-            traceback.print_exc()
-        _leave(5 if lost else 1)
-
-
-def _rank(ranks: Sequence[int] = ()) -> str:
-    """``[rank 1]``: where an error came up; nothing for a process that was started alone."""
-    from hvd_train.launch.environment import world
-
-    try:
-        here = world()
-    except TrainError:
-        return ""
-    number = ", ".join(map(str, ranks)) or here.rank
-    return f"[rank {number}]" if here.launcher else ""
-
-
-def _lines(error: TrainError) -> list[str]:
-    """``error[rank 1]: what; where; what to do``; a table below the first line is indented and stands as it is."""
-    first, *rest = str(error).split("\n")
-    where = _rank(error.ranks)
-    if rest and not rest[0].startswith("  "):
-        return [f"error{where}: {line}" for line in (first, *rest)]
-    return [f"error{where}: {first}", *rest]
-
-
-def _wait_turn() -> None:
-    """Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say, the launcher ends this one first."""
-    if _rank() not in ("", "[rank 0]"):
-        time.sleep(SPEAK_SECONDS)
-
-
-def _leave(code: int) -> None:
-    """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if _rank():
-        os._exit(code)
-    sys.exit(code)
+        leave.leave(0)
+    except Exception as error:
+        leave.leave_with(error)

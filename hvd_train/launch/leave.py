@@ -1,0 +1,64 @@
+"""How a rank ends when something went wrong: one line on stderr, the exit code, and no other rank left waiting."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from hvd_train.errors import TrainError
+from hvd_train.launch.environment import world
+
+SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
+
+
+def rank_tag(ranks: Sequence[int] = ()) -> str:
+    """``[rank 1]``: where an error came up; nothing for a process that was started alone."""
+    try:
+        here = world()
+    except TrainError:
+        return ""
+    number = ", ".join(map(str, ranks)) or here.rank
+    return f"[rank {number}]" if here.launcher else ""
+
+
+def wait_turn() -> None:
+    """Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say, the launcher ends this one first."""
+    if rank_tag() not in ("", "[rank 0]"):
+        time.sleep(SPEAK_SECONDS)
+
+
+def leave(code: int) -> None:
+    """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if rank_tag():
+        os._exit(code)
+    sys.exit(code)
+
+
+def leave_with(error: BaseException) -> None:
+    """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
+    if isinstance(error, TrainError):
+        if not (error.common and rank_tag() not in ("", "[rank 0]")):
+            wait_turn()
+            for line in _lines(error):
+                print(line, file=sys.stderr)
+        leave(error.exit_code)
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    lost = type(error).__name__ == "HorovodInternalError"
+    print(f"error{rank_tag()}: {'another rank was lost' if lost else summary}", file=sys.stderr)
+    if not lost:
+        traceback.print_exception(error)
+    leave(5 if lost else 1)
+
+
+def _lines(error: TrainError) -> list[str]:
+    """``error[rank 1]: what; where; what to do``; a table below the first line is indented and stands as it is."""
+    first, *rest = str(error).split("\n")
+    where = rank_tag(error.ranks)
+    if rest and not rest[0].startswith("  "):
+        return [f"error{where}: {line}" for line in (first, *rest)]
+    return [f"error{where}: {first}", *rest]

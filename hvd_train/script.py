@@ -54,4 +54,3 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if isinstance(error, KeyboardInterrupt):
         leave.leave(130)
     leave.leave_with(error)
-

@@ -121,6 +121,9 @@ class Ops(Protocol):
         """A flat tensor of zeros into which values are added (an index may occur several times)."""
 
     def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor: ...
+    def minus_product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """x - a b^T, which may take the place of ``x``."""
+
     def orthonormal(self, x: Tensor) -> Tensor:
         """An orthonormal basis of the column space of ``x`` (QR)."""
 

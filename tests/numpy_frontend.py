@@ -44,6 +44,9 @@ class NumpyOps:
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
         return (a.T if transpose_a else a) @ (b.T if transpose_b else b)
 
+    def minus_product(self, x, a, b):
+        return x - a @ b.T
+
     def orthonormal(self, x):
         return np.linalg.qr(x).Q
 

@@ -48,7 +48,7 @@ class PowerSGD:
         (left,) = yield Wire("sum", (ops.matmul(matrix, basis),))
         left = ops.orthonormal(left)
         right = ops.matmul(matrix, left, transpose_a=True)
-        own = ops.matmul(left, right, transpose_b=True)  # before the sum, which may happen in place
+        residual = ops.minus_product(matrix, left, right)  # before the sum, which may happen in place
         (right,) = yield Wire("sum", (right,))
         decoded = ops.matmul(left, right, transpose_b=True)
-        return ops.reshape(decoded, shape), (ops.reshape(matrix - own, shape), right)
+        return ops.reshape(decoded, shape), (ops.reshape(residual, shape), right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -33,9 +34,10 @@ class Loader:
     """Cuts epochs of ``source`` into steps.
 
     Global batch k of an epoch that goes on from ``consumed`` holds order positions
-    [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; ranks take contiguous parts of it,
-    micro-batches parts of those. Every micro-batch is padded with weight 0 to ``length`` rows, so shapes never change
-    and an empty part is still a batch.
+    [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; micro-batches are contiguous parts of
+    it, and ranks take contiguous parts of those: a micro-batch over all ranks is the same set for every world size, as
+    batch normalization over them needs it. Every part is padded with weight 0 to ``length`` rows, so shapes never
+    change and an empty part is still a batch.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Loader:
             raise DataError(what, fix="use fewer ranks or more data")
         self.source, self.global_batch, self.accumulate = source, global_batch, accumulate
         self.rank, self.size, self.seed = rank, size, seed
-        # The first part is the longest: ceil(ceil(B / size) / accumulate).
-        self.length = share(share(global_batch, size, 0)[1], accumulate, 0)[1]
+        # The first part is the longest: ceil(ceil(B / accumulate) / size).
+        self.length = share(share(global_batch, accumulate, 0)[1], size, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
@@ -65,17 +67,20 @@ class Loader:
 
     def _steps(self, epoch: int, consumed: int) -> Iterator[Step]:
         n, batch = len(self.source), self.global_batch
-        each = max(1, CHUNK // share(batch, self.size, 0)[1])  # steps permuted at once
+        each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
-            own = [self._own(start, stop) for start, stop in bounds]
-            indices = permute(np.concatenate(own), n, self.seed, epoch)
-            first = 0
-            for (start, stop), positions in zip(bounds, own, strict=True):
-                part = indices[first : first + len(positions)]
-                first += len(positions)
-                cuts = (share(len(part), self.accumulate, micro) for micro in range(self.accumulate))
-                yield Step(tuple(self._batch(part[a:b]) for a, b in cuts), stop - start, stop)
+            own = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
+            ends = np.cumsum([len(positions) for positions in own])
+            indices = iter(np.split(permute(np.concatenate(own), n, self.seed, epoch), ends))
+            for start, stop in bounds:
+                parts = itertools.islice(indices, self.accumulate)
+                yield Step(tuple(self._batch(part) for part in parts), stop - start, stop)
+
+    def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
+        """This rank's positions of a micro-batch of the global batch [start, stop)."""
+        a, b = share(stop - start, self.accumulate, number)
+        return self._own(start + a, start + b)
 
     def _evaluation(self) -> Iterator[Batch]:
         n, together = len(self.source), self.length * self.size

@@ -52,6 +52,9 @@ class TensorFlowOps:
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
         return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
+    def minus_product(self, x, a, b):
+        return x - tf.matmul(a, b, transpose_b=True)
+
     def orthonormal(self, x):
         return tf.linalg.qr(x).q
 

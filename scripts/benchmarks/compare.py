@@ -51,7 +51,7 @@ def engines(framework: str, model: str) -> list[Engine]:
     ours = [
         Engine(framework, "ours", "mpirun"),
         Engine(framework, "ours again", "mpirun"),
-        Engine(framework, "ours, Gloo", "gloo"),
+        Engine(framework, "ours (Gloo)", "gloo"),
     ]
     alone = [
         Engine(framework, "copies", "copies"),
@@ -60,8 +60,8 @@ def engines(framework: str, model: str) -> list[Engine]:
     if framework == "pytorch":
         peers = [Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD")]
         if model in ("cnn", "resnet"):  # the memory order that ours takes by itself
-            peers.append(Engine(framework, "DDP, channels last", "torchrun"))
-            alone.append(Engine(framework, "copies, channels last", "copies"))
+            peers.append(Engine(framework, "DDP (channels last)", "torchrun"))
+            alone.append(Engine(framework, "copies (channels last)", "copies"))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
         return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
     # Legacy Keras has no keras.ops, which these two models are written with.
@@ -106,16 +106,18 @@ def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[
 class Running:
     """The started ranks of one engine; stopped and continued together."""
 
-    def __init__(self, engine: Engine, model: str, folder: Path, lines: Lines, warm_steps: int = WARM_STEPS) -> None:
+    def __init__(
+        self, engine: Engine, model: str, folder: Path, lines: Lines, warm_steps: int = WARM_STEPS, least_steps: int = 4
+    ) -> None:
         self.engine, self.model = engine, model
-        self.count = folder / f"{engine.framework}-{engine.name}".replace(" ", "-").replace(",", "")
+        self.count = folder / f"{engine.framework}-{engine.name}".replace(" ", "-")
         self.log = self.count.with_suffix(".log")
         self.ranks = 1 if engine.launcher == "one" else RANKS
         self.parents: list[subprocess.Popen] = []
         self.rates: list[float] = []
         self.cpu: list[float] = []
         self.peak = 0.0
-        self.warm_steps = warm_steps
+        self.warm_steps, self.least_steps = warm_steps, least_steps
         self._start(lines)
 
     def _start(self, lines: Lines) -> None:
@@ -174,12 +176,13 @@ class Running:
         return sum(int(f[11]) + int(f[12]) for f in fields) / TICK
 
     def block(self, seconds: float) -> None:
-        """One turn: at least ``seconds`` and four steps, counted from step end to step end."""
+        """One turn: at least ``seconds`` and ``least_steps``, counted from step end to step end."""
         self.go()
         time.sleep(SETTLE_SECONDS)
         steps, began = self._when(lambda mark, first: mark[0] > first[0], 0.001)
         cpu = self._cpu()
-        now_steps, now = self._when(lambda mark, first: mark[0] - steps >= 4 and mark[1] - began >= seconds * 1e9, 0.02)
+        enough = lambda mark, _: mark[0] - steps >= self.least_steps and mark[1] - began >= seconds * 1e9  # noqa: E731
+        now_steps, now = self._when(enough, 0.02)
         self.cpu.append((self._cpu() - cpu) / (now_steps - steps))
         self.stop()
         self.rates.append((now_steps - steps) / (now - began) * 1e9 * RANKS * MODELS[self.model][2])
@@ -296,8 +299,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--frameworks", default="pytorch,tensorflow")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="", help="these alone, by name; 'ours' is always there")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least four steps")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a block, at least four steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
     given = parser.parse_args(arguments)
     only = ["ours", *given.engines.split(",")] if given.engines else None

@@ -41,6 +41,9 @@ MODELS: dict[str, tuple[dict, dict, int]] = {
 }
 
 
+held: list = []  # what peers keep in memory beside their batches
+
+
 class Count:
     """A file of 24 bytes that others map: steps done, when the last one ended (ns, monotonic), this process' number."""
 
@@ -112,6 +115,7 @@ def prepared(framework: str, model: str, rank: int, size: int, channels_last: bo
 
     config = Config.model_validate(settings(framework, model, {}))
     data = open_data(config.data)
+    held.append(data)  # as a loader of theirs would
     module = importlib.import_module(run.FRONTENDS[framework])
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")), 0, False)
     frontend = module.open_frontend(config, Serial(), data.input_shape, data.num_classes)
@@ -185,7 +189,10 @@ def ddp(hook: str = "") -> Callable:
         from torch.nn.parallel import DistributedDataParallel
 
         dist.init_process_group("gloo")
-        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        # Over Gloo the PowerSGD hook's chained transfers of several buckets meet in another order on each rank, and it
+        # dies of it: it gets all gradients in one.
+        megabytes = 1 << 12 if hook == "powersgd" else None
+        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
         if hook == "fp16":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif hook == "powersgd":
@@ -315,6 +322,7 @@ def multi_worker(model: str, count: Count) -> None:
     config = Config.model_validate(settings("tensorflow", model, {}))
     data = open_data(config.data)
     loader = Loader(data.train, global_batch=config.global_batch(size), rank=rank, size=size, seed=config.seed)
+    held.append(data)
     steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
     inputs, labels = (np.concatenate([getattr(b, key) for b in steps]) for key in ("inputs", "labels"))
 
@@ -358,10 +366,10 @@ def bare_pytorch_copy(model: str, count: Count, channels_last: bool) -> None:
 
 PYTORCH: dict[str, Callable] = {
     "copies": lambda model, count: bare_pytorch_copy(model, count, False),
-    "copies, channels last": lambda model, count: bare_pytorch_copy(model, count, True),
+    "copies (channels last)": lambda model, count: bare_pytorch_copy(model, count, True),
     "one process": lambda model, count: bare_pytorch(model, count, lambda net: net, size=1),
     "DDP": lambda model, count: bare_pytorch(model, count, ddp()),
-    "DDP, channels last": lambda model, count: bare_pytorch(model, count, ddp(), channels_last=True),
+    "DDP (channels last)": lambda model, count: bare_pytorch(model, count, ddp(), channels_last=True),
     "DDP fp16": lambda model, count: bare_pytorch(model, count, ddp("fp16")),
     "DDP PowerSGD": lambda model, count: bare_pytorch(model, count, ddp("powersgd")),
     "Lightning": lightning,

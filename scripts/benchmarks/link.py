@@ -146,7 +146,7 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
             for engine in engines(framework):
                 if only and engine.name.removeprefix("ours ") not in only:
                     continue
-                steps |= join(running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=4))
+                steps |= join(running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=3, least_steps=2))
             steps |= in_turns(running, rounds, seconds)
             base = next(one for one in running if one.engine.name == "ours none")
             for one in running:
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--engines", default="", help="these alone: compressions and peers by name")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least four steps")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least two steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-link", help="folder")
     given = parser.parse_args(arguments)
     only = ["none", *given.engines.split(",")] if given.engines else None

@@ -34,7 +34,8 @@ def epoch_of(loaders, epoch=0, consumed=0):
     # The thread is tested below; without it the grids take a tenth of the time.
     for together in zip(*(one._steps(epoch, consumed) for one in loaders), strict=True):
         assert len({(step.count, step.consumed) for step in together}) == 1
-        batches = [batch for step in together for batch in step.micro_batches]
+        # Micro-batch by micro-batch, each over all ranks: so every world cuts the global batch in the same places.
+        batches = [b for micro in zip(*(step.micro_batches for step in together), strict=True) for b in micro]
         for batch in batches:
             check(batch, loaders[0])
         found.append((together[0].count, together[0].consumed, np.concatenate([b.indices for b in batches])))

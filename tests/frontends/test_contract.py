@@ -468,6 +468,8 @@ A, B = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
         (lambda o, f: o.matmul(f(A), f(B)), A @ B),
         (lambda o, f: o.matmul(f(A.T.copy()), f(B), transpose_a=True), A @ B),
         (lambda o, f: o.matmul(f(A), f(B.T.copy()), transpose_b=True), A @ B),
+        (lambda o, f: o.matmul(f(B), f(B[:2]), transpose_b=True), B @ B[:2].T),
+        (lambda o, f: o.minus_product(f(A @ A.T), f(A), f(A)), np.zeros((2, 2))),
         (lambda o, f: o.clip(f(X), 2.0), np.clip(X, -2, 2)),
         (lambda o, f: o.sum_of_squares(f(A)), (A**2).sum()),
         (lambda o, f: o.round(f(np.array([-1.5, 0.5, 1.2, 2.5]))), [-2, 0, 1, 2]),

@@ -34,6 +34,8 @@ NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_dec
 NORM.pop("model.hidden")
 OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
 TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
+# Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
+TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
 # Each rank's own statistics: the result must depend on the world.
 APART = {"norm-apart": NORM}
 COMPRESSED = {

@@ -80,6 +80,7 @@ class Communicator(Protocol):
     size: int
     local_rank: int
     local_size: int
+    mpi: bool  # whether MPI carries the transfers
 
     def open(self) -> None: ...
 

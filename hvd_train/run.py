@@ -154,7 +154,7 @@ def _check_adasum(communicator: Communicator) -> None:
     if communicator.size & (communicator.size - 1):
         what = f"adasum joins 2, 4, 8, ... ranks, not {communicator.size}"
         raise ConfigError(what, where=where, fix="change -np, or set exchange.op: average", common=True)
-    if communicator.size > 1 and not communicator.hvd.mpi_enabled():  # type: ignore[attr-defined]
+    if communicator.size > 1 and not communicator.mpi:
         what = "adasum needs MPI, and this world was started with Gloo"
         raise ConfigError(what, where=where, fix="start with mpirun, or set exchange.op: average", common=True)
 

@@ -107,7 +107,7 @@ class Threads:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.local_rank, self.local_size = rank, world.size
+        self.local_rank, self.local_size, self.mpi = rank, world.size, False
 
     def open(self):
         pass

@@ -129,7 +129,7 @@ class ExchangeConfig(Section):
     local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
     overlap: Literal["auto"] | bool = Field(
         "auto",
-        description="pytorch: exchange within backward; auto: on GPUs and where cores are spare",
+        description="exchange within backward; auto: on GPUs, over networks and where cores are spare",
     )
     truth_every_n_steps: Count = Field(
         0, description="steps between two comparisons of the compressed with the exact gradient; 0: never"

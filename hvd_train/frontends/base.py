@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config import Config
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
 
@@ -140,6 +141,7 @@ class HorovodCommunicator(ABC):
 
     rank = local_rank = 0
     size = local_size = 1
+    mpi = False
     module: str
 
     def __init__(self, expected_size: int) -> None:
@@ -153,6 +155,7 @@ class HorovodCommunicator(ABC):
         self.hvd.init()
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
         self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
+        self.mpi = self.hvd.mpi_enabled()
         if self.size != self._expected:
             # Without this, each process would train alone and nobody would notice.
             raise CommunicationError(
@@ -230,6 +233,16 @@ def unfit(logits: Sequence[int | None], labels: Sequence[int | None]) -> ConfigE
         where="model.name, data.name",
         fix=f"choose a model that gives ({wanted})",
     )
+
+
+def overlaps(config: Config, communicator: Communicator, gpu: bool, threads: int) -> bool:
+    """Whether exchanges run beside backward: where the thread that carries them has a core of its own, or waits for a
+    network most of its time. On filled cores of one host it would take the time from the computing thread."""
+    if communicator.size == 1:
+        return False
+    if config.exchange.overlap != "auto":
+        return config.exchange.overlap
+    return gpu or communicator.local_size < communicator.size or len(os.sched_getaffinity(0)) > threads
 
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, overlaps, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
@@ -262,16 +261,10 @@ class PyTorchFrontEnd(StateTree):
                     parameters[i].register_post_accumulate_grad_hook(lambda _, b=b: self._arrived(b))
 
     def _overlap(self) -> bool:
-        """Whether exchanges start within backward: where the thread that carries them has a core of its own.
-
-        On filled cores it would take the time from the computing thread. A scaled loss waits for all gradients.
-        """
-        wanted = self.config.exchange.overlap
-        if self.config.precision == "16-mixed" or self.communicator.size == 1:
+        """Whether exchanges start within backward; a scaled loss waits for all gradients."""
+        if self.config.precision == "16-mixed":
             return False
-        if wanted != "auto":
-            return wanted
-        return self.device.type == "cuda" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
+        return overlaps(self.config, self.communicator, self.device.type == "cuda", torch.get_num_threads())
 
     def _arrived(self, bucket: int) -> None:
         """A gradient of this bucket is final; the last one starts the exchange."""

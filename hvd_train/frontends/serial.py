@@ -8,6 +8,7 @@ from hvd_train.protocol import Tensor
 class Serial:
     rank = local_rank = 0
     size = local_size = 1
+    mpi = False
 
     def open(self) -> None:
         pass

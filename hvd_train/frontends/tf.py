@@ -17,7 +17,7 @@ from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, unfit
+from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, overlaps, unfit
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
@@ -168,6 +168,8 @@ class TensorFlowFrontEnd(StateTree):
 
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+        self._overlap = overlaps(self.config, self.communicator, self._device != "/CPU:0", threads)
         with tf.device(self._device):
             self._optimizer = make_optimizer(self.config)
             self._optimizer.build(list(self._trainable.values()))
@@ -261,8 +263,7 @@ class TensorFlowFrontEnd(StateTree):
         return [tuple(v.value() for v in state) for state in self._exchange_state]
 
     def _update(self, gradients, learning_rate) -> None:
-        if self._device == "/CPU:0":
-            # The thread that carries a transfer would take the time from those that compute.
+        if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]
         flats, states = self._flat(gradients), self._states()

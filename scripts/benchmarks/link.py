@@ -146,7 +146,9 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
             for engine in engines(framework):
                 if only and engine.name.removeprefix("ours ") not in only:
                     continue
-                steps |= join(running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=3, least_steps=2))
+                steps |= join(
+                    running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=3, least_steps=2)
+                )
             steps |= in_turns(running, rounds, seconds)
             base = next(one for one in running if one.engine.name == "ours none")
             for one in running:

@@ -206,6 +206,9 @@ class FrontEnd(Protocol):
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors, in the same order on every rank."""
 
+    def without_dropout(self) -> None:
+        """Sets the rate of every dropout layer to 0; before ``connect``."""
+
     def connect(self, exchange: Exchange) -> None:
         """Takes the exchange that every later ``step`` uses."""
 

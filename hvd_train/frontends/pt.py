@@ -223,6 +223,13 @@ class PyTorchFrontEnd(StateTree):
         shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._trainable.items()}
         return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
+    def without_dropout(self) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
+                layer.p = 0.0
+            elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
+                layer.dropout = 0.0
+
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())

@@ -163,6 +163,12 @@ class TensorFlowFrontEnd(StateTree):
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
 
+    def without_dropout(self) -> None:
+        for layer in self.model._flatten_layers():
+            for rate in ("rate", "dropout", "recurrent_dropout", "stddev"):  # dropout, recurrent layers, noise
+                if isinstance(getattr(layer, rate, None), float):
+                    setattr(layer, rate, 0.0)
+
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         with tf.device(self._device):

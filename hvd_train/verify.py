@@ -152,10 +152,10 @@ def _comparisons(
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
-    """The table's rows: what, where, the difference in 64 bits and in the user's own precision."""
-    own = {row.what: row for row in comparison.own}
+    """The table's rows: what, where, the difference in 64 bits and in the user's own precision, if that is another."""
+    own = {row.what: f"{row.difference:.1e}" for row in comparison.own}
     return [
-        [row.what, row.place, f"{row.difference:.1e}", f"{own[row.what].difference:.1e}" if row.what in own else "-"]
+        [row.what, row.place, f"{row.difference:.1e}", *([own.get(row.what, "-")] if own else [])]
         for row in comparison.rows
     ]
 
@@ -167,7 +167,7 @@ def _text(head: str, notes: list[str], comparisons: list[Comparison], precision:
         yield f"\n{comparison.title}"
         listed = sorted(zip(comparison.rows[3:], cells(comparison)[3:], strict=True), key=lambda x: -x[0].difference)
         shown = [*cells(comparison)[:3], *(row for _, row in listed[:SHOWN])]
-        yield table(["compared", "where", "in 64 bits", f"in {precision}"], shown)
+        yield table(["compared", "where", "in 64 bits", f"in {precision}"][: len(shown[0])], shown)
         if len(listed) > SHOWN:
             yield f"and {len(listed) - SHOWN} tensors more, none farther apart than {listed[SHOWN][0].difference:.1e}"
         yield "equal" if not comparison.findings else "DIFFERENT: " + "\n  then: ".join(comparison.findings)

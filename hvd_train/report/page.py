@@ -28,7 +28,7 @@ def write(
     curves: Curves,
     precision: str,
 ) -> None:
-    """``sections``: (title, rows of [compared, where, in 64 bits, in the own precision], what differs)."""
+    """``sections``: (title, rows of [compared, where, in 64 bits, in the own precision if that is another], what differs)."""
     failed = sum(bool(findings) for _, _, findings in sections)
     verdict = f"{failed} of {len(sections)} comparisons differ" if failed else "all comparisons are equal"
     picture = base64.b64encode(_picture(curves, precision)).decode()
@@ -41,7 +41,7 @@ def write(
     ]
     for name, rows, findings in sections:
         parts += [f"<h2>{html.escape(name)}</h2>", _verdict(findings or ["equal"], not findings)]
-        parts.append(_table(["compared", "where", "in 64 bits", f"in {precision}"], rows))
+        parts.append(_table(["compared", "where", "in 64 bits", f"in {precision}"][: len(rows[0])], rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(parts) + "\n</html>\n", encoding="utf-8")

@@ -117,6 +117,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "exchange": {"overlap": config.exchange.overlap},
         "checkpoint": {"every_n_epochs": 0, "save_top_k": 0, "save_last": False},
         "early_stopping": None,
+        "agreement_every_n_steps": 0,
         "check_val_every_n_epoch": 1 << 30,
         "limit_val_batches": 1,
         "log_every_n_steps": steps,

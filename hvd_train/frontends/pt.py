@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -381,6 +381,11 @@ class PyTorchFrontEnd(StateTree):
 
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
         return {k: self.ops.to_numpy(x) for k, x in self._tensors().items() if keys is None or k in keys}
+
+    def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for flat in self._flats:
+            sizes = [math.prod(shape) for shape in flat.shapes]
+            yield from zip(flat.names, (x.numpy() for x in flat.weight.detach().cpu().split(sizes)), strict=True)
 
     def _set(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():

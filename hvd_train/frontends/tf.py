@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -312,6 +312,10 @@ class TensorFlowFrontEnd(StateTree):
         if "slots/step" in arrays:  # PyTorch counts in float32
             arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
         return arrays
+
+    def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for path, variable in self._trainable.items():
+            yield path, np.asarray(memoryview(tf.convert_to_tensor(variable.value)))  # .numpy() would copy
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         variables = self._variables()

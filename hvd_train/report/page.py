@@ -28,7 +28,7 @@ def write(
     curves: Curves,
     precision: str,
 ) -> None:
-    """``sections``: (title, rows of [compared, where, in 64 bits, in the own precision if that is another], what differs)."""
+    """``sections``: (title, rows of [compared, where, in 64 bits(, in the own precision)], what differs)."""
     failed = sum(bool(findings) for _, _, findings in sections)
     verdict = f"{failed} of {len(sections)} comparisons differ" if failed else "all comparisons are equal"
     picture = base64.b64encode(_picture(curves, precision)).decode()

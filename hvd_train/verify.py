@@ -81,7 +81,7 @@ def verify(
 
         curves = {runs.title: (runs.training.losses, own.losses if own else None) for runs, own in worlds.values()}
         sections = [(c.title, cells(c), c.findings) for c in comparisons]
-        write(report, head, [*notes, REASON], sections, curves, config.precision)
+        write(report, head, [*notes, REASON], sections, curves, config.precision, TOLERANCE)
         print(f"report: {report}", flush=True)
     return int(any(c.findings for c in comparisons))
 

@@ -27,11 +27,12 @@ def write(
     sections: Sequence[tuple[str, list[list[str]], list[str]]],
     curves: Curves,
     precision: str,
+    tolerance: float,
 ) -> None:
     """``sections``: (title, rows of [compared, where, in 64 bits(, in the own precision)], what differs)."""
     failed = sum(bool(findings) for _, _, findings in sections)
     verdict = f"{failed} of {len(sections)} comparisons differ" if failed else "all comparisons are equal"
-    picture = base64.b64encode(_picture(curves, precision)).decode()
+    picture = base64.b64encode(_picture(curves, precision, tolerance)).decode()
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>hvd-train verify</title><style>{STYLE}</style>",
         f"<h1>hvd-train verify</h1><p>{html.escape(title)}</p>",
@@ -59,7 +60,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>\n{body}</table>"
 
 
-def _picture(curves: Curves, precision: str) -> bytes:
+def _picture(curves: Curves, precision: str, tolerance: float) -> bytes:
     """Loss per step in 64 bits and in the own precision; below, how far each curve is from the last one's."""
     import matplotlib
 
@@ -90,7 +91,9 @@ def _picture(curves: Curves, precision: str) -> bytes:
         axes[1, column].set(
             xlabel="step", ylabel=f"relative distance from\n{titles[-1]}", yscale="log", ylim=(1e-18, 10)
         )
-        axes[1, column].axhline(1e-9, color="gray", linewidth=0.8, linestyle="--")
+        if label == "64":
+            axes[1, column].axhline(tolerance, color="gray", linewidth=1, linestyle="--", label="tolerance")
+            axes[1, column].legend(fontsize=8)
         axes[1, column].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes.flat:
         axis.grid(alpha=0.3)

@@ -89,7 +89,8 @@ def verify(
 def _frameworks(config: Config) -> tuple[list[str], list[str]]:
     """(what to compare, notes): the configuration's framework, and the other if it is installed and has the model."""
     (other,) = ZOOS.keys() - {config.framework}
-    if ":" in config.model.name or not all(find_spec(f"{zoo}.{config.model.name}") for zoo in ZOOS.values()):
+    name = config.model.name
+    if not (name.isidentifier() and all(find_spec(f"{zoo}.{name}") for zoo in ZOOS.values())):
         return [config.framework], [f"the model is in {config.framework} alone: only the ranks are compared"]
     if not all(find_spec(package) for package in NEEDS[other]):
         return [config.framework], [f"{other} is not installed: only the ranks are compared"]

@@ -210,6 +210,9 @@ class FrontEnd(Protocol):
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors, in the same order on every rank."""
 
+    def without_dropout(self) -> None:
+        """Sets the rate of every dropout layer to 0; before ``connect``."""
+
     def connect(self, exchange: Exchange) -> None:
         """Takes the exchange that every later ``step`` uses."""
 
@@ -236,6 +239,9 @@ class FrontEnd(Protocol):
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Takes a tree of ``state``; tensors that are not in it stay as they are."""
+
+    def checksums(self) -> dict[str, int]:
+        """{neutral name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
 
     def local_state(self) -> Tree:
         """What differs between ranks: the compressor's state."""

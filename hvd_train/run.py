@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from hvd_train import __version__
-from hvd_train.config import Config, changed, digest, resolved_yaml
+from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
 from hvd_train.core import checkpoint
 from hvd_train.core.agreement import together
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, check_tree, start_agreement
 from hvd_train.core.loop import evaluate as evaluate_batches
+from hvd_train.core.record import Recorder
 from hvd_train.core.trees import pack, unpack, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
@@ -244,6 +245,22 @@ def _find_snapshot(
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
+
+
+def record(folder: Path, verbose: bool) -> int:
+    """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
+    paths = sorted(folder.glob("*.yaml"))
+    with _job(load_config(paths[0]), verbose) as first:
+        module = importlib.import_module(FRONTENDS[first.config.framework])
+        for path in paths:
+            config = load_config(path)
+            job = first if path == paths[0] else open_job(config, module, first.communicator, first.data)
+            job.frontend.without_dropout()
+            connect(job, "none")
+            recorder = Recorder(config, job.frontend, job.data.train, job.data.val, folder, NullLog())
+            recorder.restore(None)
+            recorder.record(path.with_suffix(""))
+    return 0
 
 
 def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:

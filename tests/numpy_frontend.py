@@ -235,6 +235,9 @@ class NumpyFrontEnd(StateTree):
             tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self._exchange_state)
         ]
 
+    def _weights(self):
+        return self.w.items()
+
     def _keys(self):
         return list(self._arrays())
 

@@ -62,6 +62,11 @@ def bad_labels():
     return (inputs, np.arange(8)), (inputs, np.arange(8) + 5)
 
 
+def two_samples():
+    inputs = np.zeros((2, 3), np.float32)
+    return (inputs, np.arange(2)), (inputs, np.arange(2))
+
+
 # ---- convolution, batch normalization, pooling, dense layer: the same numbers in both frameworks
 
 

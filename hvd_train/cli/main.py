@@ -222,6 +222,45 @@ def predict(
 
 
 @cli.command()
+@config_option
+@set_option
+@click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks that are held against one.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to train.")
+@launcher_option
+@click.option(
+    "--report", metavar="FILE.html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with curves."
+)
+@verbose_option
+def verify(
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int,
+    steps: int,
+    launcher: str,
+    report: Path | None,
+    verbose: bool,
+) -> None:
+    """Train a few steps on N ranks and on one, in PyTorch and in Keras, and compare everything.
+
+    \b
+    hvd-train verify -c job.yaml -np 2                      exit code 0: all equal, 1: something differs
+    hvd-train verify -c job.yaml -np 3 --report proof.html  with the loss curves drawn over each other
+    """
+    from hvd_train import verify as proof
+    from hvd_train.config import load_config
+
+    sys.exit(proof.verify(load_config(path, sets), num_proc, steps, launcher, report, verbose))
+
+
+@cli.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@verbose_option
+def record(folder: Path, verbose: bool) -> None:
+    """One rank of verify."""
+    sys.exit(_run().record(folder, verbose))
+
+
+@cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw their curves too."

@@ -222,6 +222,9 @@ class Config(Section):
     threads: Positive | Literal["auto"] = Field("auto", description="threads per rank; auto: cores / local ranks")
     seed: Count = Field(0, description="of first weights, sample order and dropout")
     run_dir: str = Field("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
+    agreement_every_n_steps: Count = Field(
+        100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
+    )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
 

@@ -1,14 +1,16 @@
-"""Ranks that differ are stopped before the first collective of training, with a table instead of a hang."""
+"""Ranks that differ are stopped: before the first collective of training, with a table instead of a hang, and later."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hvd_train import errors
-from hvd_train.errors import ConfigError, TrainError
-from hvd_train.protocol import Communicator
+from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError
+from hvd_train.protocol import Communicator, FrontEnd
 
 T = TypeVar("T")
 
@@ -41,3 +43,33 @@ def together(communicator: Communicator, work: Callable[[], T]) -> T:
         ranks = () if len(failed) == len(records) else tuple(failed)
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True, ranks=ranks) from failure
     return result  # type: ignore[return-value]
+
+
+def agree_on_weights(frontend: FrontEnd, finite: bool, where: str) -> None:
+    """Raises the same error on all ranks where one's loss is not finite, or its weights are not those of the others.
+
+    Nine bytes of a rank travel: a hash of its weights, and whether its loss is ``finite``. Only where hashes differ
+    the sums of all tensors follow.
+    """
+    sums, communicator = frontend.checksums(), frontend.communicator
+    digest = hashlib.blake2b(json.dumps(list(sums.values())).encode(), digest_size=8).digest()
+    everyone = communicator.allgather_bytes(digest + bytes([finite]))
+    broken = [rank for rank, part in enumerate(everyone) if not part[8]]
+    if broken:
+        what = f"the training loss of {_ranks(broken)} is not finite"
+        fix = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
+        raise NonFiniteError(what, where=where, fix=fix, common=True, ranks=broken)
+    # Most ranks are right; of two that differ nobody knows which.
+    right = Counter(everyone).most_common(1)[0][0]
+    apart = [rank for rank, part in enumerate(everyone) if part != right]
+    if apart:
+        tables = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(sums).encode())]
+        first = next(name for name in sums if len({table[name] for table in tables}) > 1)
+        others = _ranks([rank for rank in range(len(everyone)) if rank not in apart])
+        what = f"the weights of {_ranks(apart)} differ from those of {others}, first in {first}"
+        fix = "look for a faulty host or code that depends on the rank; --resume auto goes on from the last checkpoint"
+        raise CommunicationError(what, where=where, fix=fix, common=True, ranks=apart)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, agree_on_weights, together
 from hvd_train.core.apart import due
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.precision import FIRST_SCALE, next_scale
@@ -157,6 +157,9 @@ class Trainer:
                 save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
                 if stop or save or p.step % c.log_every_n_steps == 0:
                     self._log_train(rate)
+                every = c.agreement_every_n_steps
+                if stop or save or (every and p.step % every == 0):
+                    self._agree()
                 if save:
                     self._save()
                 if stop:
@@ -216,6 +219,14 @@ class Trainer:
         if self._apart:
             self.frontend.average()
             self._apart = False
+            self._agree()
+
+    def _agree(self) -> None:
+        """All ranks must hold the same weights, wherever they have not been let go apart."""
+        if not self.config.agreement_every_n_steps or self._apart or self.communicator.size == 1:
+            return
+        finite = all(np.isfinite(self.frontend.ops.to_numpy(sums)).all() for sums in self._pending)
+        agree_on_weights(self.frontend, finite, f"epoch {self.progress.epoch + 1}, step {self.progress.step}")
 
     def _time(self, samples: int, seconds: float) -> None:
         self._timed += 1

@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,14 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
+
+
+def checksum(x: np.ndarray) -> int:
+    """The sum of an array's memory as 64-bit words, mod 2^64: any one changed bit changes it."""
+    memory = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    whole = len(memory) // 8 * 8
+    words = int(memory[:whole].view(np.uint64).sum(dtype=np.uint64))
+    return (words + int.from_bytes(memory[whole:].tobytes(), "little")) % 2**64
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,13 @@ class StateTree(ABC):
         figures = self._measure(placed, scale, seed)
         self._assign(kept)
         return figures
+
+    def checksums(self) -> dict[str, int]:
+        return {self.layouts[own].name: checksum(x) for own, x in self._weights()}
+
+    @abstractmethod
+    def _weights(self) -> Iterable[tuple[str, np.ndarray]]:
+        """(own name, trainable weight as it lies in memory, not copied where that can be helped)."""
 
     def local_state(self) -> Tree:
         return {

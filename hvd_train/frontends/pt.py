@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -242,6 +242,13 @@ class PyTorchFrontEnd(StateTree):
         shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._trainable.items()}
         return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
+    def without_dropout(self) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
+                layer.p = 0.0
+            elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
+                layer.dropout = 0.0
+
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())
@@ -389,6 +396,11 @@ class PyTorchFrontEnd(StateTree):
 
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
         return {k: self.ops.to_numpy(x) for k, x in self._tensors().items() if keys is None or k in keys}
+
+    def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for flat in self._flats:
+            sizes = [math.prod(shape) for shape in flat.shapes]
+            yield from zip(flat.names, (x.numpy() for x in flat.weight.detach().cpu().split(sizes)), strict=True)
 
     def _set(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():

@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -166,6 +166,12 @@ class TensorFlowFrontEnd(StateTree):
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
 
+    def without_dropout(self) -> None:
+        for layer in self.model._flatten_layers():
+            for rate in ("rate", "dropout", "recurrent_dropout", "stddev"):  # dropout, recurrent layers, noise
+                if isinstance(getattr(layer, rate, None), float):
+                    setattr(layer, rate, 0.0)
+
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
@@ -310,6 +316,10 @@ class TensorFlowFrontEnd(StateTree):
         if "slots/step" in arrays:  # PyTorch counts in float32
             arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
         return arrays
+
+    def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for path, variable in self._trainable.items():
+            yield path, np.asarray(memoryview(tf.convert_to_tensor(variable.value)))  # .numpy() would copy
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         variables = self._variables()

@@ -50,9 +50,11 @@ def choose(launcher: str) -> str:
     return launcher
 
 
-def command(num_proc: int, launcher: str, arguments: list[str]) -> list[str]:
-    """The launcher's command line for ``python -m hvd_train ARGUMENTS`` on ``num_proc`` ranks of this host."""
-    program = [sys.executable, "-m", "hvd_train", *arguments]
+def command(num_proc: int, launcher: str, arguments: list[str], module: str = "hvd_train") -> list[str]:
+    """The launcher's command line for ``python -m MODULE ARGUMENTS`` on ``num_proc`` ranks of this host."""
+    program = [sys.executable, "-m", module, *arguments]
+    if num_proc == 1:
+        return program
     tool = find_tool(launcher) or launcher
     if launcher == "mpirun":
         # One core per rank while there are enough; more ranks than cores must not be bound.
@@ -74,13 +76,12 @@ def environment() -> dict[str, str]:
     return env
 
 
-def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = False) -> int:
-    """Runs the job to its end and returns its exit code.
+def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = False, module: str = "hvd_train") -> int:
+    """Runs the job to its end and returns its exit code; one rank needs no launcher.
 
     A signal to this process reaches the ranks, and its code is 128 + signal; a rank that a signal ended is code 5.
     """
-    chosen = choose(launcher)
-    line = command(num_proc, chosen, arguments)
+    line = command(num_proc, choose(launcher) if num_proc > 1 else "", arguments, module)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
     received: list[int] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from hvd_train.core.agreement import agree, together
-from hvd_train.errors import ConfigError, DataError, TrainError
+from hvd_train.core.agreement import agree, agree_on_weights, together
+from hvd_train.errors import CommunicationError, ConfigError, DataError, NonFiniteError, TrainError
+from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
 from tests.numpy_frontend import run_ranks
 
@@ -54,3 +56,58 @@ def test_one_rank_fails_all_learn_it(failing):
 def test_results_stay_with_their_ranks():
     assert run_ranks(3, lambda c: together(c, lambda: c.rank * 10)) == [0, 10, 20]
     assert together(Serial(), lambda: 7) == 7
+
+
+# ---- weights
+
+
+def test_every_bit_counts():
+    for dtype, size in ((np.float32, 5), (np.float64, 3), (np.float16, 7)):
+        x = np.random.default_rng(0).normal(size=size).astype(dtype)
+        for bit in range(8 * x.nbytes):
+            other = x.copy()
+            other.view(np.uint8)[bit // 8] ^= 1 << bit % 8
+            assert checksum(other) != checksum(x) == checksum(x.copy())
+
+
+class Weights:
+    def __init__(self, communicator, tensors):
+        self.communicator, self.tensors = communicator, tensors
+
+    def checksums(self):
+        return {name: checksum(x) for name, x in self.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "changed", "words"),
+    [
+        (2, {1: "b"}, "the weights of rank 1 differ from those of rank 0, first in b"),
+        (3, {0: "a"}, "the weights of rank 0 differ from those of ranks 1, 2, first in a"),
+        (4, {1: "b", 3: "a"}, "the weights of ranks 1, 3 differ from those of ranks 0, 2, first in a"),
+    ],
+)
+def test_ranks_whose_weights_differ_are_named(size, changed, words):
+    def work(communicator):
+        tensors = {"a": np.arange(3.0), "b": np.ones(2), "c": np.zeros(1)}
+        if communicator.rank in changed:
+            tensors[changed[communicator.rank]][0] += 2.0 ** -(20 + communicator.rank)
+        agree_on_weights(Weights(communicator, {"a": np.ones(2)}), True, "step 0")
+        with pytest.raises(CommunicationError) as error:
+            agree_on_weights(Weights(communicator, tensors), True, "step 7")
+        return error.value
+
+    for error in run_ranks(size, work):
+        assert error.exit_code == 5 and error.common
+        assert str(error).startswith(f"{words}; step 7; ") and error.ranks == tuple(changed)
+
+
+def test_a_rank_whose_loss_is_not_finite_is_named():
+    def work(communicator):
+        weights = Weights(communicator, {"a": np.ones(2) * communicator.rank})
+        with pytest.raises(NonFiniteError) as error:
+            agree_on_weights(weights, communicator.rank != 1, "step 7")
+        return error.value
+
+    for error in run_ranks(3, work):
+        assert error.exit_code == 6 and error.ranks == (1,)
+        assert str(error).startswith("the training loss of rank 1 is not finite; step 7; ")

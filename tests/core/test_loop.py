@@ -18,7 +18,7 @@ from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.core.trees import weights_sha256
 from hvd_train.data.arrays import Arrays
-from hvd_train.errors import CheckpointError, NonFiniteError
+from hvd_train.errors import CheckpointError, CommunicationError, NonFiniteError
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
@@ -359,3 +359,38 @@ def test_run_folder(tmp_path):
     assert kept == summary and kept["weights_sha256"] == weights_sha256(
         checkpoint.newest(tmp_path / "checkpoints", pytest.fail).tree
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({"agreement_every_n_steps": 3}, "step 6"),
+        ({"agreement_every_n_steps": 1000}, "step 7"),  # the end of the epoch: never saved
+        ({"agreement_every_n_steps": 0}, None),
+        ({"agreement_every_n_steps": 1, "exchange": {"mode": "local_sgd", "local_steps": 3}}, None),  # on purpose
+    ],
+)
+def test_weights_that_differ_on_one_rank_end_the_training(tmp_path, keys, found):
+    def work(communicator):
+        made = trainer(communicator, config(**keys, log_every_n_steps=50), tmp_path)
+        step = made.frontend.step
+
+        def changed(*args):
+            sums = step(*args)
+            if made.progress.step == 5 and communicator.rank == 1:  # in step 6
+                made.frontend.w["b"][0] += 1e-9
+            return sums
+
+        made.frontend.step = changed
+        try:
+            made.fit()
+        except CommunicationError as error:
+            return str(error)
+        return None
+
+    for told in run_ranks(3, work):
+        if found is None:
+            assert told is None
+        else:
+            assert told.startswith("the weights of rank 1 differ from those of ranks 0, 2, first in b; epoch ")
+            assert f"{found}; " in told

@@ -399,6 +399,32 @@ def test_an_own_model_has_statistics_and_draws_by_the_seed(framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dropout_can_be_switched_off(framework):
+    fronts = [opened(framework, {"name": OWN[framework]}) for _ in range(2)]
+    found = []
+    for frontend, seed in zip(fronts, (5, 6), strict=True):
+        frontend.without_dropout()
+        found.append(frontend.ops.to_numpy(frontend.step(frontend.place(batch()), 1 / ROWS, seed, 0.1)).tolist())
+    assert found[0] == found[1] and same(weights(fronts[0]), weights(fronts[1]))
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_checksums_see_one_bit_of_one_weight(framework):
+    frontend = opened(framework)
+    before = frontend.checksums()
+    assert sorted(before) == sorted(spec.name for spec in frontend.specs())
+    for name in before:
+        tree = weights(frontend)
+        frontend.load(tree)
+        assert frontend.checksums() == before
+        changed = tree[f"weights/{name}"].copy()
+        changed.view(np.uint8).flat[0] ^= 1
+        frontend.load({f"weights/{name}": changed})
+        assert [n for n, x in frontend.checksums().items() if x != before[n]] == [name]
+        frontend.load(tree)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_seeds_are_no_state(framework):
     """Broadcasting a generator's state would give all ranks the same dropout masks."""
     assert not any("seed" in key for key in opened(framework, {"name": OWN[framework]}).state())

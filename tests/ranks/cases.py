@@ -36,6 +36,20 @@ OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_mode
 TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
 # Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
 TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
+RESNET = {"model": {"name": "resnet", "width": 4, "blocks": [1, 1]}, "data.name": "digits", "sync_batchnorm": True}
+TRAININGS["resnet"] = NORM | RESNET | {"global_batch_size": 50, "optim.lr": 0.02, "max_steps": 50}
+TRAININGS["resnet"].pop("model.name")
+GPT = {
+    "model": {"name": "gpt", "width": 16, "depth": 2, "heads": 2},
+    "data": {"name": "text", "path": "LICENSE", "sequence_length": 16},
+    "global_batch_size": 50,
+    "precision": 64,
+    "max_steps": 50,
+    "optim": {"name": "adamw", "lr": 0.003, "weight_decay": 0.01, "warmup_steps": 10},
+    "tensorboard": False,
+}
+TRAININGS["gpt"] = GPT
+DROPOUT = GPT | {"model": GPT["model"] | {"dropout": 0.2}, "max_steps": 8}
 # Each rank's own statistics: the result must depend on the world.
 APART = {"norm-apart": NORM}
 COMPRESSED = {
@@ -76,7 +90,7 @@ CHANGING.pop("model.hidden")
 
 def cases(framework: str, size: int, folder: Path) -> list[dict]:
     def own(name: str, config: dict) -> dict:
-        if config is NORM or "sync_batchnorm" in config:
+        if config is NORM or config is TRAININGS["norm"]:
             config = config | {"model.name": OWN[framework]}
         return config | {"framework": framework, "run_dir": str(folder / name)}
 
@@ -106,6 +120,11 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
         config = own(f"{name}-cut", SHORT | {"exchange": exchange} | MOMENTUM.get(name, {}))
         made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
         made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})
+    made.append({"name": "dropout", "kind": "train", "config": own("dropout", DROPOUT)})
+    cut = own("dropout-cut", DROPOUT)
+    made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})
+    made.append({"name": "dropout-rest", "kind": "train", "config": cut, "resume": "last"})
+    made.append({"name": "masks", "kind": "masks", "config": own("masks", DROPOUT | {"optim": {"lr": 1e-12}})})
     made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
     if size > 1:
         made += [

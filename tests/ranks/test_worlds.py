@@ -246,3 +246,24 @@ def test_overlap_gives_the_same_bits(worlds, launcher, size):
             assert all((plain[k] == overlapped[k]).all() for k in plain)
     first, *others = results.trees("changing-overlap")
     assert all((first[k] == other[k]).all() for other in others for k in first)
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_masks_differ_between_ranks_and_repeat_with_their_seed(worlds, framework, launcher, size):
+    own, again, of_rank_0 = zip(*(r["losses"] for r in worlds(framework, launcher, size).json("masks")), strict=True)
+    assert len(set(own)) == size and own == again and set(of_rank_0) == {own[0]}
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("", 1), *WORLDS])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_training_with_dropout_resumes_bit_for_bit(worlds, framework, launcher, size):
+    results = worlds(framework, launcher, size)
+    first, *others = results.trees("dropout")
+    for tree in [*others, *results.trees("dropout-rest")]:
+        assert all((first[k] == tree[k]).all() for k in first)
+    one = worlds(framework, "", 1).trees("dropout")[0]
+    assert size == 1 or distance(one, first)[0] > 1e-6, "its masks are those of the ranks"

@@ -19,7 +19,8 @@ import numpy as np
 from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, together
-from hvd_train.core.loop import evaluate
+from hvd_train.core.loop import evaluate, forward_seed
+from hvd_train.data.loader import Loader
 from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frontends.serial import Serial
@@ -144,7 +145,20 @@ def average(case, module, communicator, folder):
     return {"named": float(named), "others": float(others)}
 
 
-KINDS = {f.__name__: f for f in (train, overflow, adasum, verbs, disagree, one_fails, same_facts, evaluation, average)}
+def masks(case, module, communicator, folder):
+    """Losses of one batch, the same on all ranks, under seeds of this rank and of rank 0."""
+    job = connected(case, module, communicator)
+    (batch,) = next(Loader(job.data.train, global_batch=8).epoch(0)).micro_batches
+    placed, found = job.frontend.place(batch), []
+    for rank in (communicator.rank, communicator.rank, 0):
+        sums = job.frontend.step(placed, 1.0, forward_seed(0, 3, 0, rank), 0.0)
+        found.append(float(job.frontend.ops.to_numpy(sums)[0]))
+    return {"losses": found}
+
+
+KINDS = {
+    f.__name__: f for f in (masks, train, overflow, adasum, verbs, disagree, one_fails, same_facts, evaluation, average)
+}
 
 
 def main() -> int:

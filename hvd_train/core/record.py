@@ -1,0 +1,88 @@
+"""What one world saw and did in a short run, on disk, so that another process can lay two worlds side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.loop import Trainer
+from hvd_train.core.trees import pack, unpack
+from hvd_train.data.loader import Step
+from hvd_train.protocol import Tree
+
+STAGES = ("first", "last")
+
+
+class Recorder(Trainer):
+    """The product's own loop; notes of each step this rank's sums, the learning rate and the samples."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sums: list[list[float]] = []
+        self.rates: list[float] = []
+        self.samples: list[list[int]] = []
+
+    def record(self, path: Path) -> None:
+        """Trains from the start to the end and leaves PATH.RANK.json and PATH.RANK.safetensors."""
+        first = self.frontend.state()
+        self.fit()
+        stages = zip(STAGES, (first, self.frontend.state()), strict=True)
+        trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
+        hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
+        rank0 = json.loads(self.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
+        rank = self.communicator.rank
+        own = {key: x for key, x in trees.items() if rank == 0 or hashes[key] != rank0[key]}
+        _file(path, rank, "safetensors").write_bytes(pack(own))
+        notes = {"sums": self.sums, "rates": self.rates, "samples": self.samples}
+        _file(path, rank, "json").write_text(json.dumps(notes))
+
+    def _step(self, step: Step) -> float:
+        known = len(self._pending)
+        rate = super()._step(step)
+        self.sums.append(np.sum([self.frontend.ops.to_numpy(sums) for sums in self._pending[known:]], axis=0).tolist())
+        self.rates.append(rate)
+        self.samples.append(np.concatenate([batch.indices for batch in step.micro_batches]).tolist())
+        return rate
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of ``steps`` steps as all its ranks recorded it.
+
+    losses (steps,): means over the global batch; rates (ranks, steps): learning rates; samples: per step, the indices
+    that all ranks together used, sorted; trees: rank 0's tree at each stage; apart: at each stage, what of a rank's
+    tree is not bit for bit rank 0's.
+    """
+
+    losses: np.ndarray
+    rates: np.ndarray
+    samples: list[np.ndarray]
+    trees: dict[str, Tree]
+    apart: dict[str, dict[int, Tree]]
+
+    @property
+    def size(self) -> int:
+        return len(self.rates)
+
+    @classmethod
+    def read(cls, path: Path, size: int) -> Record:
+        notes = [json.loads(_file(path, rank, "json").read_text()) for rank in range(size)]
+        parts = [_stages(unpack(_file(path, rank, "safetensors").read_bytes())) for rank in range(size)]
+        sums = np.sum([n["sums"] for n in notes], axis=0)
+        steps = zip(*(n["samples"] for n in notes), strict=True)
+        samples = [np.sort(np.concatenate(own)).astype(np.int64) for own in steps]
+        apart = {s: {rank: part[s] for rank, part in enumerate(parts) if rank and part[s]} for s in STAGES}
+        return cls(sums[:, 0] / sums[:, 2], np.array([n["rates"] for n in notes]), samples, parts[0], apart)
+
+
+def _stages(tree: Tree) -> dict[str, Tree]:
+    return {stage: {k[len(stage) + 1 :]: x for k, x in tree.items() if k.startswith(f"{stage}:")} for stage in STAGES}
+
+
+def _file(path: Path, rank: int, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{rank}.{kind}")

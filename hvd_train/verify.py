@@ -1,0 +1,178 @@
+"""``hvd-train verify``: the same few steps on N ranks and on one, in both frameworks, compared in 64 bits.
+
+Each world is a launched job of its own on the product's own path (``run.record``); this process reads their records.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import Config, resolved_yaml
+from hvd_train.core.difference import TOLERANCE, Row, Runs, findings, rows
+from hvd_train.core.record import Record
+from hvd_train.errors import ConfigError
+from hvd_train.launch import launch
+from hvd_train.launch.environment import world
+from hvd_train.report.tables import table
+
+ZOOS = {"pytorch": "pt_models", "tensorflow": "tf_models"}
+NEEDS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "keras")}
+SHOWN = 24  # rows of a table in the terminal; the page has all
+REASON = (
+    f"tolerance: {TOLERANCE:g} of a tensor's largest entry, in 64 bits: sums in another order move it by about 1e-13, "
+    "a fault by 1e-6 and more. In 32 bits the same drift grows with each step, so it is shown and decides nothing."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two worlds held against each other: the rows in 64 bits and, row by row, in the user's precision."""
+
+    title: str
+    rows: list[Row]
+    own: list[Row]
+    findings: list[str]
+
+
+def verify(
+    config: Config,
+    num_proc: int,
+    steps: int,
+    launcher: str = "auto",
+    report: Path | None = None,
+    verbose: bool = False,
+    module: str = "hvd_train",
+) -> int:
+    """Runs, compares, prints; returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
+
+    ``module``: what the workers run; its command line is that of ``hvd_train``.
+    """
+    if world().launcher:
+        what = "verify starts its ranks itself"
+        raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
+    frameworks, notes = _frameworks(config)
+    notes += _notes(config)
+    with tempfile.TemporaryDirectory(prefix="hvd-train-verify-") as temporary:
+        worlds: dict[tuple[str, int], tuple[Runs, Record | None]] = {}
+        for framework in frameworks:
+            for size in (num_proc, 1):
+                folder = Path(temporary) / f"{framework}-{size}"
+                folder.mkdir()
+                for name, one in _plans(config, framework, num_proc, steps, folder).items():
+                    (folder / f"{name}.yaml").write_text(resolved_yaml(one), encoding="utf-8")
+                print(f"{_title(framework, size)}: {steps} steps ...", flush=True)
+                code = launch(size, launcher, ["record", str(folder)], verbose, module)
+                if code:
+                    return code
+                worlds[framework, size] = _read(folder, framework, size, config.precision)
+    comparisons = list(_comparisons(worlds, frameworks, num_proc))
+    head = (
+        f"{config.model.name} on {config.data.name}, {config.optim.name}, {steps} step{'s' * (steps > 1)}, "
+        f"global batch {config.global_batch(num_proc)}"
+    )
+    print("\n".join(_text(head, notes, comparisons, config.precision)), flush=True)
+    if report is not None:
+        from hvd_train.report.page import write
+
+        curves = {runs.title: (runs.training.losses, own.losses if own else None) for runs, own in worlds.values()}
+        sections = [(c.title, cells(c), c.findings) for c in comparisons]
+        write(report, head, [*notes, REASON], sections, curves, config.precision, TOLERANCE)
+        print(f"report: {report}", flush=True)
+    return int(any(c.findings for c in comparisons))
+
+
+def _frameworks(config: Config) -> tuple[list[str], list[str]]:
+    """(what to compare, notes): the configuration's framework, and the other if it is installed and has the model."""
+    (other,) = ZOOS.keys() - {config.framework}
+    name = config.model.name
+    if not (name.isidentifier() and all(find_spec(f"{zoo}.{name}") for zoo in ZOOS.values())):
+        return [config.framework], [f"the model is in {config.framework} alone: only the ranks are compared"]
+    if not all(find_spec(package) for package in NEEDS[other]):
+        return [config.framework], [f"{other} is not installed: only the ranks are compared"]
+    return [config.framework, other], []
+
+
+def _notes(config: Config) -> list[str]:
+    notes = ["dropout is off: masks depend on the rank"]
+    exchange = config.exchange
+    if exchange.compression != "none" or exchange.mode != "allreduce" or exchange.op != "average":
+        notes.append("gradients travel whole and are averaged: exchange.compression, mode and op change the numbers")
+    return notes
+
+
+def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Path) -> dict[str, Config]:
+    """{name: configuration} of a world's runs: the training in 64 bits and in its own precision, one plain step."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    data |= {
+        "framework": framework,
+        "batch_size": None,
+        "global_batch_size": config.global_batch(num_proc),
+        "max_steps": steps,
+        "max_epochs": None,
+        "precision": "64",
+        "exchange": {"overlap": config.exchange.overlap},
+        "checkpoint": {"every_n_epochs": 0, "save_top_k": 0, "save_last": False},
+        "early_stopping": None,
+        "agreement_every_n_steps": 0,
+        "check_val_every_n_epoch": 1 << 30,
+        "limit_val_batches": 1,
+        "log_every_n_steps": steps,
+        "tensorboard": False,
+        "run_dir": str(folder),
+    }
+    plain = {"optim": {"name": "sgd", "lr": 1.0}, "gradient_clip_val": 0.0, "max_steps": 1}
+    plans = {"64": data, "gradient": data | plain}
+    if config.precision != "64":
+        plans[config.precision] = data | {"precision": config.precision}
+    return {name: Config.model_validate(plan) for name, plan in plans.items()}
+
+
+def _read(folder: Path, framework: str, size: int, precision: str) -> tuple[Runs, Record | None]:
+    runs = Runs(_title(framework, size), Record.read(folder / "64", size), Record.read(folder / "gradient", size))
+    return runs, Record.read(folder / precision, size) if precision != "64" else None
+
+
+def _title(framework: str, size: int) -> str:
+    return f"{size} rank{'s' * (size > 1)} of {framework}"
+
+
+def _comparisons(
+    worlds: dict[tuple[str, int], tuple[Runs, Record | None]], frameworks: list[str], num_proc: int
+) -> Iterator[Comparison]:
+    """N ranks against one in each framework, then one framework against the other."""
+    pairs = [((framework, 1), (framework, num_proc)) for framework in frameworks]
+    pairs += [((frameworks[0], 1), (other, 1)) for other in frameworks[1:]]
+    for first, second in pairs:
+        (a, own_a), (b, own_b) = worlds[first], worlds[second]
+        own = rows(Runs(a.title, own_a), Runs(b.title, own_b)) if own_a and own_b else []
+        yield Comparison(f"{b.title} against {a.title}", rows(a, b), own, findings(a, b))
+
+
+def cells(comparison: Comparison) -> list[list[str]]:
+    """The table's rows: what, where, the difference in 64 bits and in the user's own precision, if that is another."""
+    own = {row.what: f"{row.difference:.1e}" for row in comparison.own}
+    return [
+        [row.what, row.place, f"{row.difference:.1e}", *([own.get(row.what, "-")] if own else [])]
+        for row in comparison.rows
+    ]
+
+
+def _text(head: str, notes: list[str], comparisons: list[Comparison], precision: str) -> Iterator[str]:
+    yield f"\n{head}"
+    yield from (f"note: {note}" for note in notes)
+    for comparison in comparisons:
+        yield f"\n{comparison.title}"
+        listed = sorted(zip(comparison.rows[3:], cells(comparison)[3:], strict=True), key=lambda x: -x[0].difference)
+        shown = [*cells(comparison)[:3], *(row for _, row in listed[:SHOWN])]
+        yield table(["compared", "where", "in 64 bits", f"in {precision}"][: len(shown[0])], shown)
+        if len(listed) > SHOWN:
+            yield f"and {len(listed) - SHOWN} tensors more, none farther apart than {listed[SHOWN][0].difference:.1e}"
+        yield "equal" if not comparison.findings else "DIFFERENT: " + "\n  then: ".join(comparison.findings)
+    failed = sum(bool(c.findings) for c in comparisons)
+    yield f"\nverdict: {f'{failed} of {len(comparisons)} comparisons differ' if failed else 'equal'}"
+    yield REASON

@@ -1,0 +1,72 @@
+"""``hvd-train verify`` on launched ranks: what is right passes, each planted fault is found and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_train.config import load_config
+from hvd_train.verify import verify
+
+FRAMEWORKS = ["pytorch", "tensorflow"]
+ZOO = {"pytorch": "pt_models", "tensorflow": "tf_models"}
+OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
+# 1 438 samples in batches of 479: ranks have uneven parts, and the fourth step has one sample
+KEYS = {"model.name": "{zoo}.mlp:build", "data.name": "digits", "global_batch_size": 479, "precision": 64}
+FAULTS = {
+    "missing_allreduce": "the gradient of step 1 differs between ranks (rank 1 against rank 0): no exchange",
+    "overlapping_shard": "samples of step 1: 1 seen twice",
+    "learning_rate": "the learning rate of step 1 is 2 times that of 1 rank of {framework} (0.2 against 0.1)",
+    "batch_norm_apart": "unsynchronized batch norm: the loss of step 1 is ",
+    "sum_for_average": "the gradient of step 1 is 2 times that of 1 rank of {framework}",
+    "first_weight": "the ranks start with different weights: rank 1 against rank 0, first in weights/fc1.bias",
+}
+
+
+def config(framework, **keys):
+    given = {"framework": framework, "optim.lr": 0.1, "optim.momentum": 0.9} | KEYS | keys
+    return load_config(None, [f"{key}={str(x).format(zoo=ZOO[framework])}" for key, x in given.items()])
+
+
+def verdict(capfd):
+    """(comparisons, each with its lines; the last line but one)."""
+    out = capfd.readouterr().out
+    return out, [line for line in out.splitlines() if line.startswith(("equal", "DIFFERENT", "verdict"))]
+
+
+def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
+    page = tmp_path / "proof.html"
+    given = config("pytorch", **{"model.name": "mlp", "precision": 32, "optim.warmup_steps": 3})
+    assert verify(given, 2, 5, report=page) == 0
+    out, lines = verdict(capfd)
+    assert lines == ["equal"] * 3 + ["verdict: equal"]
+    assert "1 rank of tensorflow against 1 rank of pytorch" in out and "in 64 bits  in 32" in out
+    text = page.read_text()
+    assert "data:image/png;base64," in text and "http" not in text.replace("http://www.w3.org", "")
+    assert all(word in text for word in ("weights/fc1.kernel", "gradient/fc2.bias", "2 ranks of tensorflow", "1e-09"))
+
+
+@pytest.mark.parametrize(
+    ("framework", "fault"),
+    [("pytorch", fault) for fault in FAULTS]
+    + [("tensorflow", "missing_allreduce"), ("tensorflow", "batch_norm_apart")],  # the others lie in the core
+)
+def test_a_planted_fault_is_found_and_named(capfd, framework, fault):
+    keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
+    assert verify(config(framework, **keys), 2, 3, module=f"tests.verify.faults.{fault}") == 1
+    out, lines = verdict(capfd)
+    assert lines[0].startswith("DIFFERENT: " + FAULTS[fault].format(framework=framework)), out
+    assert lines[-1] == "verdict: 1 of 1 comparisons differ"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_batch_norm_of_ones_own_without_synchronization(capfd, framework):
+    keys = {"model.name": OWN[framework]}
+    assert verify(config(framework, **keys), 3, 3) == 1
+    out, lines = verdict(capfd)
+    assert lines[0].startswith("DIFFERENT: unsynchronized batch norm: ") and "sync_batchnorm: true" in lines[0]
+    assert verify(config(framework, **keys, sync_batchnorm="true"), 3, 3) == 0, "and with it, all is equal"
+
+
+def test_a_world_that_fails_hands_its_code_on(capfd):
+    assert verify(config("pytorch", **{"data.name": "tests.own_models:two_samples"}), 3, 3) == 3
+    assert "error: a data set of 2 samples for 3 ranks" in capfd.readouterr().err.replace("[rank 0]", "")

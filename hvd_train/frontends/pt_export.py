@@ -52,7 +52,7 @@ def to_onnx(trained: Trained) -> Exported:
     package, _ = onnx_packages("onnx", "onnxscript")
     model, _, example = _model(trained, "float32")
     output_shape = tuple(model(example).shape[1:])
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
+    logging.disable(logging.WARNING)  # the exporter misses torchvision, and thinks aloud
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -70,4 +70,6 @@ def to_onnx(trained: Trained) -> Exported:
         content = proto.SerializeToString()
     except (torch.onnx.OnnxExporterError, ValueError) as error:
         raise unfit_for("ONNX", trained.config.model.name, error.__cause__ or error) from error
+    finally:
+        logging.disable(logging.NOTSET)
     return Exported(content, ONNX_LOAD, tuple(example.shape[1:]), "float32", output_shape)

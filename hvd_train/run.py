@@ -59,7 +59,7 @@ class Job:
         )
 
 
-def _settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
+def settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
     """Sets what frameworks and Horovod read when they load, where the user has set nothing; returns what holds."""
     chosen = rank_settings(here, config.framework, threads(config.threads, here), verbose)
     by = {name: "user" if name in os.environ else "hvd_train" for name in chosen}
@@ -77,7 +77,7 @@ def _settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
     }
 
 
-def _frontend_module(config: Config, count: int, verbose: bool) -> Any:
+def frontend_module(config: Config, count: int, verbose: bool) -> Any:
     """Loads the framework, after the settings that it reads only then."""
     try:
         with _without_noise(verbose):
@@ -195,8 +195,8 @@ def _job(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
     here = world()
     data = open_data(config.data)
-    settings = _settle(config, here, verbose)
-    module = _frontend_module(config, settings["threads"], verbose)
+    settings = settle(config, here, verbose)
+    module = frontend_module(config, settings["threads"], verbose)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
     yield open_job(config, module, communicator, data, settings)
@@ -330,14 +330,7 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
     def read() -> checkpoint.Snapshot | None:
         if communicator.rank:
             return None
-        if which == "last":
-            found = checkpoint.newest(run_dir / "checkpoints", lambda text: None)
-            if found is None:
-                raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
-            return found
-        path = checkpoint.resolve(run_dir, which)
-        assert path is not None
-        return checkpoint.load(path)
+        return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode)
 
     snapshot = together(communicator, read)
     own = without_slots(snapshot.tree) if snapshot else {}

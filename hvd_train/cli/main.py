@@ -147,12 +147,14 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
     return kept
 
 
+trained_run_option = click.option(
+    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
+)
+
+
 def trained_run_options(command: Callable) -> Callable:
     """What eval and predict share."""
-    run_dir = click.option(
-        "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
-    )
-    own = (run_dir, config_option, set_option, checkpoint_option, split_option)
+    own = (trained_run_option, config_option, set_option, checkpoint_option, split_option)
     for option in reversed((*own, num_proc_option, launcher_option, verbose_option)):
         command = option(command)
     return command
@@ -261,6 +263,46 @@ def record(folder: Path, verbose: bool) -> None:
 
 
 @cli.command()
+@trained_run_option
+@config_option
+@set_option
+@checkpoint_option
+@click.option(
+    "--to", required=True, type=click.Choice(["pytorch", "keras", "onnx", "safetensors"]), help="The file's format."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file (without: model.pt, .keras, .onnx or .safetensors in the run folder).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+@verbose_option
+def export(
+    run_dir: str | None,
+    path: Path | None,
+    sets: tuple[str, ...],
+    checkpoint: str,
+    to: str,
+    output: Path | None,
+    overwrite: bool,
+    verbose: bool,
+) -> None:
+    """Write a trained model as a file that needs no hvd_train; says what it takes and how to load it.
+
+    \b
+    hvd-train export --run-dir runs/cnn --to pytorch       a state dictionary for torch.load(weights_only=True)
+    hvd-train export --run-dir runs/cnn --to keras         for keras.models.load_model, whichever framework trained it
+    hvd-train export --run-dir runs/cnn --to onnx -o cnn.onnx --checkpoint best
+    hvd-train export --run-dir runs/cnn --to safetensors   weights alone, under names that both frameworks share
+    """
+    from hvd_train import export as exporting
+
+    config = _trained_config(path, sets, run_dir)
+    sys.exit(exporting.export(config, checkpoint, to, output, overwrite, verbose))
+
+
+@cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw their curves too."
@@ -350,7 +392,8 @@ def main() -> None:
     except click.ClickException as error:
         leave.wait_turn()
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
-        print(f"error{leave.rank_tag()}: {error.format_message()} See '{command} --help'.", file=sys.stderr)
+        text = " ".join(error.format_message().split())  # click lists choices one a line
+        print(f"error{leave.rank_tag()}: {text} See '{command} --help'.", file=sys.stderr)
         leave.leave(error.exit_code)
     except KeyboardInterrupt:
         leave.leave(130)

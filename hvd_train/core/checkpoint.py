@@ -234,6 +234,16 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
             _remove(path)
 
 
+def choose(run_dir: Path, which: str, monitor: str, mode: str) -> Snapshot:
+    """What --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
+    if which != "last":
+        return load(resolve(run_dir, which, monitor, mode))
+    found = newest(run_dir / "checkpoints", lambda text: None)
+    if found is None:
+        raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
+    return found
+
+
 def resolve(run_dir: Path, which: str, monitor: str = "val_loss", mode: str = "min") -> Path:
     """``best``, ``last``, or the path of a checkpoint, a run folder or its ``checkpoints``."""
     folder = run_dir / "checkpoints"

@@ -112,6 +112,10 @@ class Trainer:
             val, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
         )
         self.train_size, self.val_size = len(train), len(val)
+        self._fits = {
+            "input_shape": list(train.input_shape),
+            "num_classes": max(train.num_classes, val.num_classes),
+        }
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = config.limit_train_batches or self.steps_per_epoch
         self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
@@ -320,6 +324,7 @@ class Trainer:
                 "world_size": communicator.size,
                 "config": c.model_dump(mode="json"),
                 "compression": self.compression,
+                **self._fits,
                 "progress": asdict(self.progress),
                 "monitor": metrics or {},
             }

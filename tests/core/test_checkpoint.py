@@ -262,6 +262,8 @@ def test_words_and_paths(tmp_path):
     assert checkpoint.resolve(tmp_path, "best") == best
     assert checkpoint.resolve(tmp_path, "best", mode="max") == folder / "step-00000001"
     assert checkpoint.resolve(tmp_path, "last") == last
+    assert checkpoint.choose(tmp_path, "best", "val_loss", "max").step == 1
+    assert checkpoint.choose(tmp_path, "last", "val_loss", "min").step == checkpoint.load(last).step
     for given in (tmp_path, folder, last):
         assert checkpoint.resolve(Path("elsewhere"), str(given)) == last
     with pytest.raises(CheckpointError, match="there is no checkpoint"):

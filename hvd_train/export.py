@@ -1,0 +1,125 @@
+"""A trained checkpoint as a file that the plain framework opens: ``hvd-train export``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hvd_train import __version__
+from hvd_train.config import Config
+from hvd_train.core import checkpoint
+from hvd_train.core.trees import without_slots
+from hvd_train.data.sources import open_data
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.plain import Exported, Trained
+from hvd_train.launch.environment import world
+from hvd_train.run import frontend_module, settle
+
+ENDINGS = {"pytorch": ".pt", "keras": ".keras", "onnx": ".onnx", "safetensors": ".safetensors"}
+# Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
+BUILDERS = {"pytorch": "pytorch", "keras": "tensorflow", "onnx": "pytorch"}
+EXPORTERS = {"pytorch": "hvd_train.frontends.pt_export", "tensorflow": "hvd_train.frontends.tf_export"}
+# What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
+SCALES = {"digits": "from 0 to 1", "idx": "from 0 to 1", "imagefolder": "from 0 to 1", "text": "the bytes' numbers"}
+
+
+def export(config: Config, which: str, to: str, output: Path | None, overwrite: bool, verbose: bool) -> int:
+    """Writes the checkpoint ``which`` in the format ``to``; tells what the file takes and gives, and how to open it."""
+    here = world()
+    if here.size > 1:
+        what = f"an export is the work of one process, and this is a world of {here.size} ranks"
+        raise ConfigError(what, where=f"started by {here.launcher}", fix="start it without a launcher", common=True)
+    output = output or Path(config.run_dir) / f"model{ENDINGS[to]}"
+    _check_place(output, to, overwrite)
+    framework = _builder(config, to)
+    monitor = config.checkpoint.monitor, config.checkpoint.mode
+    snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor)
+    trained = _trained(config, snapshot)
+    if framework:
+        config = config.model_copy(update={"framework": framework})
+        frontend_module(config, settle(config, here, verbose)["threads"], verbose)
+        done = getattr(importlib.import_module(EXPORTERS[framework]), f"to_{to}")(trained)
+    else:
+        done = to_safetensors(trained)
+    _write(output, done.content)
+    print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
+    print(f"takes and gives: {_takes(trained, done, framework)}")
+    print(f"to load it: {done.load.format(path=repr(str(output)))}", flush=True)
+    return 0
+
+
+def _builder(config: Config, to: str) -> str | None:
+    """The framework that builds the model for this format; None: none is needed."""
+    if to not in BUILDERS or ":" not in config.model.name:
+        return BUILDERS.get(to)
+    if to != "onnx" and BUILDERS[to] != config.framework:
+        what = f"a {config.framework} model of your own cannot become a {to} one"
+        own = "pytorch" if config.framework == "pytorch" else "keras"
+        raise ConfigError(what, where=f"model.name: {config.model.name}", fix=f"take --to {own}, onnx or safetensors")
+    return config.framework
+
+
+def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
+    """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
+    fits: dict[str, Any] = snapshot.meta
+    if "input_shape" not in fits:
+        data = open_data(config.data)
+        fits = {"input_shape": data.input_shape, "num_classes": data.num_classes}
+    arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
+    shape, num_classes = tuple(map(int, fits["input_shape"])), int(fits["num_classes"])
+    about = {
+        "model": config.model.name,
+        "options": json.dumps(config.model.options),
+        "trained_with": f"hvd_train {__version__}, {snapshot.meta.get('framework', config.framework)}",
+        "step": str(snapshot.step),
+        "sample": f"{shape} as the data give it, channels last; numbers {_scale(config)}",
+        "num_classes": str(num_classes),
+    }
+    return Trained(config, arrays, shape, num_classes, about)
+
+
+def _scale(config: Config) -> str:
+    return SCALES.get(config.data.name, "as the data hold them (bytes divided by 255)")
+
+
+def _takes(trained: Trained, done: Exported, framework: str | None) -> str:
+    shape = ", ".join(map(str, ("n", *done.input_shape)))
+    channels = "channels first, " if framework == "pytorch" else "channels last, "
+    order = channels if len(done.input_shape) == 3 else ""
+    gives = ", ".join(map(str, ("n", *done.output_shape)))
+    result = f" -> logits ({gives})" if done.output_shape else ""
+    return f"input ({shape}) {done.dtype}, {order}numbers {_scale(trained.config)}{result}"
+
+
+def to_safetensors(trained: Trained) -> Exported:
+    """Weights and running statistics under their neutral names; needs no framework."""
+    from safetensors.numpy import save
+
+    load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
+    return Exported(save(trained.arrays, metadata=trained.about), load, trained.input_shape, trained.dtype)
+
+
+def _check_place(output: Path, to: str, overwrite: bool) -> None:
+    """Before any work. Keras opens by a file's ending."""
+    if to == "keras" and output.suffix != ".keras":
+        raise ConfigError("Keras loads only files that end in .keras", where=f"-o {output}", fix="change the ending")
+    if output.exists() and not overwrite:
+        fix = "give --overwrite, or another place with -o"
+        raise ConfigError("the file exists already", where=str(output), fix=fix)
+
+
+def _write(output: Path, content: bytes) -> None:
+    """Whole or not at all: under another name first."""
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        os.replace(partial, output)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"the export cannot be written: {error.strerror}", where=str(output)) from error

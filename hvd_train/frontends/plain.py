@@ -1,0 +1,88 @@
+"""What the exporters share: what a plain model is made of, and the file that comes out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core.loop import check_tree
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.base import Layout
+from hvd_train.protocol import Tree
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint. ``arrays``: neutral name -> weight or running statistic; ``input_shape``: of a sample as the data
+    give it; ``about``: what a file that can hold notes says of itself."""
+
+    config: Config
+    arrays: Tree
+    input_shape: tuple[int, ...]
+    num_classes: int
+    about: dict[str, str]
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights; mixed precision keeps them in 32 bits."""
+        return "float64" if self.config.precision == "64" else "float32"
+
+    def own(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
+        """The arrays under a model's own names and in its own axis order; they must be its tensors, all of them."""
+        layouts = {
+            name: Layout.of(shape, table.get(name, (name.replace("/", "."), None, None, shape)))
+            for name, shape in shapes.items()
+        }
+        check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
+        return {name: x.from_neutral(self.arrays[x.name]) for name, x in layouts.items()}
+
+    def build_call(self, module: ModuleType, input_shape: tuple[int, ...]) -> str:
+        """The line that builds the untrained model: ``pt_models.mlp.build(input_shape=(64,), num_classes=10)``."""
+        function = self.config.model.name.partition(":")[2] or "build"
+        given = {"input_shape": input_shape, "num_classes": self.num_classes, **self.config.model.options}
+        return f"{module.__name__}.{function}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file's content and how to use it. Shapes are without the samples' axis; ``load`` is one line of Python that
+    opens the file ``{path}``."""
+
+    content: bytes
+    load: str
+    input_shape: tuple[int, ...]
+    dtype: str
+    output_shape: tuple[int, ...] = ()
+
+
+ONNX_LOAD = (
+    "import onnxruntime; model = onnxruntime.InferenceSession({path}); "
+    "logits = model.run(['logits'], {{'input': x}})[0]"
+)
+
+
+def onnx_packages(*names: str) -> list[Any]:
+    """The modules of these names, as setup.cfg's extra ``export`` installs them."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in names:
+            raise
+        what = f"ONNX files need the package {error.name}, which is not installed"
+        raise ConfigError(what, where="--to onnx", fix=f"run scripts/setup, or pip install {' '.join(names)}") from None
+
+
+def unfit_for(kind: str, name: str, error: BaseException) -> ConfigError:
+    """The framework's own exporter refuses the model; its first line tells why."""
+    reason = str(error).strip().splitlines()
+    return ConfigError(
+        f"the model cannot be written as {kind}: {reason[0] if reason else type(error).__name__}",
+        where=f"model.name: {name}",
+        fix="mend the model, or take --to safetensors",
+    )

@@ -1,0 +1,256 @@
+"""Exports, opened by the plain frameworks in processes that never load hvd_train, give what ``predict`` gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from hvd_train.config import load_config
+from hvd_train.data.sources import open_data
+from tests.cli.test_commands import ROOT, SECONDS, run
+
+DIGITS, LARGE = "data={name: digits}", "data={name: digits, image_size: 28}"
+OWN = "tests.own_models"
+# run: what trains, in 64 bits where nothing else is said; the zoo's models cross to the other framework
+RUNS = {
+    "cnn": ["framework=pytorch", LARGE, "model={name: cnn, hidden: 12}", "precision=64"],
+    "gpt": ["framework=pytorch", "model={name: gpt, width: 16, depth: 1, heads: 2}", "precision=64"],
+    "resnet": ["framework=tensorflow", DIGITS, "model={name: resnet, width: 4, blocks: [1, 1]}", "precision=64"],
+    "mlp": ["framework=tensorflow", DIGITS, "model={name: mlp, hidden: [24]}"],
+    "thin": ["framework=tensorflow", DIGITS, "model={name: thin, depth: 3}", "precision=bf16-mixed"],
+    "own-pytorch": ["framework=pytorch", DIGITS, f"model={{name: '{OWN}:pytorch_norm'}}", "precision=64"],
+    "own-keras": ["framework=tensorflow", DIGITS, f"model={{name: '{OWN}:keras_dropout'}}", "precision=64"],
+}
+FORMATS = {run: ["safetensors", "pytorch", "keras", "onnx"] for run in ("cnn", "gpt", "resnet", "mlp")}
+FORMATS |= {"thin": ["pytorch", "keras"], "own-pytorch": ["pytorch", "onnx"], "own-keras": ["keras", "onnx"]}
+CASES = [(run, to) for run, formats in FORMATS.items() for to in formats if to != "safetensors"]
+
+# One process runs many command lines, so that each framework is loaded once. stdin: lists of arguments.
+COMMANDS = """
+import torch  # before TensorFlow, as elsewhere
+import contextlib, io, json, sys
+from hvd_train.cli.main import cli
+told = []
+for line in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            cli.main(line, standalone_mode=False)
+        except SystemExit as end:
+            assert not end.code, line
+    told.append(text.getvalue())
+json.dump(told, sys.stdout)
+"""
+
+# The user's side: the printed line opens the file. stdin: [how, line, inputs, outputs] of each file.
+OPEN = """
+import json, sys
+import numpy as np
+for how, line, inputs, outputs in json.load(sys.stdin):
+    x, known = np.load(inputs), {}
+    if how == "onnx":
+        known["x"] = x.astype("float32")
+    exec(line, known)
+    if how == "pytorch":
+        import torch
+        with torch.no_grad():
+            logits = known["model"](torch.from_numpy(x).to(next(known["model"].parameters()).dtype)).numpy()
+    else:
+        logits = known["logits"] if how == "onnx" else known["model"](x, training=False).numpy()
+    np.save(outputs, logits)
+assert not [name for name in sys.modules if name.split(".")[0] == "hvd_train"]
+"""
+
+
+def together(code: str, lines: list) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(lines), cwd=ROOT, capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def settings(name: str, folder: Path) -> list[str]:
+    sets = [*RUNS[name], "max_steps=3", "global_batch_size=16", "optim={lr: 0.1, momentum: 0.9}", "tensorboard=false"]
+    if name == "gpt":
+        sets.append(f"data={{name: text, path: {folder / 'text.txt'}, sequence_length: 16}}")
+    return sets
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Each run trained, its predictions, its exports with what the command told, and what plain loading gave."""
+    folder = tmp_path_factory.mktemp("exports")
+    (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 12)
+    lines, keys = [], []
+    for name in RUNS:
+        sets = [word for one in settings(name, folder) for word in ("--set", one)]
+        lines.append(["fit", "--run-dir", str(folder / name), *sets])
+        lines.append(["predict", "--run-dir", str(folder / name), "-o", str(folder / f"{name}.npy")])
+        keys += [(name, "fit"), (name, "predict")]
+        for to in FORMATS[name]:  # an export reads no data
+            where = ["--run-dir", str(folder / name), "--set", "data.path=nowhere"]
+            lines.append(["export", *where, "--to", to])
+            keys.append((name, to))
+    told = dict(zip(keys, json.loads(together(COMMANDS, lines)), strict=True))
+    _open_all(folder, told)
+    return SimpleNamespace(folder=folder, told=told)
+
+
+def _open_all(folder: Path, told: dict) -> None:
+    jobs: dict[str, list] = {"keras": [], "torch and ONNX": []}
+    for name in RUNS:
+        val = open_data(load_config(None, settings(name, folder)).data).val
+        x = val.fetch(np.arange(len(val)))[0]
+        first = x.transpose(0, 3, 1, 2) if x.ndim == 4 else x
+        np.save(folder / f"{name}.last.npy", x)
+        np.save(folder / f"{name}.first.npy", np.ascontiguousarray(first))
+    for name, to in CASES:
+        _, takes, load = told[name, to].splitlines()
+        order = "first" if "channels first" in takes else "last"
+        files = folder / f"{name}.{order}.npy", folder / f"{name}.{to}.npy"
+        job = [to, load.removeprefix("to load it: "), *map(str, files)]
+        jobs["keras" if to == "keras" else "torch and ONNX"].append(job)
+    for rows in jobs.values():
+        together(OPEN, rows)
+
+
+@pytest.mark.parametrize(("name", "to"), CASES)
+def test_the_plain_framework_gives_the_predictions(made, name, to):
+    wanted, found = np.load(made.folder / f"{name}.npy"), np.load(made.folder / f"{name}.{to}.npy")
+    assert found.shape == wanted.shape and len(found) > 1 and wanted.std() > 0
+    wide = "precision=64" in RUNS[name]
+    assert found.dtype == ("float64" if wide and to != "onnx" else "float32")
+    if name == "thin":  # trained in 16 bits, of which an export knows nothing
+        np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    elif wide and to != "onnx":
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
+    else:
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_weights_alone_are_those_of_the_checkpoint(made):
+    """Under neutral names; the perceptron is computed from them by hand."""
+    for name in ("cnn", "gpt", "resnet", "mlp"):
+        own = load_file(made.folder / name / "checkpoints" / "step-00000003" / "weights.safetensors")
+        found = load_file(made.folder / name / "model.safetensors")
+        assert found.keys() == {key.partition("/")[2] for key in own}
+        assert all(np.array_equal(found[key.partition("/")[2]], array) for key, array in own.items())
+    x = np.load(made.folder / "mlp.last.npy").reshape(-1, 64)
+    w = load_file(made.folder / "mlp" / "model.safetensors")
+    logits = np.maximum(x @ w["fc1.kernel"] + w["fc1.bias"], 0) @ w["fc2.kernel"] + w["fc2.bias"]
+    np.testing.assert_allclose(logits, np.load(made.folder / "mlp.npy"), atol=1e-5)
+
+
+def test_a_file_tells_what_it_is(made):
+    import onnx
+
+    with safe_open(made.folder / "cnn" / "model.safetensors", "np") as file:
+        told = file.metadata()
+    assert told["model"] == "cnn" and json.loads(told["options"]) == {"hidden": 12} and told["step"] == "3"
+    assert told["sample"] == "(28, 28, 1) as the data give it, channels last; numbers from 0 to 1"
+    model = onnx.load(made.folder / "cnn" / "model.onnx")
+    assert {p.key: p.value for p in model.metadata_props} == told
+    for name in ("cnn", "own-keras"):
+        model = onnx.load(made.folder / name / "model.onnx")
+        axes = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input]
+        assert axes == [["batch", *((1, 28, 28) if name == "cnn" else (8, 8, 1))]]
+        assert [v.name for v in (*model.graph.input, *model.graph.output)] == ["input", "logits"]
+
+
+def test_the_command_tells_what_was_written(made):
+    what, takes, load = made.told["cnn", "pytorch"].splitlines()
+    path = made.folder / "cnn" / "model.pt"
+    assert what == f"pytorch: {path} (cnn, step 3, {path.stat().st_size:,} bytes)"
+    assert takes == (
+        "takes and gives: input (n, 1, 28, 28) float64, channels first, numbers from 0 to 1 -> logits (n, 10)"
+    )
+    assert load.startswith("to load it: import torch, pt_models.cnn; model = pt_models.cnn.build(input_shape=")
+    assert "channels last, numbers from 0 to 1 -> logits (n, 10)" in made.told["cnn", "keras"]
+    assert "input (n, 16) float32, numbers the bytes' numbers -> logits (n, 16, 256)" in made.told["gpt", "onnx"]
+    assert "import keras, tf_models.gpt;" in made.told["gpt", "keras"], "its layers are its own"
+    assert "import keras;" in made.told["resnet", "keras"]
+
+
+def test_another_place_and_another_checkpoint(made, tmp_path):
+    """best, and a path; the shape of a sample comes from the data where the checkpoint does not tell it."""
+    shutil.copytree(made.folder / "mlp", tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "step-00000003"
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["meta"]["input_shape"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    for which in ("best", str(step)):
+        where = ["--run-dir", "run", "--checkpoint", which, "-o", "deep/weights", "--overwrite"]
+        run("export", *where, "--to", "safetensors", cwd=tmp_path)
+        assert [p.name for p in (tmp_path / "deep").iterdir()] == ["weights"], "no partial file is left"
+        found = load_file(tmp_path / "deep" / "weights")
+        assert found.keys() == load_file(made.folder / "mlp" / "model.safetensors").keys()
+    with safe_open(tmp_path / "deep" / "weights", "np") as file:
+        assert file.metadata()["sample"].startswith("(8, 8, 1) ")
+
+
+# ---- mistakes: one line, and nothing is written
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "code", "words"),
+    [
+        ("mlp", ["--to", "tflite"], 2, "'tflite' is not one of 'pytorch', 'keras', 'onnx', 'safetensors'"),
+        ("mlp", [], 2, "Missing option '--to'"),
+        ("mlp", ["--to", "safetensors"], 2, "the file exists already; {run}/model.safetensors; give --overwrite, or"),
+        ("mlp", ["--to", "keras", "-o", "model.h5"], 2, "Keras loads only files that end in .keras; -o model.h5"),
+        ("mlp", ["--to", "safetensors", "-o", "/proc/x/y"], 2, "cannot be written: No such file or directory; /proc/x"),
+        ("mlp", ["--to", "safetensors", "-o", "."], 2, "is a directory"),
+        ("mlp", ["--to", "safetensors", "-o", "w", "--checkpoint", "step-9"], 4, "there is no checkpoint; step-9"),
+        ("own-pytorch", ["--to", "keras"], 2, "a pytorch model of your own cannot become a keras one; model.name: "),
+        ("own-keras", ["--to", "pytorch"], 2, "take --to keras, onnx or safetensors"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes(made, tmp_path, name, arguments, code, words):
+    done = run("export", "--run-dir", str(made.folder / name), *arguments, cwd=tmp_path, code=code)
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words.format(run=made.folder / name) in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_of_ranks_is_refused(made):
+    line = ["export", "--run-dir", str(made.folder / "mlp"), "--to", "safetensors", "-o", "w"]
+    done = run(*line, code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert "an export is the work of one process" in done.stderr and "start it without a launcher" in done.stderr
+
+
+def test_a_checkpoint_of_another_model(made, tmp_path):
+    """A table of what differs; ``hidden`` is not what was trained."""
+    line = ["export", "--run-dir", str(made.folder / "mlp"), "--to", "pytorch", "-o", str(tmp_path / "model.pt")]
+    done = run(*line, "--set", "model.hidden=[16]", code=4)
+    assert "fc1.kernel: (64, 24) in the checkpoint, (64, 16) in the model" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_without_its_packages(made, tmp_path):
+    (tmp_path / "onnx.py").write_text("raise ModuleNotFoundError('gone', name='onnx')\n")
+    line = ["export", "--run-dir", str(made.folder / "cnn"), "--to", "onnx", "-o", str(tmp_path / "model.onnx")]
+    done = run(*line, code=2, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.stderr == (
+        "error: ONNX files need the package onnx, which is not installed; --to onnx; "
+        "run scripts/setup, or pip install onnx onnxscript\n"
+    )
+
+
+def test_a_model_that_onnx_cannot_hold(tmp_path):
+    """Its branches depend on the samples."""
+    where = ["--run-dir", str(tmp_path), "--set", f"model={{name: '{OWN}:changing'}}", "--set", "max_steps=1"]
+    run("fit", *where)
+    done = run("export", *where, "--to", "onnx", "-c", str(tmp_path / "config.yaml"), code=2)
+    assert done.stderr.startswith("error: the model cannot be written as ONNX: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "model.onnx").exists()

@@ -94,6 +94,11 @@ class TorchOps:
         return torch.isfinite(x).all()
 
 
+def spare_cores(device: torch.device) -> bool:
+    """Whether the thread that carries exchanges has a core of its own while this one computes on ``device``."""
+    return device.type == "cuda" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
+
+
 class HorovodTorch(HorovodCommunicator):
     module = "horovod.torch"
 
@@ -250,7 +255,7 @@ class PyTorchFrontEnd(StateTree):
             return False
         if wanted != "auto":
             return wanted
-        return self.device.type == "cuda" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
+        return spare_cores(self.device)
 
     def _arrived(self, bucket: int) -> None:
         """A gradient of this bucket is final; the last one starts the exchange."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from hvd_train.frontends import pt_batchnorm, pt_files, pt_share
 from hvd_train.frontends.base import gpu_index
 from hvd_train.frontends.pt import TorchOps, spare_cores
 from hvd_train.frontends.pt_reducer import Reducer
-from hvd_train.launch.environment import keep_memory
+from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
 from hvd_train.script import open_world
 
@@ -43,14 +44,15 @@ __all__ = ["device", "distribute", "load", "no_sync", "rank", "save", "shard", "
 WHERE = "ht.distribute"
 DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
 
-_distributed: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter], Reducer | None]] = []
+_distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
+_known: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # id -> the parameter, who reduces its gradient
 
 
 @functools.cache
 def _world() -> Communicator:
     """The world, in which a rank computes on its share of the cores."""
     communicator = open_world("pytorch")
-    torch.set_num_threads(min(torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])))
+    torch.set_num_threads(min(torch.get_num_threads(), threads("auto", world())))
     return communicator
 
 
@@ -103,7 +105,7 @@ def distribute(
     Every rank must call ``backward()`` equally often. Raises ConfigError on all ranks.
     """
     communicator, bare = _world(), _bare(model)
-    together(communicator, lambda: _check(bare, optimizers))
+    together(communicator, lambda: _check(bare, optimizers, sync_batchnorm))
     exchange = together(communicator, lambda: _exchange_options(compression, overlap, options))
     parameters = _trainable(bare)
     agree(communicator, _facts(bare, optimizers) | {"options": f"{compression} {overlap} {sync_batchnorm} {options}"})
@@ -125,7 +127,8 @@ def distribute(
         )
         if communicator.rank and not _distributed:
             torch.manual_seed(mix(torch.initial_seed(), communicator.rank))
-    _distributed.append((bare, parameters, reducer))
+    _distributed.append((bare, reducer))
+    _known.update({id(p): (p, reducer) for p in parameters.values()})
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(_before_step)
     keep_memory()
@@ -135,10 +138,10 @@ def distribute(
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Within it ``backward()`` only accumulates; the first one behind it reduces the gradients of all of them."""
-    found = [entry for entry in _distributed if entry[0] is _bare(model)]
+    found = [reducer for other, reducer in _distributed if other is _bare(model)]
     if not found:
         raise ConfigError("this model is not distributed", where="ht.no_sync", fix="call ht.distribute(model) first")
-    reducer = found[0][2]
+    reducer = found[0]
     if reducer is None:
         yield
         return
@@ -260,7 +263,7 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], sync_batchnorm: bool) -> None:
     """Everything that a rank can see by itself."""
 
     def refuse(what: str, fix: str, where: str = WHERE) -> None:
@@ -270,16 +273,17 @@ def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         refuse(f"it takes a torch.nn.Module, not a {type(model).__name__}", "call ht.distribute(model, optimizer)")
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         refuse(f"the model is wrapped in {type(model).__name__}", "hand over the model itself")
-    if any(model is other for other, _, _ in _distributed):
+    if not sync_batchnorm and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in model.modules()):
+        refuse("torch's SyncBatchNorm joins nothing without torch.distributed", "give sync_batchnorm=True")
+    if any(model is other for other, _ in _distributed):
         refuse("this model is distributed already", "call ht.distribute once for each model")
     if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
         refuse("the model has lazy layers without shapes", "run one batch through it first")
     trainable = _trainable(model)
     if not trainable:
         refuse("the model has no trainable parameter", "set requires_grad before ht.distribute")
-    taken = {id(p) for _, parameters, _ in _distributed for p in parameters.values()}
     for name, p in trainable.items():
-        if id(p) in taken:
+        if id(p) in _known:
             refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
         if p.dtype not in DTYPES:
             refuse(f"{p.dtype} cannot travel", "keep weights in float32, and compute under torch.autocast", name)
@@ -292,7 +296,7 @@ def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             refuse(f"a {kind} is no optimizer", "call ht.distribute(model, optimizer, ...)")
         if hasattr(optimizer, "_allreduce_grad_async"):
             refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
-        if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not all(id(p) in own or id(p) in _known for group in optimizer.param_groups for p in group["params"]):
             refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
 
 
@@ -303,7 +307,10 @@ def _exchange_options(compression: str, overlap: bool | str, options: dict[str, 
         what = f"unknown option {', '.join(unknown)}" if unknown else "compression='auto' is for hvd-train fit"
         raise ConfigError(what, where=WHERE, fix="name a compression and its options, as in the README")
     given = {"compression": compression, "overlap": overlap, **options}
-    return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange
+    try:
+        return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=WHERE) from error
 
 
 def _facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
@@ -359,19 +366,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if size() == 1:
         return
     where = f"{type(optimizer).__name__}.step()"
-    known: dict[int, Reducer | None] = {}
-    for _, parameters, reducer in _distributed:
-        known |= {id(p): reducer for p in parameters.values()}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None:
                 continue
-            if id(p) not in known:
+            _, reducer = _known.get(id(p), (p, None))
+            if reducer is None:
                 what = f"a parameter of shape {tuple(p.shape)} came to the model after ht.distribute"
                 fix = "call ht.distribute when all parameters are there, and have requires_grad"
                 raise ConfigError(what, where=where, fix=fix, common=True)
-            reducer = known[id(p)]
-            if reducer is not None and reducer.unreduced:
+            if reducer.unreduced:
                 what = "the gradients of the last backward() were not reduced"
                 fix = "call the last backward() before a step outside of ht.no_sync"
                 raise ConfigError(what, where=where, fix=fix, common=True)

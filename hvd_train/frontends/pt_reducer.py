@@ -106,6 +106,8 @@ class Reducer:
         if self._lossy and not torch.isfinite(flat).all():  # a compressor would hide it and keep it
             self._broken = True
             flat.nan_to_num_(0.0, 0.0, 0.0)
+        if self._broken and b == self._bucket[0]:
+            self._views[0].fill_(torch.nan)  # the flags tell all ranks
         self._started[b] = self._exchange.start(b, flat, self._state[b])
 
     @torch.no_grad()
@@ -114,13 +116,12 @@ class Reducer:
         self._begun = False
         missing = [k for k, p in enumerate(self._parameters) if p.grad is None]
         self._flags.fill_(1)
-        self._flags[missing] = 0
+        if missing:
+            self._flags[missing] = 0
         last = self._bucket[0]  # that of the flags
         for b in range(len(self._flats)):
             if b not in self._started and b != last:
                 self._start(b)
-        if self._broken:
-            self._flags.fill_(torch.nan)
         self._start(last)
         gradients, state = self._exchange.finish([self._started[b] for b in range(len(self._flats))])
         for flat, gradient in zip(self._flats, gradients, strict=True):

@@ -38,10 +38,12 @@ def loader(**options) -> DataLoader:
     return ht.shard(DataLoader(digits(), **own))
 
 
-def mlp(dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10)
-    ).double()  # fmt: skip
+def mlp(dropout: float = 0.0, hidden: int = 32) -> nn.Module:
+    first, last = nn.Linear(64, hidden), nn.Linear(hidden, 10)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Dropout(dropout), last).double()
+
+
+WIDE = 128  # with it the first layer is large enough to be compressed
 
 
 def cnn(norm: bool = False) -> nn.Module:
@@ -177,7 +179,7 @@ def norm_local():
 
 def compressed(name, **options):
     def case():
-        model = mlp()
+        model = mlp(hidden=WIDE)
         model, optimizer = ht.distribute(model, sgd(model), compression=name, **options)
         for _ in range(3):
             fit(model, optimizer)
@@ -190,6 +192,7 @@ def compressed(name, **options):
 ALIKE = {
     **SAME,
     "norm local": norm_local,
+    "not compressed": compressed("none"),
     "fp16": compressed("fp16"),
     "topk": compressed("topk", ratio=0.1),
     "powersgd": compressed("powersgd", rank=2),
@@ -198,7 +201,7 @@ ALIKE = {
 
 def scaler_skips(**options):
     """Rank 1 alone overflows at step 1: every rank leaves this step out, and only this one."""
-    model = mlp().float()
+    model = mlp(hidden=WIDE).float()
     model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
     for step, (x, y) in zip(range(3), loader(), strict=False):

@@ -125,7 +125,7 @@ def distribute(
             overlap=spare_cores(place) if wanted == "auto" else wanted,
             number=len(_distributed),
         )
-        if communicator.rank and not _distributed:
+        if communicator.rank:
             torch.manual_seed(mix(torch.initial_seed(), communicator.rank))
     _distributed.append((bare, reducer))
     _known.update({id(p): (p, reducer) for p in parameters.values()})

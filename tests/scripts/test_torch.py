@@ -211,8 +211,8 @@ def test_gradients_of_this_rank_alone_are_marked():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("count", [4, 5, 8, 9, 11, 12, 13, 16, 17, 40, 1100])
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [4, 5, 9, 12, 13, 17, 1100])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_shares(count, batch_size, shuffle, drop_last):
     """Every sample once; as many batches on every rank; a global batch is the same set for every number of ranks."""
     for size in (1, 2, 3, 4):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,7 +126,7 @@ class Reducer:
         for flat, gradient in zip(self._flats, gradients, strict=True):
             if gradient.data_ptr() != flat.data_ptr():
                 flat.copy_(gradient)
-        for rider, i in zip(self._riders, itertools.count(), strict=False):
+        for i, rider in enumerate(self._riders):
             rider.copy_(self._views[i])
         if self._lossy and torch.isnan(self._flags).any():
             for flat in self._flats:  # on some rank: all of them see it, and no residual keeps it

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import Config
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
 
@@ -250,13 +249,14 @@ def unfit(logits: Sequence[int | None], labels: Sequence[int | None]) -> ConfigE
     )
 
 
-def overlaps(config: Config, communicator: Communicator, gpu: bool, threads: int) -> bool:
-    """Whether exchanges run beside backward: where the thread that carries them has a core of its own, or waits for a
-    network most of its time. On filled cores of one host it would take the time from the computing thread."""
+def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:
+    """Whether exchanges run beside backward. ``auto``: where the thread that carries them has a core of its own, or
+    waits for a network most of its time. On filled cores of one host it would take the time from the computing thread.
+    """
     if communicator.size == 1:
         return False
-    if config.exchange.overlap != "auto":
-        return config.exchange.overlap
+    if isinstance(wanted, bool):
+        return wanted
     return gpu or communicator.local_size < communicator.size or len(os.sched_getaffinity(0)) > threads
 
 

@@ -271,7 +271,8 @@ class PyTorchFrontEnd(StateTree):
         """Whether exchanges start within backward; a scaled loss waits for all gradients."""
         if self.config.precision == "16-mixed":
             return False
-        return overlaps(self.config, self.communicator, self.device.type == "cuda", torch.get_num_threads())
+        gpu = self.device.type == "cuda"
+        return overlaps(self.config.exchange.overlap, self.communicator, gpu, torch.get_num_threads())
 
     def _arrived(self, bucket: int) -> None:
         """A gradient of this bucket is final; the last one starts the exchange."""

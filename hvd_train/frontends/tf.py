@@ -175,7 +175,8 @@ class TensorFlowFrontEnd(StateTree):
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-        self._overlap = overlaps(self.config, self.communicator, self._device != "/CPU:0", threads)
+        wanted = self.config.exchange.overlap
+        self._overlap = overlaps(wanted, self.communicator, self._device != "/CPU:0", threads)
         with tf.device(self._device):
             self._optimizer = make_optimizer(self.config)
             self._optimizer.build(list(self._trainable.values()))

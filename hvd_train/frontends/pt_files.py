@@ -1,0 +1,82 @@
+"""State dictionaries of PyTorch as bytes: tensors as safetensors, all else as JSON beside them; nothing is pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from hvd_train.errors import CheckpointError
+
+KEY = "hvd_train"
+CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "Counter": Counter}
+
+
+def pack(value: Any) -> bytes:
+    """Nested dicts, lists and tuples of tensors, numbers and strings -> one safetensors file's bytes.
+
+    Raises CheckpointError for anything else, naming its place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    structure = json.dumps(_encode(value, "", tensors))
+    return save(tensors, metadata={KEY: structure, "sha256": _digest(structure, tensors)})
+
+
+def unpack(data: bytes) -> Any:
+    """What ``pack`` was given, bit for bit, on the CPU; ValueError for bytes that are not whole."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        about = json.loads(data[8 : 8 + length])["__metadata__"]
+        tensors = load(data)
+        whole = about["sha256"] == _digest(about[KEY], tensors)
+    except (SafetensorError, ValueError, KeyError, struct.error) as error:
+        raise ValueError("it is damaged, or not a file of ours") from error
+    if not whole:
+        raise ValueError("it is damaged: its SHA-256 differs")
+    return _decode(json.loads(about[KEY]), tensors)
+
+
+def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
+    total = hashlib.sha256(structure.encode())
+    for key, x in sorted(tensors.items()):
+        total.update(f"{key} {x.dtype} {tuple(x.shape)} ".encode() + x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Containers become {kind: items}, so that no key or tuple changes its type on the way."""
+    if isinstance(value, torch.Tensor):
+        # A copy: two names may share one memory, which the format refuses.
+        tensors[place] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": place}
+    if isinstance(value, dict):
+        kind = "Counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[_plain(k, place), _encode(v, f"{place}/{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_encode(v, f"{place}/{i}", tensors) for i, v in enumerate(value)]}
+    return _plain(value, place)
+
+
+def _plain(value: Any, place: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    fix = "save its numbers, strings and tensors"
+    raise CheckpointError(f"a {type(value).__name__} cannot be saved", where=place.lstrip("/"), fix=fix, common=True)
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("list", "tuple"):
+        return CONTAINERS[kind](_decode(item, tensors) for item in inner)
+    return CONTAINERS[kind]({key: _decode(item, tensors) for key, item in inner})

@@ -1,0 +1,380 @@
+"""PyTorch in three lines of a script of your own, started by horovodrun, mpirun or srun, or alone:
+
+    import hvd_train.torch as ht
+
+    model, optimizer = ht.distribute(model, optimizer)
+    loader = ht.shard(loader)
+
+The loop stays as it is: gradients are the mean over all ranks when ``backward()`` returns, before they are unscaled,
+clipped or applied. A script that was started alone is a world of one: the same code, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from hvd_train.compression import make
+from hvd_train.config import load_config
+from hvd_train.core.agreement import agree, together
+from hvd_train.data.order import mix
+from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.frontends import pt_batchnorm, pt_files, pt_share
+from hvd_train.frontends.base import gpu_index, overlaps
+from hvd_train.frontends.pt import TorchOps
+from hvd_train.frontends.pt_reducer import Reducer
+from hvd_train.launch.environment import keep_memory, threads, world
+from hvd_train.protocol import Communicator
+from hvd_train.script import open_world
+
+__all__ = ["device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
+WHERE = "ht.distribute"
+DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
+
+_distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
+_known: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # id -> the parameter, who reduces its gradient
+
+
+@functools.cache
+def _world() -> Communicator:
+    """The world, in which a rank computes on its share of the cores."""
+    communicator = open_world("pytorch")
+    torch.set_num_threads(min(torch.get_num_threads(), threads("auto", world())))
+    return communicator
+
+
+def rank() -> int:
+    """This process' number in the world, from 0."""
+    return _world().rank
+
+
+def size() -> int:
+    """How many ranks train together."""
+    return _world().size
+
+
+def device() -> torch.device:
+    """What this rank computes on: the GPU of its local rank, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = gpu_index(torch.cuda.device_count(), _world().local_rank, None)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def sum(*values: Any) -> Any:
+    """The sums of numbers over all ranks, in float64 and in rank order: one number for one, a list for several.
+
+    ``correct, count = ht.sum(correct, count)``, then ``correct / count``, is exact however samples lie on ranks.
+    """
+    own = np.array([float(value) for value in values])
+    parts = [np.frombuffer(part) for part in _world().allgather_bytes(own.tobytes())]
+    total = np.sum(parts, axis=0).tolist()
+    return total[0] if len(values) == 1 else total
+
+
+def distribute(
+    model: torch.nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    compression: str = "none",
+    overlap: bool | str = "auto",
+    sync_batchnorm: bool = False,
+    **options: Any,
+) -> Any:
+    """Makes the model train as one on all ranks; returns what it was given. On all ranks, once for each model.
+
+    Rank 0's weights, buffers and optimizer state go to all ranks. From now on ``backward()`` returns with gradients
+    that are the mean over the ranks, as views of flat buckets. Running statistics of batch normalization are averaged
+    with them, or taken over the global batch with ``sync_batchnorm``. torch's generator is set anew on all ranks but
+    the first, so that dropout differs between ranks. The learning rate stays as it is, and batches are each rank's own.
+
+    ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``.
+    Every rank must call ``backward()`` equally often. Raises ConfigError on all ranks.
+    """
+    communicator, bare = _world(), _bare(model)
+    together(communicator, lambda: _check(bare, optimizers, sync_batchnorm))
+    exchange = together(communicator, lambda: _exchange_options(compression, overlap, options))
+    parameters = _trainable(bare)
+    agree(communicator, _facts(bare, optimizers) | {"options": f"{compression} {overlap} {sync_batchnorm} {options}"})
+    _broadcast(communicator, bare, optimizers)
+    reducer = None
+    if communicator.size > 1:
+        place = next(iter(parameters.values())).device
+        if sync_batchnorm:
+            _synchronize_batchnorm(bare, communicator, TorchOps(place))
+        reducer = Reducer(
+            parameters,
+            [] if sync_batchnorm else _statistics(bare),
+            communicator,
+            make(compression, communicator.size, **exchange.options(compression)),
+            lossy=compression != "none",
+            overlap=overlaps(exchange.overlap, communicator, place.type == "cuda", torch.get_num_threads()),
+            number=len(_distributed),
+        )
+        if communicator.rank:
+            torch.manual_seed(mix(torch.initial_seed(), communicator.rank))
+    _distributed.append((bare, reducer))
+    _known.update({id(p): (p, reducer) for p in parameters.values()})
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_before_step)
+    keep_memory()
+    return (model, *optimizers) if optimizers else model
+
+
+@contextmanager
+def no_sync(model: torch.nn.Module) -> Iterator[None]:
+    """Within it ``backward()`` only accumulates; the first one behind it reduces the gradients of all of them."""
+    found = [reducer for other, reducer in _distributed if other is _bare(model)]
+    if not found:
+        raise ConfigError("this model is not distributed", where="ht.no_sync", fix="call ht.distribute(model) first")
+    reducer = found[0]
+    if reducer is None:
+        yield
+        return
+    before, reducer.reducing = reducer.reducing, False
+    try:
+        yield
+    finally:
+        reducer.reducing = before
+
+
+def shard(loader: DataLoader) -> DataLoader:
+    """The loader over this rank's share of the samples (pt_share.Share), ``batch_size`` of them at a time.
+
+    Each sample comes once an epoch, on one rank; all ranks have the same number of batches. The order is a function of
+    rank 0's seed (the loader's generator's, or torch's) and the epoch. On all ranks.
+    """
+    communicator = _world()
+    together(communicator, lambda: pt_share.check(loader))
+    agree(communicator, pt_share.facts(loader))
+    seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
+    seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
+    return pt_share.shared(loader, seed, communicator.rank, communicator.size)
+
+
+def save(path: str | os.PathLike, **parts: Any) -> None:
+    """``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``: rank 0 writes one file.
+
+    A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
+    safetensors file; it appears under its name when it is complete. Other ranks may call this or not.
+    """
+    if rank():
+        return
+    data = pt_files.pack({name: _state_of(part) for name, part in parts.items()})
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"the checkpoint cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> dict[str, Any]:
+    """Gives ``parts`` back the state that ``save`` wrote, and returns the file's numbers and strings by name.
+
+    Rank 0 reads, all ranks load; on all ranks, before or after ``distribute``. Nothing is unpickled. ``missing_ok``:
+    {} if there is no file. Raises CheckpointError on all ranks.
+    """
+    communicator = _world()
+
+    def read() -> bytes:
+        if communicator.rank:
+            return b""
+        try:
+            data = Path(path).read_bytes()
+            pt_files.unpack(data)
+        except FileNotFoundError as error:
+            if missing_ok:
+                return b""
+            raise CheckpointError("there is no checkpoint", where=str(path)) from error
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}", where=str(path)) from error
+        except ValueError as error:
+            raise CheckpointError(str(error), where=str(path)) from error
+        return data
+
+    data = communicator.broadcast_bytes(together(communicator, read))
+    if not data:
+        return {}
+    found = pt_files.unpack(data)
+    for name, part in parts.items():
+        if name not in found:
+            fix = f"it holds {', '.join(found)}"
+            raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
+        try:
+            _owner(part).load_state_dict(found[name])
+        except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+            what = f"it does not fit this {name}: " + " ".join(str(error).split())
+            raise CheckpointError(what, where=str(path), common=True) from error
+        if isinstance(part, torch.optim.Optimizer):
+            _lay_slots(part)
+    return {name: value for name, value in found.items() if name not in parts}
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Without torch.compile's wrapper, whose parameters have other names."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _owner(part: Any) -> Any:
+    """What of a part has the ``state_dict``, or the part itself."""
+    if isinstance(part, DataLoader) and isinstance(part.batch_sampler, pt_share.Share):
+        return part.batch_sampler
+    return _bare(part) if isinstance(part, torch.nn.Module) else part
+
+
+def _state_of(part: Any) -> Any:
+    owner = _owner(part)
+    return owner.state_dict() if hasattr(owner, "state_dict") else owner
+
+
+def _lay_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Slots as their parameters lie in memory, as the optimizer itself makes them."""
+    for parameter, slots in optimizer.state.items():
+        for name, x in slots.items():
+            if isinstance(x, torch.Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():
+                slots[name] = torch.empty_like(parameter, dtype=x.dtype, requires_grad=False).copy_(x)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], sync_batchnorm: bool) -> None:
+    """Everything that a rank can see by itself."""
+
+    def refuse(what: str, fix: str, where: str = WHERE) -> None:
+        raise ConfigError(what, where=where, fix=fix)
+
+    if not isinstance(model, torch.nn.Module):
+        refuse(f"it takes a torch.nn.Module, not a {type(model).__name__}", "call ht.distribute(model, optimizer)")
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        refuse(f"the model is wrapped in {type(model).__name__}", "hand over the model itself")
+    if not sync_batchnorm and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in model.modules()):
+        refuse("torch's SyncBatchNorm joins nothing without torch.distributed", "give sync_batchnorm=True")
+    if any(model is other for other, _ in _distributed):
+        refuse("this model is distributed already", "call ht.distribute once for each model")
+    if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
+        refuse("the model has lazy layers without shapes", "run one batch through it first")
+    trainable = _trainable(model)
+    if not trainable:
+        refuse("the model has no trainable parameter", "set requires_grad before ht.distribute")
+    for name, p in trainable.items():
+        if id(p) in _known:
+            refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
+        if p.dtype not in DTYPES:
+            refuse(f"{p.dtype} cannot travel", "keep weights in float32, and compute under torch.autocast", name)
+    if len({p.device for p in trainable.values()}) > 1:
+        refuse("the model lies on several devices", "one rank drives one device: move the model to ht.device()")
+    own = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            refuse(f"a {kind} is no optimizer", "call ht.distribute(model, optimizer, ...)")
+        if hasattr(optimizer, "_allreduce_grad_async"):
+            refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
+        if not all(id(p) in own or id(p) in _known for group in optimizer.param_groups for p in group["params"]):
+            refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+
+
+def _exchange_options(compression: str, overlap: bool | str, options: dict[str, Any]) -> Any:
+    """The configuration's section, checked as the command line checks it."""
+    unknown = [name for name in options if name not in ("ratio", "exact", "threshold", "rank")]
+    if unknown or compression == "auto":
+        what = f"unknown option {', '.join(unknown)}" if unknown else "compression='auto' is for hvd-train fit"
+        raise ConfigError(what, where=WHERE, fix="name a compression and its options, as in the README")
+    given = {"compression": compression, "overlap": overlap, **options}
+    try:
+        return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=WHERE) from error
+
+
+def _facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """What the ranks must have in common."""
+    facts = {"torch": torch.__version__, "models before": str(len(_distributed))}
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        trained = "" if x.requires_grad else ", not trained"
+        # Flat buckets are in the order of memory.
+        facts[name] = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, strides {x.stride()}{trained}"
+    for k, optimizer in enumerate(optimizers):
+        facts[f"optimizer {k}"] = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                shown = f"{len(value)} tensors" if key == "params" else str(value)
+                facts[f"optimizer {k}, group {g}, {key}"] = shown
+    return facts
+
+
+@torch.no_grad()
+def _broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Rank 0's weights, buffers and optimizer state to all ranks, bit for bit."""
+    if communicator.size == 1:
+        return
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    packed = together(communicator, lambda: b"" if communicator.rank else pt_files.pack([tensors, states]))
+    data = communicator.broadcast_bytes(packed)
+    if communicator.rank:
+        weights, states = pt_files.unpack(data)
+        for name, x in weights.items():
+            tensors[name].copy_(x)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+            _lay_slots(optimizer)
+
+
+def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Running means and variances: what each rank gathers over its own batches."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    return [x for layer in layers for x in (layer.running_mean, layer.running_var) if x is not None]
+
+
+def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, ops: TorchOps) -> None:
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    counts = [layer.num_batches_tracked for layer in layers]
+    pt_batchnorm.prepare(model, communicator, ops, True)
+    for layer, count in zip(layers, counts, strict=True):
+        layer.num_batches_tracked = count  # it belongs to the user's state_dict
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step with gradients that this rank alone has would set the ranks apart, and nobody would notice."""
+    if size() == 1:
+        return
+    where = f"{type(optimizer).__name__}.step()"
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            _, reducer = _known.get(id(p), (p, None))
+            if reducer is None:
+                what = f"a parameter of shape {tuple(p.shape)} came to the model after ht.distribute"
+                fix = "call ht.distribute when all parameters are there, and have requires_grad"
+                raise ConfigError(what, where=where, fix=fix, common=True)
+            if reducer.unreduced:
+                what = "the gradients of the last backward() were not reduced"
+                fix = "call the last backward() before a step outside of ht.no_sync"
+                raise ConfigError(what, where=where, fix=fix, common=True)

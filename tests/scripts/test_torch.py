@@ -1,0 +1,341 @@
+"""``hvd_train.torch``: laws on one process, then a script's cases on real ranks, faults, and the migration examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import data
+
+import hvd_train.torch as ht
+from hvd_train.compression.plain import Plain
+from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.frontends import pt_files, pt_share
+from hvd_train.frontends.pt_reducer import Reducer
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.local import environment
+from tests.ranks.conftest import world_command
+from tests.scripts import torch_cases
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SECONDS = 270
+TOLERANCE = 1e-9  # float64: the same maths in another order of sums
+
+
+def launch(size: int, launcher: str, program: list[str], folder: Path, seconds: float = SECONDS):
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    line = world_command(size, launcher, program)
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """(size, launcher) -> the folder of that world's results and its ranks' facts."""
+    done = {}
+
+    def get(size: int, launcher: str = "mpirun"):
+        if (size, launcher) not in done:
+            folder = tmp_path_factory.mktemp(f"{launcher}{size}")
+            run = launch(size, launcher, ["-m", "tests.scripts.torch_cases", str(folder)], ROOT)
+            assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+            facts = [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(size)]
+            done[size, launcher] = folder, facts
+        return done[size, launcher]
+
+    return get
+
+
+WORLDS = [(2, "mpirun"), (3, "mpirun"), (2, "horovodrun")]
+
+
+def furthest(one: Path, other: Path) -> float:
+    a, b = np.load(one), np.load(other)
+    assert set(a) == set(b)
+    return max(float(np.abs(a[k] - b[k]).max() / max(1e-30, np.abs(a[k]).max())) for k in a if "tracked" not in k)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_ranks_train_as_one(cases, world):
+    (single, _), (folder, _) = cases(1), cases(*world)
+    found = {name: furthest(single / f"{name}.0.npz", folder / f"{name}.0.npz") for name in torch_cases.SAME}
+    assert max(found.values()) < TOLERANCE, found
+    assert furthest(single / "sgd.0.npz", single / "zeros.0.npz") > 1e-3  # which is clipped
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_all_ranks_hold_the_same_bits(cases, world):
+    _, facts = cases(*world)
+    for name in torch_cases.ALIKE:
+        assert len({own[f"digest {name}"] for own in facts}) == 1, name
+    exact, *others = [facts[0][f"digest {name}"] for name in ("not compressed", "fp16", "topk", "powersgd")]
+    assert exact not in others
+    # The planted fault: without ht.distribute they differ.
+    assert len({own["digest apart"] for own in facts}) == world[0]
+    assert len({own["broadcast"] for own in facts}) == 1
+
+
+def test_compile_scheduler_and_passes_take_their_own_way(cases):
+    """The cases are not all the same training."""
+    _, facts = cases(1)
+    distinct = ["sgd", "adam", "clip", "zeros", "scheduler", "two optimizers", "tied and frozen", "norm synchronized"]
+    assert len({facts[0][f"digest {name}"] for name in distinct}) == len(distinct)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("name", ["scaler", "scaler topk"])
+def test_all_ranks_leave_out_an_overflown_step(cases, world, name):
+    _, facts = cases(*world)
+    for own in facts:
+        assert own[name] == [[2.0, True], [1.0, False], [1.0, True]]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_parts_of_a_model_without_gradient(cases, world):
+    """Part 0 on even ranks, part 2 on odd ones; part 1 nowhere: no gradient, and no step moves it."""
+    size, facts = world[0], cases(*world)[1]
+    even = (size + 1) // 2
+    for own in facts:
+        assert own["dynamic"]["gradients"] == [pytest.approx(even / size), None, pytest.approx((size - even) / size)]
+        assert own["dynamic"]["untouched"] and own["dynamic"]["then"]
+
+
+@pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
+def test_resumed_training_is_the_same_bits(cases, world):
+    for own in cases(*world)[1]:
+        assert own["resume"] == {"same": True, "found": {"epoch": 1, "best": float("inf")}, "left": []}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_masks_differ_between_ranks(cases, world):
+    _, facts = cases(*world)
+    assert len({str(own["masks"]) for own in facts}) == world[0]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_sums(cases, world):
+    size, facts = world[0], cases(*world)[1]
+    expected = [3.0 * size + sum(range(size)), 10.0 * size, float(np.sum([0.1] * size))]
+    assert all(own["sums"] == expected for own in facts)
+
+
+ERRORS = {
+    "twice": "ConfigError: this model is distributed already",
+    "another's": "ConfigError: SGD holds parameters that are not the model's",
+    "frozen": "ConfigError: the model has no trainable parameter",
+    "rate": "ConfigError: the ranks differ.*\n  optimizer 0, group 0, lr rank 0: 0.1\n",
+    "layers": "ConfigError: the ranks differ.*\n  0.weight",
+    "step alone": "ConfigError: the gradients of the last backward.* were not reduced; SGD.step.*ht.no_sync",
+    "added": "ConfigError: a parameter of shape .3,. came to the model after ht.distribute",
+    "sparse": "ConfigError: its gradient is sparse; weight; make its layer with sparse=False",
+    "no_sync": "ConfigError: this model is not distributed; ht.no_sync",
+    "option": "ConfigError: ratio: must be <= 1.0, not 2.0; ht.distribute",
+    "few": "DataError: . samples are too few for . ranks; ht.shard; start fewer ranks",
+    "unequal": "ConfigError: the ranks differ.*\n  samples  .*rank 0: 40",
+    "damaged": "CheckpointError: it is damaged",
+    "unfit": "CheckpointError: it does not fit this model: Error",
+    "missing": "CheckpointError: there is no checkpoint; .*none.ckpt",
+}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_mistakes_are_told_on_all_ranks(cases, world):
+    for own in cases(*world)[1]:
+        for name, pattern in ERRORS.items():
+            assert own["errors"][name] and re.match(pattern, own["errors"][name]), (name, own["errors"][name])
+            if "the ranks differ" not in pattern:
+                assert "\n" not in own["errors"][name]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    "kind, code, text",
+    [("raise", 1, "a fault of the user's own"), ("kill", None, ""), ("rate", 2, "error[rank 0]: the ranks differ")],
+)
+def test_a_fault_on_one_rank_ends_the_job(tmp_path, launcher, kind, code, text):
+    started = time.monotonic()
+    run = launch(2, launcher, [str(HERE / "torch_faults.py"), kind], tmp_path, 90)
+    assert run.returncode != 0 and "trained" not in run.stdout
+    if code is not None and launcher == "mpirun":  # horovodrun --gloo makes 1 of every code
+        assert run.returncode == code
+    assert text in run.stderr + run.stdout
+    assert "Traceback" not in run.stderr or kind != "rate" or launcher == "horovodrun"
+    assert time.monotonic() - started < 60
+
+
+# ---- one process
+
+
+class Twins(Serial):
+    """Two ranks that do the same: a sum is twice its part."""
+
+    size = 2
+
+    def allreduce_async(self, x, name, op="sum"):
+        return x.mul_(2)
+
+
+def test_a_mean_stays_itself():
+    """Reduced gradients are averaged again by a second pass, and only the increment counts."""
+    model = nn.Linear(3, 2).double()
+    Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for k in (1, 2, 3):
+        model(x).sum().backward(retain_graph=True)
+        assert (model.weight.grad == k).all() and (model.bias.grad == k).all()
+    flat = model.weight.grad.untyped_storage().data_ptr()
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    assert (model.weight.grad == 1).all() and model.weight.grad.untyped_storage().data_ptr() == flat
+
+
+def test_gradients_of_this_rank_alone_are_marked():
+    model = nn.Linear(3, 2)
+    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    reducer.reducing = False
+    model(torch.ones(1, 3)).sum().backward()
+    assert reducer.unreduced
+    reducer.reducing = True
+    model(torch.ones(1, 3)).sum().backward()
+    assert not reducer.unreduced and (model.bias.grad == 2).all()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [4, 5, 9, 12, 13, 17, 1100])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_shares(count, batch_size, shuffle, drop_last):
+    """Every sample once; as many batches on every rank; a global batch is the same set for every number of ranks."""
+    for size in (1, 2, 3, 4):
+        options = dict(shuffle=shuffle, drop_last=drop_last, seed=5, size=size)
+        if drop_last and count < batch_size * size:
+            with pytest.raises(DataError, match="drop_last=False"):
+                pt_share.Share(count, batch_size, rank=0, **options)
+            continue
+        ranks = [pt_share.Share(count, batch_size, rank=rank, **options) for rank in range(size)]
+        with torch.random.fork_rng():
+            epochs = [[list(own) for own in ranks] for _ in range(2)]
+        for batches in epochs:
+            seen = Counter(i for own in batches for batch in own for i in batch)
+            assert set(seen.values()) == {1}
+            assert len(seen) == (count - count % (batch_size * size) if drop_last else count)
+            assert {len(own) for own in batches} == {len(ranks[0])}
+            lengths = [[len(batch) for batch in own] for own in batches]
+            assert all(max(row) - min(row) <= 1 and min(row) >= 1 for row in zip(*lengths, strict=True))
+        if shuffle and count > 8:
+            assert epochs[0] != epochs[1]
+        alone = pt_share.Share(count, batch_size * size, shuffle=shuffle, drop_last=drop_last, seed=5, rank=0, size=1)
+        with torch.random.fork_rng():
+            for whole, *parts in zip(alone, *epochs[0], strict=False):
+                union = [i for part in parts for i in part]
+                assert set(union) >= set(whole)  # the last may hold samples that fill no batch of their own
+
+
+def test_a_loader_keeps_its_options():
+    samples = data.TensorDataset(torch.arange(20.0))
+    loader = ht.shard(data.DataLoader(samples, batch_size=6, collate_fn=lambda rows: len(rows), drop_last=True))
+    assert list(loader) == [6, 6, 6] and len(loader) == 3
+    with pytest.raises(ConfigError, match="sharded already"):
+        ht.shard(loader)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda s: data.DataLoader(s, sampler=data.DistributedSampler(s, 2, 0)), "DistributedSampler; ht.shard; take"),
+        (lambda s: data.DataLoader(s, sampler=data.WeightedRandomSampler([1.0] * 20, 20)), "WeightedRandomSampler"),
+        (lambda s: data.DataLoader(s, sampler=data.RandomSampler(s, replacement=True)), "replacement"),
+        (lambda s: data.DataLoader(s, batch_size=None), "batch_size"),
+        (lambda s: s, "torch.utils.data.DataLoader, not a TensorDataset"),
+    ],
+)
+def test_loaders_that_cannot_be_shared(make, message):
+    with pytest.raises(ConfigError, match=message):
+        ht.shard(make(data.TensorDataset(torch.arange(20.0))))
+
+
+def test_an_iterable_data_set_is_refused():
+    class Stream(data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(ConfigError, match="no order to share"):
+        ht.shard(data.DataLoader(Stream()))
+
+
+def test_files_give_back_every_bit():
+    value = {
+        "half": torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16),
+        "view": torch.arange(6.0).reshape(2, 3).T,
+        3: [1e-310, float("inf"), True, None, "text", (1, 2)],
+        "empty": torch.zeros(0, 4),
+        "truth": torch.tensor(True),
+        "milestones": Counter({5: 2}),
+    }
+    back = pt_files.unpack(pt_files.pack(value))
+    assert list(back) == list(value) and back[3] == value[3] and isinstance(back[3][5], tuple)
+    assert type(back["milestones"]) is Counter and back["milestones"] == value["milestones"]
+    for key in ("half", "view", "empty", "truth"):
+        assert back[key].dtype == value[key].dtype and back[key].shape == value[key].shape
+    assert (back["half"].view(torch.int16) == value["half"].view(torch.int16)).all()
+    assert (back["view"] == value["view"]).all()
+
+
+def test_files_hold_no_objects_and_no_faults():
+    with pytest.raises(CheckpointError, match="a set cannot be saved; own/1"):
+        pt_files.pack({"own": [0, {1}]})
+    content = pt_files.pack({"x": torch.arange(8.0)})
+    flipped = bytes([*content[:-1], content[-1] ^ 1])
+    for bad in (b"", b"123", content[:-4], flipped, content[:9]):
+        with pytest.raises(ValueError, match="damaged"):
+            pt_files.unpack(bad)
+
+
+def test_wrapped_models():
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    assert ht.distribute(compiled) is compiled
+    with pytest.raises(ConfigError, match="already"):
+        ht.distribute(model)
+    with pytest.raises(ConfigError, match="wrapped in DataParallel; ht.distribute; hand over the model itself"):
+        ht.distribute(nn.DataParallel(model))
+    with pytest.raises(ConfigError, match="sync_batchnorm=True"):
+        ht.distribute(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+# ---- migration
+
+RESULT = re.compile(r"loss (\d+\.\d+) accuracy (\d+\.\d+)")
+
+
+def result(run: subprocess.CompletedProcess) -> tuple[float, float]:
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    (found,) = RESULT.findall(run.stdout)
+    return float(found[0]), float(found[1])
+
+
+@pytest.mark.parametrize("script", ["horovod_torch", "ddp"])
+def test_migrated_scripts_learn_as_before(tmp_path, script):
+    """Other shuffles, so not the same bits: the test loss within 0.06, the accuracy within 0.04, both learned."""
+    before = str(HERE / "migration" / f"{script}_before.py")
+    if script == "ddp":
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", before]
+        env = environment() | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    else:
+        run = launch(2, "mpirun", [before], tmp_path, 120)
+    loss, accuracy = result(run)
+    assert accuracy > 0.85
+    for launcher in ("mpirun", "horovodrun"):
+        after = launch(2, launcher, [str(HERE / "migration" / f"{script}_after.py")], tmp_path, 120)
+        assert result(after) == (pytest.approx(loss, abs=0.06), pytest.approx(accuracy, abs=0.04))
+        assert (tmp_path / "digits.ckpt").exists()

@@ -1,0 +1,405 @@
+"""One rank of a launched world: ``python -m tests.scripts.torch_cases FOLDER`` runs every case as a script would.
+
+Writes FOLDER/NAME.RANK.npz (weights after training) and FOLDER/facts.RANK.json. Cases build their own model each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvd_train.torch as ht
+from hvd_train.errors import TrainError
+
+SECONDS = 240
+GLOBAL_BATCH = 60
+DIGITS = load_digits()
+
+
+def digits(count: int = 1200, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    images = torch.tensor(DIGITS.images[:count] / 16, dtype=dtype).unsqueeze(1)
+    return TensorDataset(images, torch.tensor(DIGITS.target[:count]))
+
+
+def loader(**options) -> DataLoader:
+    own = {"batch_size": GLOBAL_BATCH // ht.size(), "shuffle": True, **options}
+    return ht.shard(DataLoader(digits(), **own))
+
+
+def mlp(dropout: float = 0.0, hidden: int = 32) -> nn.Module:
+    first, last = nn.Linear(64, hidden), nn.Linear(hidden, 10)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Dropout(dropout), last).double()
+
+
+WIDE = 128  # with it the first layer is large enough to be compressed
+
+
+def cnn(norm: bool = False) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8) if norm else nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+    ).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def fit(model, optimizer, *, clip=0.0, to_none=True, accumulate=1, no_sync=True, scheduler=None, batches=None):
+    """A loop as users write it; ``accumulate`` micro-batches of a batch, with or without no_sync."""
+    for inputs, labels in batches or loader():
+        optimizer.zero_grad(set_to_none=to_none)
+        parts = list(zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True))
+        for k, (x, y) in enumerate(parts):
+            quiet = no_sync and k + 1 < len(parts)
+            with ht.no_sync(model) if quiet else contextlib.nullcontext():
+                (F.cross_entropy(model(x), y) / accumulate).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+def two_optimizers():
+    model = cnn()
+    first, second = sgd(model[0]), torch.optim.AdamW(model[4].parameters(), lr=0.01)
+    model, first, second = ht.distribute(model, first, second)
+    for x, y in loader():
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        first.step()
+        second.step()
+    return model
+
+
+def simple(make, optimizer=sgd, **options):
+    def case():
+        model = make()
+        return fit(*ht.distribute(model, optimizer(model)), **options)
+
+    return case
+
+
+def scheduled():
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    return fit(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20))
+
+
+def compiled(before: bool):
+    def case():
+        model = mlp()
+        inner = model
+        if before:
+            model = torch.compile(model, backend="aot_eager")
+        model, optimizer = ht.distribute(model, sgd(inner))
+        if not before:
+            model = torch.compile(model, backend="aot_eager")
+        fit(model, optimizer, accumulate=2)
+        return inner
+
+    return case
+
+
+def channels_last():
+    model = cnn().to(memory_format=torch.channels_last)
+    model, optimizer = ht.distribute(model, sgd(model))
+    fit(model, optimizer)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[0].weight.grad.stride() == model[0].weight.stride()
+    return model
+
+
+def tied_and_frozen():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 10)).double()
+    model[3].weight = model[1].weight
+    model[4].bias.requires_grad_(False)
+    return fit(*ht.distribute(model, sgd(model)))
+
+
+def norm_synchronized():
+    model = cnn(norm=True)
+    return fit(*ht.distribute(model, sgd(model), sync_batchnorm=True))
+
+
+def overlapping():
+    model = mlp()
+    return fit(*ht.distribute(model, sgd(model), overlap=True), accumulate=2)
+
+
+# Weights after 20 steps are those of one rank with the same global batch.
+SAME = {
+    "sgd": simple(mlp),
+    "adam": simple(mlp, lambda model: torch.optim.Adam(model.parameters(), lr=0.01)),
+    "clip": simple(cnn, clip=0.5),
+    "zeros": simple(mlp, to_none=False, clip=0.5),
+    "accumulate": simple(mlp, accumulate=2),
+    "passes": simple(mlp, accumulate=2, no_sync=False),
+    "zeros passes": simple(mlp, accumulate=2, no_sync=False, to_none=False),
+    "two optimizers": two_optimizers,
+    "scheduler": scheduled,
+    "compile before": compiled(before=True),
+    "compile after": compiled(before=False),
+    "channels last": channels_last,
+    "tied and frozen": tied_and_frozen,
+    "norm synchronized": norm_synchronized,
+    "overlap": overlapping,
+}
+
+
+def trained_apart():
+    """The planted fault: without distribute the ranks differ, and from one rank."""
+    torch.manual_seed(ht.rank())
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def norm_local():
+    model = cnn(norm=True)
+    return fit(*ht.distribute(model, sgd(model)))
+
+
+def compressed(name, **options):
+    def case():
+        model = mlp(hidden=WIDE)
+        model, optimizer = ht.distribute(model, sgd(model), compression=name, **options)
+        for _ in range(3):
+            fit(model, optimizer)
+        return model
+
+    return case
+
+
+# Weights are the same bits on all ranks.
+ALIKE = {
+    **SAME,
+    "norm local": norm_local,
+    "not compressed": compressed("none"),
+    "fp16": compressed("fp16"),
+    "topk": compressed("topk", ratio=0.1),
+    "powersgd": compressed("powersgd", rank=2),
+}
+
+
+def scaler_skips(**options):
+    """Rank 1 alone overflows at step 1: every rank leaves this step out, and only this one."""
+    model = mlp(hidden=WIDE).float()
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
+    for step, (x, y) in zip(range(3), loader(), strict=False):
+        before = digest(model)
+        optimizer.zero_grad()
+        factor = 1e38 if step == 1 and ht.rank() == ht.size() - 1 else 1.0
+        loss = F.cross_entropy(model(x.float()), y) * factor * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append([scaler.get_scale(), digest(model) != before])
+    return found
+
+
+class Dynamic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 1, bias=False, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x, which):
+        return self.parts[which](x).sum()
+
+
+def dynamic():
+    """Each rank takes a part of its own, nobody takes the last but one, then nobody the first."""
+    model = Dynamic()
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1.0))
+    start = [part.weight.detach().clone() for part in model.parts]
+    model(torch.ones(1, 4, dtype=torch.float64), 2 * (ht.rank() % 2)).backward()
+    gradients = [None if p.weight.grad is None else p.weight.grad[0, 0].item() for p in model.parts]
+    optimizer.step()
+    untouched = bool((start[1] == model.parts[1].weight).all())
+    optimizer.zero_grad()
+    model(torch.ones(1, 4, dtype=torch.float64), 2).backward()
+    return {"gradients": gradients, "untouched": untouched, "then": model.parts[0].weight.grad is None}
+
+
+def masks():
+    torch.manual_seed(0)
+    model = mlp(dropout=0.5)
+    ht.distribute(model)
+    return F.dropout(torch.ones(64), 0.5).tolist()
+
+
+def broadcast():
+    """Rank 0's weights, buffers and slots reach all ranks, though each began with its own."""
+    torch.manual_seed(ht.rank())
+    model = cnn(norm=True)
+    model[1].running_mean.fill_(ht.rank() + 1.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    F.cross_entropy(model(digits(8)[:][0]), digits(8)[:][1]).backward()
+    optimizer.step()
+    ht.distribute(model, optimizer)
+    tensors = [*model.state_dict().values(), *(x for s in optimizer.state.values() for x in s.values())]
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in tensors)).hexdigest()
+
+
+def sums():
+    correct, count = ht.sum(torch.tensor(3) + ht.rank(), 10)
+    return [correct, count, ht.sum(0.1)]
+
+
+def resume(folder: Path):
+    """Two epochs at once, and one, saved, loaded by a model of other weights, and another one: the same bits."""
+
+    def job():
+        model = mlp(dropout=0.3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25])
+        return model, optimizer, schedule, loader()
+
+    path = folder / "own.ckpt"
+    torch.manual_seed(0)
+    model, optimizer, schedule, batches = job()
+    ht.distribute(model, optimizer)
+    fit(model, optimizer, scheduler=schedule, batches=batches)
+    ht.save(path, model=model, optimizer=optimizer, schedule=schedule, batches=batches, epoch=1, best=float("inf"))
+    fit(model, optimizer, scheduler=schedule, batches=batches)
+    torch.manual_seed(7)
+    other, second, later, again = job()
+    found = ht.load(path, model=other, optimizer=second, schedule=later, batches=again)
+    ht.distribute(other, second)
+    fit(other, second, scheduler=later, batches=again)
+    return {
+        "same": digest(model) == digest(other),
+        "found": found,
+        "left": sorted(p.name for p in folder.glob("*tmp*")),
+    }
+
+
+def errors(folder: Path):
+    """name -> the one line, which every rank must raise alike."""
+
+    def told(work):
+        try:
+            work()
+        except TrainError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def twice():
+        model = mlp()
+        ht.distribute(model)
+        ht.distribute(model)
+
+    def step_alone():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        with ht.no_sync(model):
+            model(digits(8)[:][0]).sum().backward()
+        optimizer.step()
+
+    def added():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        late = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [late]})
+        late.sum().backward()
+        optimizer.step()
+
+    def sparse():
+        model = nn.Embedding(10, 4, sparse=True)
+        ht.distribute(model)
+        model(torch.arange(3)).sum().backward()
+
+    def frozen():
+        ht.distribute(mlp().requires_grad_(False))
+
+    def rate():
+        model = mlp()
+        ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + ht.rank())))
+
+    def damaged():
+        ht.save(folder / "bad.ckpt", model=mlp(), epoch=1)
+        if ht.rank() == 0:
+            content = bytearray((folder / "bad.ckpt").read_bytes())
+            content[-9] ^= 1
+            (folder / "bad.ckpt").write_bytes(content)
+        ht.load(folder / "bad.ckpt", model=mlp())
+
+    def unfit():
+        if ht.rank() == 0:
+            ht.save(folder / "fit.ckpt", model=mlp())
+        ht.load(folder / "fit.ckpt", model=cnn())
+
+    def layers():
+        ht.distribute(mlp() if ht.rank() else cnn())
+
+    return {
+        name: told(work)
+        for name, work in {
+            "twice": twice,
+            "another's": lambda: ht.distribute(mlp(), sgd(mlp())),
+            "frozen": frozen,
+            "rate": rate,
+            "layers": layers,
+            "step alone": step_alone,
+            "added": added,
+            "sparse": sparse,
+            "no_sync": lambda: ht.no_sync(mlp()).__enter__(),
+            "option": lambda: ht.distribute(mlp(), compression="topk", ratio=2.0),
+            "few": lambda: ht.shard(DataLoader(digits(ht.size() - 1))),
+            "unequal": lambda: ht.shard(DataLoader(digits(40 + ht.rank()))),
+            "damaged": damaged,
+            "unfit": unfit,
+            "missing": lambda: ht.load(folder / "none.ckpt"),
+        }.items()
+    }
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())).hexdigest()
+
+
+def main(folder: Path) -> None:
+    end = threading.Timer(SECONDS, lambda: os._exit(9))  # a hang is a failure
+    end.daemon = True
+    end.start()
+    facts = {}
+    for name, case in ALIKE.items():
+        torch.manual_seed(0)
+        model = case()
+        facts[f"digest {name}"] = digest(model)
+        weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
+        np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)
+    torch.manual_seed(0)
+    facts["digest apart"] = digest(trained_apart())
+    facts["resume"] = resume(folder)
+    facts["masks"] = masks()
+    facts["broadcast"] = broadcast()
+    facts["sums"] = sums()
+    if ht.size() > 1:
+        facts["scaler"] = scaler_skips()
+        facts["scaler topk"] = scaler_skips(compression="topk", ratio=0.5)
+        facts["dynamic"] = dynamic()
+        facts["errors"] = errors(folder)
+    (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

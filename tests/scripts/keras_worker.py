@@ -152,7 +152,12 @@ def tf_data():
 
     x, y = digits()
     model = hk.distribute(compiled())
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(99, seed=5).batch(GLOBAL).rebatch(BATCH)
+    data = (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .shuffle(99, seed=5, reshuffle_each_iteration=False)
+        .batch(GLOBAL)
+        .rebatch(BATCH)
+    )
     data = data.apply(tf.data.experimental.assert_cardinality(-(-COUNT // BATCH)))
     validation = tf.data.Dataset.from_tensor_slices((x[:99], y[:99])).batch(BATCH)
     first = fit(model, data, batch_size=None, epochs=1, validation_data=validation)

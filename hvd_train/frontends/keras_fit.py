@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,11 @@ class Rank:
         call |= training
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
-        return self._fit(**call)
+        with warnings.catch_warnings():
+            if self.shard and call["steps_per_epoch"] is None:
+                # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
+                warnings.filterwarnings("ignore", message="Your input ran out of data")
+            return self._fit(**call)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         validation = kwargs.get("_use_cached_eval_dataset", False)
@@ -94,9 +99,9 @@ class Rank:
         found = self._logs(logs)
         if found is not logs:
             return found
-        names = sorted(logs)
-        means = [x / self.world.size for x in self._sum([np.asarray(_numpy(logs[n]), np.float64) for n in names])]
-        return {name: float(x) if np.ndim(x) == 0 else x for name, x in zip(names, means, strict=True)}
+        own = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
+        means = [(x / self.world.size).tolist() for x in self._sum(own)]
+        return keras.tree.pack_sequence_as(logs, means)
 
     def align(self) -> None:
         """Gives every rank what rank 0 has: weights, statistics, the optimizer's slots, the epoch to begin with.

@@ -92,19 +92,23 @@ class TwoInputs(keras.Model):
 class OwnStep(keras.Model):
     def train_step(self, data):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        if not TENSORFLOW:
-            self.zero_grad()
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), sample_weight=weight)
-            loss.backward()
-            self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
-            return {"loss": loss}
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), sample_weight=weight)
         variables = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return {"loss": loss}
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                found = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        else:
+            self.zero_grad()
+            found = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, found)
+        return self.get_metrics_result()
 
 
 def own_step():
@@ -117,7 +121,7 @@ def two_inputs():
     x, y = digits()
     model = TwoInputs()
     model.build()
-    model = hk.distribute(compiled(model, keras.optimizers.Adam(0.01)))
+    model = hk.distribute(compiled(model))
     inputs = {"image": x, "pixels": (x * 16).astype("int32")}
     history = fit(model, inputs, y, sample_weight=np.linspace(0.5, 2, COUNT), validation_split=0.2)
     return trained(model, history, predicted=model.predict(inputs, verbose=0))

@@ -183,7 +183,7 @@ def batchnorm_and_dropout():
 
 def overflow():
     x, y = digits()
-    x[60] = 1e308  # of global step 1, on one rank: the gradient is not finite
+    x[60] = np.inf  # of global step 1, on one rank: its gradient is not a number
     model = compiled(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0))
     hk.distribute(model)
     fit(model, x, y, epochs=1)

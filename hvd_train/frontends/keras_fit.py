@@ -1,0 +1,239 @@
+"""``fit``, ``evaluate`` and ``predict`` of a user's own Keras 3 model as one rank of a world."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_train.core.agreement import agree, together
+from hvd_train.errors import ConfigError
+from hvd_train.frontends import keras_data as data
+from hvd_train.frontends.keras_exchange import Reduction
+from hvd_train.protocol import Communicator
+
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+BATCH = 32  # Keras' own, where the user gives none
+SEED = "seed_generator_state"
+
+
+class Rank:
+    """A model's ``fit``, ``evaluate`` and ``predict`` on this rank. The model's instance is changed, not its class."""
+
+    def __init__(self, model: Any, world: Communicator, reduction: Reduction, *, shard: bool, seed: int) -> None:
+        self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
+        self.optimizer = model.optimizer
+        self.fits = 0
+        self._scoring = False  # evaluate runs
+        self._part = self._part_of_validation = False  # what is scored is only this rank's part
+        self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
+        self._logs = model._get_metrics_result_or_logs
+        model.fit, model.evaluate, model.predict = self.fit, self.evaluate, self.predict
+        model._get_metrics_result_or_logs = self.logs
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        call = _bound(self._fit, args, kwargs)
+        self._check()
+        training, facts = together(self.world, lambda: self._training(call))
+        agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
+        self.fits += 1
+        call |= training
+        call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
+        call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
+        with warnings.catch_warnings():
+            if self.shard and call["steps_per_epoch"] is None:
+                # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
+                warnings.filterwarnings("ignore", message="Your input ran out of data")
+            return self._fit(**call)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        validation = kwargs.get("_use_cached_eval_dataset", False)
+        if validation:
+            call, self._part = dict(kwargs), self._part_of_validation
+        else:
+            call = _bound(self._evaluate, args, kwargs)
+            self._check()
+            call |= self._scored(call["x"], call["y"], call["sample_weight"], call["steps"])
+            call["callbacks"] = self._callbacks(call["callbacks"])
+            call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
+        self._scoring = True
+        try:
+            return self._evaluate(**call)
+        finally:
+            self._scoring = False
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        call = _bound(self._predict, args, kwargs)
+        call["x"] = self._scored(call["x"], None, None, call["steps"])["x"]
+        part = self._part
+        call["callbacks"] = self._callbacks(call["callbacks"])
+        call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
+        found = self._predict(**call)
+        return keras.tree.map_structure(self._gather, found) if part and self.shard else found
+
+    def logs(self, logs: Any) -> Any:
+        """At the end of an epoch or an evaluation: metrics of all samples on all ranks.
+
+        Metrics' variables are sums over samples (and counts), so they are added; logs that are not metrics are
+        averaged over ranks.
+        """
+        if not self._scoring:
+            self._average_statistics()
+        if self._scoring and not self._part:
+            return self._logs(logs)
+        variables = [v for metric in self.model.metrics for v in metric.variables]
+        for v, total in zip(variables, self._sum([_numpy(v) for v in variables]), strict=True):
+            v.assign(total)
+        found = self._logs(logs)
+        if found is not logs:
+            return found
+        own = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
+        means = [(x / self.world.size).tolist() for x in self._sum(own)]
+        return keras.tree.pack_sequence_as(logs, means)
+
+    def align(self) -> None:
+        """Gives every rank what rank 0 has: weights, statistics, the optimizer's slots, the epoch to begin with.
+
+        Generators of random numbers start from rank 0's seed plus the rank: masks differ, and repeat from run to run.
+        """
+        variables = {id(v): v for v in [*self.model.variables, *self.optimizer.variables]}.values()
+        arrays = [_numpy(v) for v in variables]
+        header = json.dumps({"epoch": self.model._initial_epoch}).encode()
+        sent = self.world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
+        header, _, body = sent.partition(b"\n")
+        self.model._initial_epoch = json.loads(header)["epoch"]
+        at = 0
+        for v, own in zip(variables, arrays, strict=True):
+            array = np.frombuffer(body, own.dtype, own.size, at).reshape(own.shape).copy()
+            at += own.nbytes
+            if v.path.endswith(SEED):
+                array[0] = (int(array[0]) + self.world.rank * 0x9E3779B9) % (1 << 32)
+            v.assign(array)
+
+    def stops(self, own: bool) -> bool:
+        """Whether any rank wants to stop."""
+        return any(part == b"1" for part in self.world.allgather_bytes(b"1" if own else b"0"))
+
+    def _check(self) -> None:
+        if self.model.optimizer is not self.optimizer:
+            raise ConfigError(
+                "the model was compiled again after hk.distribute, so its new optimizer trains alone",
+                where="model.fit",
+                fix="call hk.distribute once, after the last compile",
+            )
+        if self.model.jit_compile:
+            self.model.jit_compile = False
+
+    def _training(self, call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        x, y, weight = call["x"], call["y"], call["sample_weight"]
+        validation = call["validation_data"]
+        facts: dict[str, str] = {}
+        batch, steps = call["batch_size"] or BATCH, call["steps_per_epoch"]
+        new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
+        if call["validation_split"] and validation is None:
+            (x, y, weight), validation = data.split(x, y, weight, call["validation_split"])
+        self._part_of_validation = True
+        if validation is not None:
+            whole = vx, vy, vweight = keras.utils.unpack_x_y_sample_weight(validation)
+            if self.shard:
+                whole, self._part_of_validation, facts = data.scoring(
+                    vx, vy, vweight, call["validation_steps"], self.world
+                )
+            new["validation_data"] = whole[0] if whole[1] is None else tuple(v for v in whole if v is not None)
+            new["validation_batch_size"] = call["validation_batch_size"] or batch
+        if self.shard:
+            seed = data.pass_seed(self.seed, self.fits) if call["shuffle"] else None
+            mine, more = data.training(x, y, weight, batch=batch, steps=steps, seed=seed, world=self.world)
+        else:
+            mine, more = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight))
+            new |= {"shuffle": call["shuffle"], "batch_size": call["batch_size"]}
+        return new | mine, facts | more
+
+    def _scored(self, x: Any, y: Any, weight: Any, steps: int | None) -> dict[str, Any]:
+        self._part = True
+        if self.shard:
+            (x, y, weight), self._part, facts = together(
+                self.world, lambda: data.scoring(x, y, weight, steps, self.world)
+            )
+            agree(self.world, facts)
+        return {"x": x, "y": y, "sample_weight": weight}
+
+    def _callbacks(self, given: Any, last: Any = None) -> Any:
+        """The user's, less the ones that write files or the screen on ranks other than 0."""
+        if isinstance(given, keras.callbacks.CallbackList):
+            given = given.callbacks
+        chosen = [c for c in keras.tree.flatten(given or []) if self.world.rank == 0 or not isinstance(c, WRITERS)]
+        return [*chosen, last] if last else chosen
+
+    def _average_statistics(self) -> None:
+        """Running means and variances are what each rank gathers from its own samples."""
+        own = [v for v in self.model.non_trainable_variables if "float" in v.dtype and not v.path.endswith(SEED)]
+        for v, total in zip(own, self._sum([_numpy(v) for v in own]), strict=True):
+            v.assign(total / self.world.size)
+
+    def _sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Sums over ranks, in float64 and rank order."""
+        if not arrays:
+            return []
+        flat = np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
+        parts = self.world.allgather_bytes(flat.tobytes())
+        total = sum((np.frombuffer(part, np.float64) for part in parts[1:]), np.frombuffer(parts[0], np.float64))
+        pieces = np.split(total, np.cumsum([a.size for a in arrays])[:-1])
+        return [piece.reshape(a.shape).astype(a.dtype) for piece, a in zip(pieces, arrays, strict=True)]
+
+    def _gather(self, own: np.ndarray) -> np.ndarray:
+        """The ranks' rows, one rank's after the other's."""
+        parts = self.world.allgather_bytes(np.ascontiguousarray(own).tobytes())
+        return np.frombuffer(b"".join(parts), own.dtype).reshape(-1, *own.shape[1:]).copy()
+
+
+class _Alike(keras.callbacks.Callback):
+    """The last callback: what the others changed on one rank holds on all of them, or on none."""
+
+    def __init__(self, rank: Rank, parts: Any) -> None:
+        super().__init__()
+        self._rank, self._parts = rank, parts
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._rank.reduction.stop.assign(0.0)
+        self._rank.reduction.stopped.assign(0.0)
+        self._rank.align()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if isinstance(self._parts, data.Epochs):
+            self._parts.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """A rank that stopped here alone would leave the others waiting: its wish travels with the next step."""
+        if float(_numpy(self._rank.reduction.stopped)) > 0:
+            self.model.stop_training = True
+        elif self.model.stop_training:
+            self._rank.reduction.stop.assign(1.0)
+            self.model.stop_training = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wish = self.model.stop_training or float(_numpy(self._rank.reduction.stop)) > 0
+        self.model.stop_training = self._rank.stops(wish)
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(x))
+
+
+def _bound(method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The call's arguments by name, with Keras' own defaults."""
+    call = inspect.signature(method).bind(*args, **kwargs)
+    call.apply_defaults()
+    return {k: v for k, v in call.arguments.items() if k != "kwargs"} | call.arguments.get("kwargs", {})

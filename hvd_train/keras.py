@@ -1,0 +1,158 @@
+"""Data parallelism for a Keras 3 script of your own, on TensorFlow or PyTorch, in two lines::
+
+    import hvd_train.keras as hk
+
+    model.compile(...)
+    hk.distribute(model)
+    model.fit(x, y, batch_size=64, epochs=5)  # 64 a rank
+
+Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python train.py``. Started alone it is what it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+
+from hvd_train.compression import make
+from hvd_train.core.agreement import agree
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
+from hvd_train.frontends.keras_fit import Rank
+from hvd_train.launch.environment import threads, world
+from hvd_train.script import open_world
+
+BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
+
+
+def distribute(
+    model: Any,
+    *,
+    shard: bool = True,
+    lr_scaling: str = "none",
+    seed: int = 0,
+    compression: str = "none",
+    **options: Any,
+) -> Any:
+    """Trains a compiled and built model on all ranks together; returns it.
+
+    After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
+    (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
+    comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks.
+    ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, topk, threshold
+    or powersgd, with the options of that name (``ratio=0.01``). Raises ConfigError on all ranks.
+    """
+    if keras.backend.backend() not in BACKENDS:
+        raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
+    backend = BACKENDS[keras.backend.backend()]()
+    communicator = open_world(backend.framework)
+    _check(model, lr_scaling, compression)
+    optimizer = model.optimizer
+    try:
+        compressor = make(compression, communicator.size, **options)
+    except (KeyError, TypeError) as error:
+        raise _error(
+            f"compression={compression!r} with {options}: {error}", "see 'hvd-train config --explain'"
+        ) from None
+    model._hvd_train = optimizer._hvd_train = True
+    if communicator.size == 1:
+        return model
+    optimizer.build(model.trainable_variables) if not optimizer.built else None
+    agree(
+        communicator, _facts(model, shard=shard, lr_scaling=lr_scaling, seed=seed, compression=compression, **options)
+    )
+    if lr_scaling == "linear":
+        optimizer.learning_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate)) * communicator.size
+    if model.jit_compile:
+        model.jit_compile = False
+        if communicator.rank == 0:
+            warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=2)
+    reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
+    connect(optimizer, reduction, backend)
+    count_samples(model, reduction, backend)
+    Rank(model, communicator, reduction, shard=shard, seed=seed).align()
+    model.make_train_function(force=True)
+    return model
+
+
+def rank() -> int:
+    """This process' number, from 0; rank 0 is the one to print and to save. Needs no ``distribute``."""
+    return world().rank
+
+
+def size() -> int:
+    """How many ranks there are; 1 for a script that was started alone."""
+    return world().size
+
+
+def _check(model: Any, lr_scaling: str, compression: str) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        raise _error("the model is not compiled", "call model.compile(...) first")
+    if not model.built or not model.variables:
+        raise _error("the model is not built", "call model.build(input_shape), or begin it with keras.Input(shape)")
+    if getattr(model, "_hvd_train", False):
+        raise _error("the model is distributed already", "call hk.distribute once, after the last compile")
+    if getattr(optimizer, "_hvd_train", False):
+        raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
+    others = [
+        name for name, x in vars(model).items() if isinstance(x, keras.optimizers.Optimizer) and x is not optimizer
+    ]
+    if others:
+        raise _error(f"the model has further optimizers: {', '.join(others)}", "train it with one, given to compile")
+    if lr_scaling not in ("none", "linear"):
+        raise _error(f"lr_scaling={lr_scaling!r}", "it is none or linear")
+    scheduled = isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule)
+    if lr_scaling == "linear" and scheduled:
+        raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
+    if compression != "none" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
+    alone = [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]
+    if alone:
+        raise _error(f"{', '.join(alone)}: synchronized=True has no effect between ranks", "leave it out")
+
+
+def _facts(model: Any, **given: Any) -> dict[str, str]:
+    optimizer = model.optimizer
+    facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
+    config = {"optimizer": f"{type(optimizer).__name__} {optimizer.get_config()}"}
+    return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
+        f"hk.distribute({name}=)": str(value) for name, value in given.items()
+    }
+
+
+def _error(what: str, fix: str) -> ConfigError:
+    return ConfigError(what, where="hk.distribute", fix=fix)
+
+
+def _settle_threads() -> None:
+    """This rank's share of the cores, before TensorFlow's first operation; later it cannot be changed."""
+    here = world()
+    if here.size == 1 or keras.backend.backend() not in BACKENDS:
+        return
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        from hvd_train.frontends.base import gpu_index
+
+        gpus = tf.config.list_physical_devices("GPU")
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(threads("auto", here))
+            tf.config.threading.set_inter_op_parallelism_threads(threads("auto", here))
+            if gpus:
+                tf.config.set_visible_devices(gpus[gpu_index(len(gpus), here.local_rank, None)], "GPU")
+        except RuntimeError:
+            warnings.warn(
+                "import hvd_train.keras before TensorFlow's first operation: threads stay as they are", stacklevel=2
+            )
+    else:
+        import torch
+
+        torch.set_num_threads(threads("auto", here))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(here.local_rank)
+
+
+_settle_threads()

@@ -1,0 +1,337 @@
+"""A rank of a launched world, or the one process that it is compared with: ``keras_worker.py FOLDER [CASE ...]``.
+
+Each case is a small Keras script of a user's; results go to FOLDER/CASE.SIZE.RANK.npz. The global batch is the same for
+every world size.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hvd_train.keras as hk
+from hvd_train.errors import TrainError
+
+GLOBAL = 48
+BATCH = GLOBAL // hk.size()  # a rank
+COUNT = 500  # 500 = 10 global batches of 48 and a rest of 20, which 3 ranks share 7, 7, 6
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+FOLDER = Path(sys.argv[1])
+
+
+def digits(count: int = COUNT):
+    images, labels = load_digits(return_X_y=True)
+    return images[:count] / 16, labels[:count].astype("int64")
+
+
+def network(dropout: float = 0.0, batchnorm: bool = False):
+    layers = [keras.Input((64,)), keras.layers.Dense(32, "tanh", kernel_regularizer=keras.regularizers.L2(1e-3))]
+    layers += [keras.layers.BatchNormalization()] if batchnorm else []
+    layers += [keras.layers.Dropout(dropout)] if dropout else []
+    return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+
+def compiled(model=None, optimizer=None, **options):
+    model = model or network()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], **options)
+    return model
+
+
+def fit(model, *data, epochs=2, **options):
+    options = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0} | options
+    return model.fit(*data, **options).history
+
+
+def trained(model, history=None, **more):
+    """What a case hands back: weights, the optimizer's variables, the logs of the epochs."""
+    found = {f"weights/{i}": np.array(w) for i, w in enumerate(model.get_weights())}
+    found |= {f"history/{k}": np.array(v) for k, v in (history or {}).items()}
+    return found | {k: np.asarray(v) for k, v in more.items()}
+
+
+def arrays():
+    x, y = digits()
+    model = hk.distribute(compiled())
+    history = fit(model, x, y, validation_data=digits(157))
+    score = model.evaluate(x[:101], y[:101], batch_size=BATCH, verbose=0)
+    return trained(model, history, score=score, predicted=model.predict(x[:101], batch_size=7, verbose=0))
+
+
+def simple(optimizer, **options):
+    def case():
+        model = hk.distribute(compiled(optimizer=optimizer(), **options))
+        return trained(model, fit(model, *digits()))
+
+    return case
+
+
+class TwoInputs(keras.Model):
+    """Inputs in a dictionary, a train_step of its own, an embedding (sparse gradient), a layer that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = keras.layers.Embedding(17, 3), keras.layers.Dense(10)
+        self.unused = keras.layers.Dense(4)
+
+    def build(self, shape=None):
+        self.embedding.build((None, 64))
+        self.dense.build((None, 64 * 3 + 64))
+        self.unused.build((None, 5))
+        self.built = True
+
+    def call(self, inputs):
+        embedded = keras.ops.reshape(self.embedding(inputs["pixels"]), (-1, 64 * 3))
+        return self.dense(keras.ops.concatenate([embedded, inputs["image"]], -1))
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        variables = self.trainable_variables
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                found = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        else:
+            self.zero_grad()
+            found = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, found)
+        return self.get_metrics_result()
+
+
+def own_step():
+    inputs = keras.Input((64,))
+    model = hk.distribute(compiled(OwnStep(inputs, keras.layers.Dense(10)(inputs))))
+    return trained(model, {k: v for k, v in fit(model, *digits(), epochs=2).items() if k != "loss"})
+
+
+def two_inputs():
+    x, y = digits()
+    model = TwoInputs()
+    model.build()
+    model = hk.distribute(compiled(model))
+    inputs = {"image": x, "pixels": (x * 16).astype("int32")}
+    history = fit(model, inputs, y, sample_weight=np.linspace(0.5, 2, COUNT), validation_split=0.2)
+    return trained(model, history, predicted=model.predict(inputs, verbose=0))
+
+
+def class_weight():
+    model = hk.distribute(compiled())
+    return trained(model, fit(model, *digits(), class_weight={i: 1 + i / 10 for i in range(10)}))
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, i):
+        return self.x[i * BATCH : (i + 1) * BATCH], self.y[i * BATCH : (i + 1) * BATCH]
+
+
+def py_dataset():
+    x, y = digits()
+    model = hk.distribute(compiled())
+    history = fit(model, Batches(x, y), batch_size=None, validation_data=Batches(x[:99], y[:99]))
+    return trained(model, history, predicted=model.predict(Batches(x, y), verbose=0))
+
+
+def tf_data():
+    import tensorflow as tf
+
+    x, y = digits()
+    model = hk.distribute(compiled())
+    data = (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .shuffle(99, seed=5, reshuffle_each_iteration=False)
+        .batch(GLOBAL)
+        .rebatch(BATCH)
+    )
+    data = data.apply(tf.data.experimental.assert_cardinality(-(-COUNT // BATCH)))
+    validation = tf.data.Dataset.from_tensor_slices((x[:99], y[:99])).batch(BATCH)
+    first = fit(model, data, batch_size=None, epochs=1, validation_data=validation)
+    again = fit(model, data.repeat(), batch_size=None, epochs=2, steps_per_epoch=4)
+    return trained(
+        model, first | {f"again {k}": v for k, v in again.items()}, predicted=model.predict(validation, verbose=0)
+    )
+
+
+def batchnorm_and_dropout():
+    model = hk.distribute(compiled(network(dropout=0.5, batchnorm=True)))
+    history = fit(model, *digits(), validation_data=digits(99), shuffle=True)
+    seeds = [
+        np.array(keras.ops.convert_to_numpy(v)) for v in model.variables if v.path.endswith("seed_generator_state")
+    ]
+    found = trained(model, history)
+    return {k: v for k, v in found.items() if v.dtype.kind == "f"} | {"own/seed": np.array(seeds[0])}
+
+
+def overflow():
+    x, y = digits()
+    x[60] = np.inf  # of global step 1, on one rank: its gradient is not a number
+    model = compiled(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0))
+    hk.distribute(model)
+    fit(model, x, y, epochs=1)
+    scale = float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale))
+    return trained(model, scale=scale, iterations=int(model.optimizer.inner_optimizer.iterations))
+
+
+def compressed():
+    model = hk.distribute(compiled(), compression="topk", ratio=0.05)
+    return trained(model, fit(model, *digits(), shuffle=True))
+
+
+def undivided():
+    """Data that the user has divided."""
+    x, y = digits(480)
+    starts = np.arange(0, 480, GLOBAL) + hk.rank() * BATCH
+    model = hk.distribute(compiled(), shard=False)
+    mine = (starts[:, None] + np.arange(BATCH)).ravel()
+    return trained(model, fit(model, x[mine], y[mine]))
+
+
+class StopOnOne(keras.callbacks.Callback):
+    """A user's own: one rank alone wants to stop, in the third step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if hk.rank() == hk.size() - 1 and batch == 2:
+            self.model.stop_training = True
+
+
+def callbacks():
+    c, folder = keras.callbacks, FOLDER / f"own{hk.size()}.{hk.rank()}"
+    x, y = digits()
+    model = hk.distribute(compiled())
+    chosen = [
+        c.EarlyStopping("val_loss", patience=1, min_delta=0.02),
+        c.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.2, cooldown=0),
+        c.CSVLogger(str(folder / "log.csv")),
+        c.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True),
+    ]
+    if hk.rank() == 0:
+        folder.mkdir()
+    history = fit(model, x, y, epochs=12, validation_data=digits(157), callbacks=chosen)
+    saved = keras.saving.load_model(FOLDER / f"own{hk.size()}.0" / "best.keras") if hk.rank() == 0 else model
+    return trained(model, history, epochs=len(history["loss"]), files=sorted(p.name for p in folder.glob("*"))) | {
+        "own/class": type(saved.optimizer).__module__
+    }
+
+
+def stops():
+    """(steps after a rank's own wish to stop, steps after a NaN on one rank): equal on all ranks, and no hang."""
+    found = []
+    for extra in (StopOnOne(), keras.callbacks.TerminateOnNaN()):
+        x, y = digits()
+        if not isinstance(extra, StopOnOne):
+            x[GLOBAL - 1] = np.nan  # the last rank's, step 0
+        model = hk.distribute(compiled())
+        fit(model, x, y, epochs=3, callbacks=[extra])
+        found.append(int(model.optimizer.iterations))
+    return {"own/steps" if hk.size() == 1 else "steps": np.array(found)}
+
+
+def backup():
+    """Two fits as two processes would run them: the second restores what rank 0 of the first left."""
+    x, y = digits()
+    folder = FOLDER / f"backup{hk.size()}.{hk.rank()}"
+    model = hk.distribute(compiled(optimizer=keras.optimizers.Adam(0.01)))
+    fit(model, x, y, epochs=2, callbacks=[keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)])
+    other = hk.distribute(compiled(optimizer=keras.optimizers.Adam(0.01)))
+    history = fit(other, x, y, epochs=3, callbacks=[keras.callbacks.BackupAndRestore(folder)])
+    return trained(other, history, epochs=len(history["loss"]))
+
+
+def refused():
+    """What each misuse is answered with, on this rank; the world goes on afterwards."""
+    x, y = digits()
+    shared = keras.optimizers.SGD(0.1)
+    hk.distribute(compiled(optimizer=shared))
+    two = hk.distribute(compiled())
+    anew = hk.distribute(compiled())
+    compiled(anew)
+    divided = hk.distribute(compiled(), shard=False)
+    lone = compiled()
+    lone.second = keras.optimizers.SGD(0.1)
+    frozen = network()
+    frozen.layers[0].trainable = False
+    frozen = hk.distribute(compiled(frozen))
+    frozen.layers[0].trainable = True
+    scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    misuses = {
+        "twice": lambda: hk.distribute(two),
+        "not compiled": lambda: hk.distribute(network()),
+        "not built": lambda: hk.distribute(compiled(keras.Sequential([keras.layers.Dense(10)]))),
+        "compiled again": lambda: fit(anew, x, y),
+        "shared optimizer": lambda: hk.distribute(compiled(optimizer=shared)),
+        "two optimizers": lambda: hk.distribute(lone),
+        "unseen variable": lambda: fit(frozen, x, y),
+        "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
+        "no such compression": lambda: hk.distribute(compiled(), compression="zip"),
+        "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
+        "other data on a rank": lambda: fit(two, x + hk.rank(), y),
+        "other network on a rank": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10 + hk.rank())]))
+        ),
+        "unequal steps": lambda: fit(divided, x[: 200 + 99 * hk.rank()], y[: 200 + 99 * hk.rank()]),
+        "generator": lambda: fit(two, ((x[:9], y[:9]) for _ in range(5)), batch_size=None),
+    }
+    told = {}
+    for name, misuse in misuses.items():
+        try:
+            misuse()
+        except TrainError as error:
+            told[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in told.items()}
+
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+CASES = {
+    "arrays": arrays,
+    "accumulation": simple(lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)),
+    "clipnorm": simple(lambda: SGD(0.1, clipnorm=0.05)),
+    "global_clipnorm": simple(lambda: SGD(0.1, global_clipnorm=0.05, weight_decay=0.01)),
+    "clipvalue_ema": simple(lambda: Adam(0.01, clipvalue=0.002, use_ema=True, ema_momentum=0.9)),
+    "run_eagerly": simple(lambda: SGD(0.1), run_eagerly=True),
+    "own_step": own_step,
+    "two_inputs": two_inputs,
+    "class_weight": class_weight,
+    "py_dataset": py_dataset,
+    "overflow": overflow,
+    "undivided": undivided,
+    "callbacks": callbacks,
+    "backup": backup,
+    "stops": stops,
+    "batchnorm_and_dropout": batchnorm_and_dropout,
+    "compressed": compressed,
+}
+if hk.size() > 1:
+    CASES |= {"refused": refused}
+if TENSORFLOW:
+    CASES |= {
+        "tf_data": tf_data,
+        "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
+    }
+
+if __name__ == "__main__":
+    keras.config.set_floatx("float64")
+    for name in sys.argv[2:] or CASES:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(3)
+        np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())
+        if hk.rank() == 0:
+            print("done", name, flush=True)

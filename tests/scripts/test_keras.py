@@ -1,0 +1,171 @@
+"""A user's own Keras script on N ranks equals the same script alone with the same global batch."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_train.launch.local import environment
+from tests.ranks.conftest import ROOT, world_command
+
+HERE = Path(__file__).parent
+SECONDS = 280
+CASES = [
+    "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
+    "class_weight", "py_dataset", "overflow", "undivided", "callbacks", "backup", "tf_data", "steps_per_execution",
+]  # fmt: skip
+OWN = ("own/", "files")  # what a rank has for itself
+ON_TORCH = ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "stops", "compressed"]
+
+
+def launch(size: int, launcher: str, program: list[str], **env: str) -> subprocess.CompletedProcess:
+    line = world_command(size, launcher, program)
+    settings = {**environment(), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **env}
+    return subprocess.run(line, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(framework, size) -> {case: [what each rank has]}; each world is launched once."""
+    done: dict[tuple[str, int], dict[str, list[dict]]] = {}
+
+    def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
+        if (backend, size) not in done:
+            folder = tmp_path_factory.mktemp(f"{backend}{size}")
+            cases = ON_TORCH if backend == "torch" else []
+            run = launch(size, launcher, [str(HERE / "keras_worker.py"), str(folder), *cases], KERAS_BACKEND=backend)
+            assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+            names = {path.name.split(".")[0] for path in folder.glob(f"*.{size}.0.npz")}
+            done[backend, size] = {
+                n: [dict(np.load(folder / f"{n}.{size}.{r}.npz")) for r in range(size)] for n in names
+            }
+        return done[backend, size]
+
+    return get
+
+
+WORLDS = [(2, "mpirun", "tensorflow"), (3, "horovodrun", "tensorflow")]
+
+
+def assert_same(case: str, one: dict, ranks: list[dict]) -> None:
+    for key, value in ranks[0].items():
+        if key.startswith(OWN):
+            continue
+        for rank, other in enumerate(ranks):
+            np.testing.assert_array_equal(other[key], value, err_msg=f"{case} {key}: rank {rank} has other bits")
+        reference = one[key]
+        scale = np.max(np.abs(reference), initial=1e-3)
+        np.testing.assert_allclose(value, reference, rtol=0, atol=1e-9 * scale, err_msg=f"{case} {key}")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
+def test_ranks_equal_one_process(results, case, size, launcher, backend):
+    assert_same(case, results(1)[case][0], results(size, launcher, backend)[case])
+
+
+@pytest.mark.parametrize("case", ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset"])
+def test_on_torch(results, case):
+    assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case])
+
+
+@pytest.mark.parametrize(("size", "launcher", "backend"), [*WORLDS, (2, "mpirun", "torch")])
+@pytest.mark.parametrize("case", ["stops", "compressed"])
+def test_ranks_stay_together(results, case, size, launcher, backend):
+    ranks = results(size, launcher, backend)[case]
+    for rank in ranks[1:]:
+        for key, value in ranks[0].items():
+            np.testing.assert_array_equal(rank[key], value, err_msg=key)
+    if case == "stops":  # the wish of step 2 (NaN: 0) holds after the next step
+        assert list(ranks[0]["steps"]) == [4, 2]
+
+
+@pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
+def test_masks_differ_and_statistics_agree(results, size, launcher, backend):
+    ranks = results(size, launcher, backend)["batchnorm_and_dropout"]
+    assert len({rank["own/seed"][0] for rank in ranks}) == size
+    for key in ranks[0]:
+        if key != "own/seed":
+            np.testing.assert_array_equal(ranks[1][key], ranks[0][key], err_msg=key)
+
+
+def test_overflow_on_one_rank_skips_the_step_on_all(results):
+    for rank in results(2, "mpirun")["overflow"]:
+        assert rank["scale"] == 4.0 and rank["iterations"] == 10  # of 11 steps; the scale is halved once
+
+
+def test_rank_0_alone_writes_and_what_it_writes_is_plain_keras(results):
+    first, other = results(2, "mpirun")["callbacks"]
+    assert list(first["files"]) == ["best.keras", "log.csv"] and not other["files"].size
+    assert str(first["own/class"]).startswith("keras.")
+
+
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        ("twice", "distributed already"),
+        ("not compiled", "call model.compile"),
+        ("not built", "call model.build"),
+        ("compiled again", "after the last compile"),
+        ("shared optimizer", "its own optimizer"),
+        ("two optimizers", "second"),
+        ("unseen variable", "before hk.distribute"),
+        ("schedule", "hk.size()"),
+        ("no such compression", "zip"),
+        ("few samples", "start fewer ranks"),
+        ("other data on a rank", "shard=False"),
+        ("other network on a rank", "rank 1"),
+        ("unequal steps", ".take(...)"),
+        ("generator", "shard=False"),
+    ],
+)
+def test_refused_on_all_ranks(results, misuse, says):
+    for rank in results(2, "mpirun")["refused"]:
+        told = str(rank[f"own/{misuse}"])
+        assert told.startswith("2 ") and says in told
+
+
+SCRIPT = """
+import keras, numpy as np, hvd_train.keras as hk
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hk.distribute(model, shard=False)
+model.fit(np.zeros((40 + 40 * hk.rank(), 4)), np.zeros((40 + 40 * hk.rank(), 1)), verbose=0)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_an_error_is_a_table_without_traceback(tmp_path, launcher):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = launch(2, launcher, [str(tmp_path / "script.py")])
+    assert run.returncode == 2 or launcher == "horovodrun" and run.returncode
+    told = run.stdout + run.stderr
+    assert told.count("the ranks differ") == 1 and "rank 1: 3" in told and "Traceback" not in told
+
+
+def weights(folder: Path, name: str, size: int) -> list[dict]:
+    return [dict(np.load(folder / f"{name}.{size}.{rank}.npz")) for rank in range(size)]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_migrated_script(tmp_path, launcher):
+    script = str(HERE / "migration" / "horovod_keras_after.py")
+    for size, batch, rate in ((1, 64, 0.1), (2, 32, 0.05)):  # the rate is multiplied by the number of ranks
+        options = ["--batch-size", str(batch), "--lr", str(rate), "--in-order"]
+        run = launch(size, launcher, [script, str(tmp_path), *options])
+        assert run.returncode == 0, run.stdout + run.stderr
+    (one,), (first, second) = weights(tmp_path, "after", 1), weights(tmp_path, "after", 2)
+    for key, value in first.items():
+        np.testing.assert_array_equal(second[key], value)
+        np.testing.assert_allclose(value, one[key], atol=1e-4 * np.abs(one[key]).max())
+
+
+def test_stock_horovod_averages_nothing(tmp_path):
+    """Why there is anything to migrate from: the ranks' weights differ, and nobody says so."""
+    run = launch(2, "mpirun", [str(HERE / "migration" / "horovod_keras_before.py"), str(tmp_path)])
+    assert run.returncode == 0, run.stdout + run.stderr
+    first, second = weights(tmp_path, "before", 2)
+    assert any(np.abs(first[key] - second[key]).max() > 1e-3 for key in first)

@@ -50,7 +50,7 @@ def results(tmp_path_factory):
 WORLDS = [(2, "mpirun", "tensorflow"), (3, "horovodrun", "tensorflow")]
 
 
-def assert_same(case: str, one: dict, ranks: list[dict]) -> None:
+def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9) -> None:
     for key, value in ranks[0].items():
         if key.startswith(OWN):
             continue
@@ -58,7 +58,7 @@ def assert_same(case: str, one: dict, ranks: list[dict]) -> None:
             np.testing.assert_array_equal(other[key], value, err_msg=f"{case} {key}: rank {rank} has other bits")
         reference = one[key]
         scale = np.max(np.abs(reference), initial=1e-3)
-        np.testing.assert_allclose(value, reference, rtol=0, atol=1e-9 * scale, err_msg=f"{case} {key}")
+        np.testing.assert_allclose(value, reference, rtol=0, atol=tolerance * scale, err_msg=f"{case} {key}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,7 +69,8 @@ def test_ranks_equal_one_process(results, case, size, launcher, backend):
 
 @pytest.mark.parametrize("case", ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset"])
 def test_on_torch(results, case):
-    assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case])
+    # Keras 3.15 takes this loss in float32 on PyTorch, whatever floatx is: its gradients hold no more.
+    assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case], 2e-6)
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend"), [*WORLDS, (2, "mpirun", "torch")])
@@ -164,8 +165,13 @@ def test_migrated_script(tmp_path, launcher):
 
 
 def test_stock_horovod_averages_nothing(tmp_path):
-    """Why there is anything to migrate from: the ranks' weights differ, and nobody says so."""
-    run = launch(2, "mpirun", [str(HERE / "migration" / "horovod_keras_before.py"), str(tmp_path)])
+    """Why there is anything to migrate from. Its broadcast fails under Keras 3; without it, and from equal first
+    weights, the ranks' weights come apart, and nobody says so."""
+    source = (HERE / "migration" / "horovod_keras_before.py").read_text()
+    bare = source.replace("set_random_seed(hvd.rank())", "set_random_seed(0)").replace("callbacks=callbacks, ", "")
+    assert bare.count("callbacks=") == 0
+    (tmp_path / "bare.py").write_text(bare)
+    run = launch(2, "mpirun", [str(tmp_path / "bare.py"), str(tmp_path)])
     assert run.returncode == 0, run.stdout + run.stderr
     first, second = weights(tmp_path, "before", 2)
     assert any(np.abs(first[key] - second[key]).max() > 1e-3 for key in first)

@@ -1,4 +1,5 @@
-"""Digits with horovod.keras, as its examples are written. Under Keras 3 the ranks' weights come apart, silently."""
+"""Digits with horovod.keras, as its examples are written. Under Keras 3 the first callback fails; left out, the ranks'
+weights come apart, silently."""
 
 import sys
 

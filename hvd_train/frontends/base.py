@@ -257,7 +257,9 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
         return False
     if isinstance(wanted, bool):
         return wanted
-    return gpu or communicator.local_size < communicator.size or len(os.sched_getaffinity(0)) > threads
+    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    own = allowed if allowed < cores else cores // communicator.local_size  # ranks that are not bound share all cores
+    return gpu or communicator.local_size < communicator.size or own > threads
 
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:

@@ -26,7 +26,7 @@ from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, check_tree, start_agreement
 from hvd_train.core.loop import evaluate as evaluate_batches
 from hvd_train.core.record import Recorder
-from hvd_train.core.trees import pack, unpack, without_slots
+from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError
@@ -333,10 +333,10 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
         return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode)
 
     snapshot = together(communicator, read)
-    own = without_slots(snapshot.tree) if snapshot else {}
-    tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
-    check_tree(without_slots(job.frontend.state()), tree)
-    job.frontend.load(tree)
+    tree = without_slots(snapshot.tree) if snapshot else {}
+    together(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
+    for piece in broadcast(communicator, tree):
+        job.frontend.load(piece)
     return snapshot  # type: ignore[return-value]
 
 

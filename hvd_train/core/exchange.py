@@ -15,6 +15,7 @@ from hvd_train.compression.plain import Plain
 from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
 
 SMALL = 4096  # entries: tensors of fewer cost more time to compress than to send, and biases are worth their bytes
+COMPRESSED = Packing(4 << 20, 4 << 20)  # in every framework: what a compressor leaves out depends on its bucket
 JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors beside a compressor that takes each alone
 
 
@@ -88,9 +89,11 @@ class Exchange:
         small: int = SMALL,
         world: Communicator | None = None,
     ) -> None:
+        plain = isinstance(compressor, Plain)
         if compressor.per_tensor or op == "adasum":
             packing = Packing(bucket_bytes=0, alone_bytes=0)
-        plain = isinstance(compressor, Plain)
+        elif not plain:
+            packing = COMPRESSED
         self.buckets = plan(specs, packing, 0 if plain else small)
         self._specs, self._communicator, self._ops, self._op = specs, communicator, ops, op
         self._world = world or communicator

@@ -23,7 +23,7 @@ from hvd_train.core.apart import due
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
-from hvd_train.core.trees import pack, unpack, weights_sha256
+from hvd_train.core.trees import broadcast, pack, unpack, weights_sha256, without_slots
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Source, Tree
@@ -316,7 +316,10 @@ class Trainer:
             return
         self._together()
         self.frontend.average_statistics()
-        local = [unpack(part) for part in communicator.allgather_bytes(pack(self._local()))]
+        local = []
+        for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
+            part = communicator.broadcast_bytes(pack(self._local()) if root == communicator.rank else b"", root)
+            local += [unpack(part)] if communicator.rank == 0 else []
         outcome = ""
         if communicator.rank == 0:
             meta = {
@@ -362,17 +365,21 @@ class Trainer:
         mine: Tree = {}
         if found:
             self.progress = Progress(**found["progress"])
-            everyone = [unpack(communicator.broadcast_bytes(pack(part))) for part in _locals(snapshot, found["ranks"])]
+            local: Tree = {}
+            for rank, part in enumerate(_locals(snapshot, found["ranks"])):
+                packed = communicator.broadcast_bytes(pack(part))
+                local = unpack(packed) if rank == communicator.rank else local
             # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
             if (found["ranks"], found["framework"]) == (communicator.size, self.config.framework):
-                local, own = everyone[communicator.rank], self._local()
+                own = self._local()
                 if {k: x.shape for k, x in local.items()} == {k: x.shape for k, x in own.items()}:
                     mine = local
                     self.frontend.load_local(mine)
-        own = snapshot.tree if snapshot else self.frontend.state()
-        tree = unpack(communicator.broadcast_bytes(pack(own) if communicator.rank == 0 else b""))
-        together(communicator, lambda: check_tree(self.frontend.state(), tree))
-        self.frontend.load(tree)
+        together(communicator, lambda: check_tree(self.frontend.state(), snapshot.tree) if snapshot else None)
+        first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
+        tree = without_slots(self.frontend.state()) if first else snapshot.tree if snapshot else {}
+        for piece in broadcast(communicator, tree):
+            self.frontend.load(piece)
         self.frontend.load({k: v for k, v in mine.items() if k.startswith("slots/")})
 
     # ---- summary

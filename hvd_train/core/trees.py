@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hvd_train.protocol import Tree
+from hvd_train.protocol import Communicator, Tree
+
+PIECE_BYTES = 32 << 20
 
 
 def pack(tree: Mapping[str, np.ndarray]) -> bytes:
@@ -21,6 +24,22 @@ def unpack(data: bytes) -> Tree:
     from safetensors.numpy import load
 
     return load(data)
+
+
+def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Iterator[Tree]:
+    """Rank 0's tree on all ranks, in pieces of ``PIECE_BYTES`` or one array: what a rank must hold beside its own."""
+    pieces: list[list[str]] = []
+    room = 0
+    for key, array in tree.items() if communicator.rank == 0 else ():
+        if not pieces or array.nbytes > room:
+            pieces.append([])
+            room = PIECE_BYTES
+        pieces[-1].append(key)
+        room -= array.nbytes
+    count = json.loads(communicator.broadcast_bytes(json.dumps(len(pieces)).encode()))
+    for k in range(count):
+        own = pack({key: tree[key] for key in pieces[k]}) if communicator.rank == 0 else b""
+        yield unpack(communicator.broadcast_bytes(own))
 
 
 def weights_sha256(tree: Mapping[str, np.ndarray]) -> str:

@@ -52,6 +52,7 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours", "mpirun"),
         Engine(framework, "ours again", "mpirun"),
         Engine(framework, "ours (Gloo)", "gloo"),
+        Engine(framework, {"pytorch": "ours (own loop)", "tensorflow": "ours (model.fit)"}[framework], "mpirun"),
     ]
     alone = [
         Engine(framework, "copies", "copies"),

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 SGD = {"lr": 0.005, "momentum": 0.9}
 RANKS = 2
 BATCHES = 40  # steps whose batches a peer keeps in memory; it goes through them again and again
+EPOCH = 300  # steps of an epoch of model.fit
 LOSSES = 10  # first losses that are kept, to see that all engines compute the same
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 IMAGES = {"name": "idx", "path": str(FASHION)} if FASHION.exists() else {"name": "digits", "image_size": 28}
@@ -103,7 +104,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
         trainer.fit()
 
 
-def prepared(framework: str, model: str, rank: int, size: int, channels_last: bool = False):
+def prepared(framework: str, model: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False):
     """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
     import importlib
 
@@ -123,7 +124,7 @@ def prepared(framework: str, model: str, rank: int, size: int, channels_last: bo
     batches = []
     for step in loader.epoch(0):
         batches.append(frontend.place(step.micro_batches[0])[:2])
-        if len(batches) == BATCHES:
+        if len(batches) == count:
             break
     if framework == "pytorch" and not channels_last:  # as one writes it by hand
         frontend.model.to(memory_format=sys.modules["torch"].contiguous_format)
@@ -154,7 +155,7 @@ def bare_pytorch(
     import torch
 
     rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-    net, batches = prepared("pytorch", model, rank, size, channels_last)
+    net, batches = prepared("pytorch", model, rank, size, channels_last=channels_last)
     net.train()
     wrapped = wrap(net)
     optimizer = torch.optim.SGD(net.parameters(), fused=True, **SGD)
@@ -214,6 +215,13 @@ def bare_horovod(model: str, count: Count) -> None:
         return hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 
     bare_pytorch(model, count, lambda net: net, optimize)
+
+
+def script_pytorch(model: str, count: Count) -> None:
+    """A loop of the user's own in three lines."""
+    import hvd_train.torch as ht
+
+    bare_pytorch(model, count, lambda net: net, lambda optimizer, net: ht.distribute(net, optimizer)[1])
 
 
 def lightning(model: str, count: Count) -> None:
@@ -359,6 +367,29 @@ def multi_worker(model: str, count: Count) -> None:
     net.fit(dataset, epochs=10**6, steps_per_epoch=10**6, verbose=0, callbacks=[Tick()])
 
 
+def script_keras(model: str, count: Count) -> None:
+    """A ``model.fit`` of the user's own in two lines, which divides the arrays itself."""
+    import hvd_train.keras as hk  # isort: skip
+    import keras
+
+    net, batches = prepared("tensorflow", model, 0, 1, EPOCH)  # global batches: every rank has all of them
+    inputs, labels = (np.concatenate([batch[i].numpy() for batch in batches]) for i in (0, 1))
+    net.compile(
+        keras.optimizers.SGD(SGD["lr"], SGD["momentum"]), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    hk.distribute(net)
+
+    class Tick(keras.callbacks.Callback):
+        means: list = [0.0]  # of the losses since the epoch began
+
+        def on_train_batch_end(self, index, logs=None) -> None:
+            if len(self.means) <= LOSSES:
+                self.means.append(float(logs["loss"]) * (index + 1))
+            count(lambda: self.means[-1] - self.means[-2])
+
+    net.fit(inputs, labels, batch_size=MODELS[model][2], epochs=10**6, shuffle=False, verbose=0, callbacks=[Tick()])
+
+
 def bare_pytorch_copy(model: str, count: Count, channels_last: bool) -> None:
     os.environ["RANK"] = os.environ.get("COPY", "0")
     bare_pytorch(model, count, lambda net: net, size=2, channels_last=channels_last)
@@ -368,6 +399,7 @@ PYTORCH: dict[str, Callable] = {
     "copies": lambda model, count: bare_pytorch_copy(model, count, False),
     "copies (channels last)": lambda model, count: bare_pytorch_copy(model, count, True),
     "one process": lambda model, count: bare_pytorch(model, count, lambda net: net, size=1),
+    "ours (own loop)": script_pytorch,
     "DDP": lambda model, count: bare_pytorch(model, count, ddp()),
     "DDP (channels last)": lambda model, count: bare_pytorch(model, count, ddp(), channels_last=True),
     "DDP fp16": lambda model, count: bare_pytorch(model, count, ddp("fp16")),
@@ -379,6 +411,7 @@ PYTORCH: dict[str, Callable] = {
 TENSORFLOW: dict[str, Callable] = {
     "copies": lambda model, count: bare_tensorflow(model, count, 2),
     "one process": lambda model, count: bare_tensorflow(model, count, 1),
+    "ours (model.fit)": script_keras,
     "MultiWorker": multi_worker,
 }
 
@@ -399,10 +432,11 @@ def main() -> None:
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     count = Count(given.count.with_name(f"{given.count.name}.{rank}"))
-    if given.engine.startswith("ours"):
+    run = {"pytorch": PYTORCH, "tensorflow": TENSORFLOW}[given.framework].get(given.engine)
+    if run is None:
         ours(given.framework, given.model, count, json.loads(given.exchange))
     else:
-        {"pytorch": PYTORCH, "tensorflow": TENSORFLOW}[given.framework][given.engine](given.model, count)
+        run(given.model, count)
 
 
 if __name__ == "__main__":

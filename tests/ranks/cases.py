@@ -90,7 +90,7 @@ CHANGING.pop("model.hidden")
 
 def cases(framework: str, size: int, folder: Path) -> list[dict]:
     def own(name: str, config: dict) -> dict:
-        if config is NORM or config is TRAININGS["norm"]:
+        if name.startswith("norm"):
             config = config | {"model.name": OWN[framework]}
         return config | {"framework": framework, "run_dir": str(folder / name)}
 

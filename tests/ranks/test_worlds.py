@@ -165,13 +165,13 @@ def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size,
         assert whole["residual"] == rest["residual"]
 
 
-@pytest.mark.parametrize("name", ["fp16", "threshold"])
+@pytest.mark.parametrize("name", ["fp16", "int8", "threshold", "topk"])
 @pytest.mark.parametrize(("launcher", "size"), WORLDS)
-def test_entrywise_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name):
-    """top-k and int8 work on buckets, which the frameworks fill differently; PowerSGD on transposed matrices."""
+def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name):
+    """All but PowerSGD, which works on transposed matrices."""
     trees = [worlds(framework, launcher, size).trees(name)[0] for framework in FRAMEWORKS]
-    # A last bit in 64 bits may fall on the other side of a half-precision number, 2^-11 away.
-    assert distance(*trees)[0] < {"threshold": TOLERANCE, "fp16": 1e-3}[name], distance(*trees)
+    # A last bit in 64 bits may fall on the other side of a half-precision number, 2^-11 away, or of a level of int8.
+    assert distance(*trees)[0] < {"fp16": 1e-3, "int8": 1e-2}.get(name, TOLERANCE), distance(*trees)
 
 
 @pytest.mark.parametrize("name", LOOSE)

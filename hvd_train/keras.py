@@ -19,10 +19,10 @@ import keras
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
-from hvd_train.frontends.keras_fit import Rank
 from hvd_train.launch.environment import threads, world
-from hvd_train.script import open_world
+from hvd_train.script.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
+from hvd_train.script.keras_fit import Rank
+from hvd_train.script.world import open_world
 
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
 

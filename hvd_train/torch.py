@@ -32,13 +32,14 @@ from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, together
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.frontends import pt_batchnorm, pt_files, pt_share
+from hvd_train.frontends import pt_batchnorm
 from hvd_train.frontends.base import gpu_index, overlaps
 from hvd_train.frontends.pt import TorchOps
-from hvd_train.frontends.pt_reducer import Reducer
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
-from hvd_train.script import open_world
+from hvd_train.script import pt_files, pt_share
+from hvd_train.script.pt_reducer import Reducer
+from hvd_train.script.world import open_world
 
 __all__ = ["device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
 WHERE = "ht.distribute"

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.frontends import keras_data as data
+from hvd_train.script import keras_data as data
 
 
 def world(size: int) -> list[SimpleNamespace]:

@@ -19,10 +19,10 @@ from torch.utils import data
 import hvd_train.torch as ht
 from hvd_train.compression.plain import Plain
 from hvd_train.errors import CheckpointError, ConfigError, DataError
-from hvd_train.frontends import pt_files, pt_share
-from hvd_train.frontends.pt_reducer import Reducer
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.local import environment
+from hvd_train.script import pt_files, pt_share
+from hvd_train.script.pt_reducer import Reducer
 from tests.ranks.conftest import world_command
 from tests.scripts import torch_cases
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
-from hvd_train.frontends import keras_data as data
-from hvd_train.frontends.keras_exchange import Reduction
 from hvd_train.protocol import Communicator
+from hvd_train.script import keras_data as data
+from hvd_train.script.keras_exchange import Reduction
 
 WRITERS = (
     keras.callbacks.ModelCheckpoint,

@@ -52,7 +52,7 @@ def to_onnx(trained: Trained) -> Exported:
     package, _ = onnx_packages("onnx", "onnxscript")
     model, _, example = _model(trained, "float32")
     output_shape = tuple(model(example).shape[1:])
-    logging.disable(logging.WARNING)  # the exporter misses torchvision, and thinks aloud
+    logging.disable(logging.CRITICAL)  # the exporter misses torchvision, and thinks aloud
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
-COMMANDS = ["fit", "eval", "predict", "export", "compare", "doctor", "config", "models", "data"]
+COMMANDS = ["fit", "eval", "predict", "verify", "export", "compare", "doctor", "config", "models", "data"]
 
 
 def run(*arguments: str, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess:

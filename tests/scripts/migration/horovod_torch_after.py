@@ -13,7 +13,7 @@ train_loader = ht.shard(DataLoader(train_set, batch_size=32, shuffle=True))
 test_loader = ht.shard(DataLoader(test_set, batch_size=32))
 
 model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.025 * ht.size(), momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ht.size(), momentum=0.9)
 model, optimizer = ht.distribute(model, optimizer)
 
 for _epoch in range(8):

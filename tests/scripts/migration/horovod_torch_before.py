@@ -17,7 +17,7 @@ test_sampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.ra
 test_loader = DataLoader(test_set, batch_size=32, sampler=test_sampler)
 
 model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.025 * hvd.size(), momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.9)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -122,18 +122,41 @@ class HorovodTorch(HorovodCommunicator):
 
 
 class Flat:
-    """One bucket: a flat weight that the optimizer sees, a flat gradient, and the parameters as views of both.
+    """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
 
-    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory.
+    Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
+    gradient's memory, which saves a zeroing, an addition and a copy. ``channels_last``: convolution kernels lie as
+    (out, height, width, in) in memory.
     """
 
     def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool) -> None:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
         self.weight = torch.nn.Parameter(torch.cat([self._stored(p.detach()).reshape(-1) for p in parameters]))
-        self.gradient = self.weight.grad = torch.zeros_like(self.weight)
-        for p, w, g in zip(parameters, self.views(self.weight.data), self.views(self.gradient), strict=True):
-            p.data, p.grad = w, g
+        self._parameters = parameters
+        self._joined = torch.zeros_like(self.weight.data) if len(parameters) > 1 else None
+        for p, w in zip(parameters, self.views(self.weight.data), strict=True):
+            p.data, p.grad = w, None
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """The gradient of all parameters, zeros where backward reached none; flat, for this step alone."""
+        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self._parameters]
+        if self._joined is None:
+            (alone,) = gradients
+            return torch.zeros_like(self.weight.data) if alone is None else self._stored(alone).reshape(-1)
+        pairs = list(zip(self.views(self._joined), gradients, strict=True))
+        there = [(view, g) for view, g in pairs if g is not None]
+        if there:
+            torch._foreach_copy_(*map(list, zip(*there, strict=True)))
+        for view, g in pairs:
+            if g is None:
+                view.zero_()
+        return self._joined
+
+    def forget(self) -> None:
+        for p in (self.weight, *self._parameters):
+            p.grad = None
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
@@ -261,6 +284,7 @@ class PyTorchFrontEnd(StateTree):
         # Per bucket, the gradients that backward still owes; None outside of a step's last backward.
         self._waiting: list[int] | None = None
         self._started: dict[int, Any] = {}
+        self._gathered: dict[int, torch.Tensor] = {}
         self._finite = True
         if self._overlap():
             for b, members in enumerate(exchange.buckets):
@@ -286,8 +310,21 @@ class PyTorchFrontEnd(StateTree):
             raise ConfigError(what, where="exchange.overlap", fix="set exchange.overlap: false")
 
     def _start(self, bucket: int) -> None:
-        gradient, state = self._flats[bucket].gradient, self._exchange_state[bucket]
-        self._started[bucket] = self.exchange.start(bucket, gradient, state)
+        self._started[bucket] = self.exchange.start(bucket, self._gradient(bucket), self._exchange_state[bucket])
+
+    def _gradient(self, bucket: int) -> torch.Tensor:
+        """Of this step, joined once."""
+        if bucket not in self._gathered:
+            self._gathered[bucket] = self._flats[bucket].gather()
+        return self._gathered[bucket]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [self._gradient(b) for b in range(len(self._flats))]
+
+    def _forget(self) -> None:
+        self._gathered.clear()
+        for flat in self._flats:
+            flat.forget()
 
     def place(self, batch: Batch):
         """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
@@ -321,15 +358,14 @@ class PyTorchFrontEnd(StateTree):
                 group["lr"] = learning_rate
             with torch.no_grad():
                 self._update(self._optimizer)
-        for flat in self._flats:
-            flat.gradient.zero_()
+        self._forget()
         return sums
 
     def _scaled(self, unscale: float) -> bool:
         """Takes the loss' scale out of the gradients; False: they overflowed on some rank."""
         if self.config.precision != "16-mixed":
             return True
-        gradients = [flat.gradient for flat in self._flats]
+        gradients = self._gradients()
         self._finite = float(self.exchange.failures(gradients)) == 0
         if self._finite:
             torch._foreach_mul_(gradients, unscale)
@@ -342,17 +378,15 @@ class PyTorchFrontEnd(StateTree):
         started = [self._started[b] for b in range(len(self._flats))]
         gradients, self._exchange_state = self.exchange.finish(started)
         for flat, gradient in zip(self._flats, gradients, strict=True):
-            if gradient.data_ptr() != flat.gradient.data_ptr():
-                flat.gradient.copy_(gradient)
+            flat.weight.grad = gradient
 
     def finite(self) -> bool:
         return self._finite
 
     def _measure(self, placed, scale: float, seed: int):
         self.accumulate(placed, scale, seed)
-        figures = self.exchange.truth([flat.gradient for flat in self._flats], self._exchange_state)
-        for flat in self._flats:
-            flat.gradient.zero_()
+        figures = self.exchange.truth(self._gradients(), self._exchange_state)
+        self._forget()
         return figures
 
     @torch.inference_mode()

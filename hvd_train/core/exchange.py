@@ -71,9 +71,9 @@ class _Started:
 class Exchange:
     """Joins gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once.
 
-    ``op``: "sum" or "adasum" (Maleki et al. 2021), which wants each tensor alone. Tensors of fewer than ``small``
-    entries travel plain beside a compressor. ``world``: the ranks that ``failures`` asks, where they are not those of
-    ``communicator`` (gradients that stay on their rank).
+    ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
+    Tensors of fewer than ``small`` entries travel plain beside a compressor. ``world``: the ranks that ``failures``
+    asks, where they are not those of ``communicator`` (gradients that stay on their rank).
     """
 
     def __init__(

@@ -103,8 +103,9 @@ class HorovodTensorFlow(HorovodCommunicator):
     module = "horovod.tensorflow"
 
     def allreduce_async(self, x, name, op="sum"):
-        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self.hvd.allreduce(x, name=name, op=ops[op])
+        if op == "average":  # divided where Horovod copies it anyway; its own average divides in a pass of its own
+            return self.hvd.allreduce(x, name=name, op=self.hvd.Sum, prescale_factor=1 / self.size)
+        return self.hvd.allreduce(x, name=name, op=self.hvd.Adasum if op == "adasum" else self.hvd.Sum)
 
     def allgather_async(self, x, name):
         return self.hvd.allgather(x, name=name)

@@ -110,9 +110,41 @@ class ArrayParts(Epochs):
         super().__init__(self._n // self._global + (rest >= world.size), steps_per_epoch, seed)
 
     def part(self, turn: int, step: int) -> Any:
+        return take(self._parts, self.order(np.arange(*self._places(step)), self._n, turn))
+
+    def _places(self, step: int) -> tuple[int, int]:
         low = step * self._global
         start, stop = share(min(self._global, self._n - low), self._world.size, self._world.rank)
-        return take(self._parts, self.order(np.arange(low + start, low + stop), self._n, turn))
+        return low + start, low + stop
+
+    def pipeline(self) -> Any:
+        """The same steps without end as a tf.data.Dataset, which asks Python once in a pass; None where leaves are
+        missing or are no numbers. It begins with ``epoch``."""
+        import tensorflow as tf
+
+        leaves = keras.tree.flatten(self._parts)
+        if any(leaf is None or leaf.dtype.kind not in "biuf" for leaf in leaves):
+            return None
+        tensors = [tf.constant(leaf) for leaf in leaves]
+        places = [np.arange(*self._places(step)) for step in range(self.steps)]
+        ends = np.cumsum([0, *map(len, places)])
+
+        def passes() -> Any:
+            at = self.epoch * len(self)
+            while True:
+                turn, step = divmod(at, self.steps)
+                yield self.order(np.concatenate(places), self._n, turn), ends[step:]
+                at = (turn + 1) * self.steps
+
+        def steps(rows: Any, bounds: Any) -> Any:
+            return tf.data.Dataset.range(tf.size(bounds, tf.int64) - 1).map(lambda k: rows[bounds[k] : bounds[k + 1]])
+
+        def taken(rows: Any) -> Any:
+            return keras.tree.pack_sequence_as(self._parts, [tf.gather(x, rows) for x in tensors])
+
+        integers = tf.TensorSpec([None], tf.int64)
+        orders = tf.data.Dataset.from_generator(passes, output_signature=(integers, integers))
+        return orders.flat_map(steps).map(taken).prefetch(tf.data.AUTOTUNE)
 
 
 class SequenceParts(Epochs):

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_train.compression.plain import Plain
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
@@ -86,7 +87,10 @@ class Reduction:
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         self._communicator, self._backend = communicator, backend
-        self._exchange = Exchange(specs, backend.packing, compressor, communicator, backend.ops)
+        # Whole gradients are divided on their way; what is compressed counts by its share before it is.
+        self._whole = isinstance(compressor, Plain)
+        op = "average" if self._whole else "sum"
+        self._exchange = Exchange(specs, backend.packing, compressor, communicator, backend.ops, op=op)
         self._states = [
             tuple(keras.Variable(a, trainable=False, dtype=a.dtype.name, name="compression") for a in arrays)
             for arrays in self._exchange.initial()
@@ -107,6 +111,18 @@ class Reduction:
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(joined)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
+
+    def _weighted(self, flats: list[Any], share: Any) -> list[Any]:
+        """Gradients that count by this rank's share of the samples. Shares are equal but for an epoch's last step, and
+        then whole gradients need no pass over them."""
+
+        def times(factor: Any) -> list[Any]:
+            return [flat * keras.ops.cast(factor, flat.dtype) for flat in flats]
+
+        if not self._whole:
+            return times(share)
+        relative = share * self._communicator.size
+        return keras.ops.cond(keras.ops.abs(relative - 1) < 1e-12, lambda: flats, lambda: times(relative))
 
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
@@ -141,8 +157,8 @@ class Reduction:
                 else keras.ops.reshape(keras.ops.cast(given[i], kind), (-1,))
                 for i in members
             ]
-            flat = parts[0] if len(parts) == 1 else keras.ops.concatenate(parts)
-            flats.append(flat * keras.ops.cast(share, kind))
+            flats.append(parts[0] if len(parts) == 1 else keras.ops.concatenate(parts))
+        flats = self._weighted(flats, share)
         states = [tuple(_tensor(v) for v in state) for state in self._states]
         started = [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
         joined, states = self._exchange.finish(started)

@@ -74,6 +74,27 @@ def test_steps_per_epoch_go_on_where_the_last_epoch_ended():
     assert [step[0] for epoch in seen for step in epoch] == [0, 8, 16, 24, 32, 0]
 
 
+@pytest.mark.parametrize("steps", [None, 3, 11])
+@pytest.mark.parametrize("n", [40, 43])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
+    x, y = np.arange(2 * n).reshape(n, 2), {"a": np.arange(n)}
+    for rank in world(3):
+        parts = data.training(x, y, None, batch=4, steps=steps, seed=5, world=rank)[0]["x"]
+        parts.epoch = epoch
+        pipeline = iter(parts.pipeline().as_numpy_iterator())
+        for parts.epoch in range(epoch, epoch + 3):
+            for k in range(len(parts)):
+                (rows, labels), (own_rows, own_labels) = next(pipeline), parts[k]
+                assert (rows == own_rows).all() and (labels["a"] == own_labels["a"]).all()
+
+
+def test_what_tensorflow_cannot_hold_has_no_pipeline():
+    for y in (None, np.array(["a"] * 8, object)):
+        parts = data.training(np.arange(8), y, np.ones(8), batch=2, steps=None, seed=None, world=world(2)[0])[0]["x"]
+        assert parts.pipeline() is None
+
+
 @pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset"])
 @pytest.mark.parametrize("n", [12, 13, 50])
 def test_what_is_scored_is_the_whole_in_order(kind, n):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
+from contextlib import redirect_stderr
 from types import ModuleType
 
 import torch
@@ -54,7 +55,7 @@ def to_onnx(trained: Trained) -> Exported:
     output_shape = tuple(model(example).shape[1:])
     logging.disable(logging.CRITICAL)  # the exporter misses torchvision, and thinks aloud
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 model,

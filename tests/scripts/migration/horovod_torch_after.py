@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 import hvd_train.torch as ht
 
-torch.manual_seed(42)
+torch.manual_seed(1)
 train_set, test_set = data()
 train_loader = ht.shard(DataLoader(train_set, batch_size=32, shuffle=True))
 test_loader = ht.shard(DataLoader(test_set, batch_size=32))

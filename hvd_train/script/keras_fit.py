@@ -51,7 +51,9 @@ class Rank:
         self.fits += 1
         call |= training
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
-        if isinstance(call["x"], data.ArrayParts) and keras.backend.backend() == "tensorflow":
+        # With class weights Keras would compute in 32 bits on a pipeline.
+        arrays = isinstance(call["x"], data.ArrayParts) and call["class_weight"] is None
+        if arrays and keras.backend.backend() == "tensorflow":
             pipeline = call["x"].pipeline()
             call |= {"x": pipeline, "steps_per_epoch": len(call["x"])} if pipeline is not None else {}
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0

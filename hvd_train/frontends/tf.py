@@ -103,9 +103,11 @@ class HorovodTensorFlow(HorovodCommunicator):
     module = "horovod.tensorflow"
 
     def allreduce_async(self, x, name, op="sum"):
-        if op == "average":  # divided where Horovod copies it anyway; its own average divides in a pass of its own
+        if op == "average" and x.dtype != tf.float64:
+            # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
             return self.hvd.allreduce(x, name=name, op=self.hvd.Sum, prescale_factor=1 / self.size)
-        return self.hvd.allreduce(x, name=name, op=self.hvd.Adasum if op == "adasum" else self.hvd.Sum)
+        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
+        return self.hvd.allreduce(x, name=name, op=ops[op])
 
     def allgather_async(self, x, name):
         return self.hvd.allgather(x, name=name)

@@ -118,8 +118,8 @@ class ArrayParts(Epochs):
         return low + start, low + stop
 
     def pipeline(self) -> Any:
-        """The same steps without end as a tf.data.Dataset, which asks Python once in a pass; None where leaves are
-        missing or are no numbers. It begins with ``epoch``."""
+        """The same as a tf.data.Dataset: one epoch, that of ``epoch`` when it begins. Python is asked once in a pass
+        over the data. None where leaves are missing or are no numbers."""
         import tensorflow as tf
 
         leaves = keras.tree.flatten(self._parts)
@@ -131,10 +131,12 @@ class ArrayParts(Epochs):
 
         def passes() -> Any:
             at = self.epoch * len(self)
-            while True:
+            last = at + len(self)
+            while at < last:
                 turn, step = divmod(at, self.steps)
-                yield self.order(np.concatenate(places), self._n, turn), ends[step:]
-                at = (turn + 1) * self.steps
+                count = min(self.steps - step, last - at)
+                yield self.order(np.concatenate(places), self._n, turn), ends[step : step + count + 1]
+                at += count
 
         def steps(rows: Any, bounds: Any) -> Any:
             return tf.data.Dataset.range(tf.size(bounds, tf.int64) - 1).map(lambda k: rows[bounds[k] : bounds[k + 1]])
@@ -144,7 +146,8 @@ class ArrayParts(Epochs):
 
         integers = tf.TensorSpec([None], tf.int64)
         orders = tf.data.Dataset.from_generator(passes, output_signature=(integers, integers))
-        return orders.flat_map(steps).map(taken).prefetch(tf.data.AUTOTUNE)
+        counted = tf.data.experimental.assert_cardinality(len(self))
+        return orders.flat_map(steps).map(taken).apply(counted).prefetch(tf.data.AUTOTUNE)
 
 
 class SequenceParts(Epochs):

@@ -55,7 +55,7 @@ class Rank:
         arrays = isinstance(call["x"], data.ArrayParts) and call["class_weight"] is None
         if arrays and keras.backend.backend() == "tensorflow":
             pipeline = call["x"].pipeline()
-            call |= {"x": pipeline, "steps_per_epoch": len(call["x"])} if pipeline is not None else {}
+            call["x"] = call["x"] if pipeline is None else pipeline
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         with warnings.catch_warnings():
             if self.shard and call["steps_per_epoch"] is None:

@@ -82,10 +82,12 @@ def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
     for rank in world(3):
         parts = data.training(x, y, None, batch=4, steps=steps, seed=5, world=rank)[0]["x"]
         parts.epoch = epoch
-        pipeline = iter(parts.pipeline().as_numpy_iterator())
+        pipeline = parts.pipeline()
         for parts.epoch in range(epoch, epoch + 3):
-            for k in range(len(parts)):
-                (rows, labels), (own_rows, own_labels) = next(pipeline), parts[k]
+            steps_of_epoch = list(pipeline.as_numpy_iterator())
+            assert len(steps_of_epoch) == len(parts) == pipeline.cardinality()
+            for k, (rows, labels) in enumerate(steps_of_epoch):
+                own_rows, own_labels = parts[k]
                 assert (rows == own_rows).all() and (labels["a"] == own_labels["a"]).all()
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import keras
 
 from hvd_train.compression import make
-from hvd_train.core.agreement import agree
+from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import threads, world
 from hvd_train.script.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
 from hvd_train.script.keras_fit import Rank
-from hvd_train.script.world import open_world
+from hvd_train.script.world import exchange_options, open_world
 
+WHERE = "hk.distribute"
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
 
 
@@ -48,14 +49,10 @@ def distribute(
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
     backend = BACKENDS[keras.backend.backend()]()
     communicator = open_world(backend.framework)
-    _check(model, lr_scaling, compression)
+    together(communicator, lambda: _check(model, lr_scaling, compression))
+    exchange = together(communicator, lambda: exchange_options(WHERE, compression, options))
     optimizer = model.optimizer
-    try:
-        compressor = make(compression, communicator.size, **options)
-    except (KeyError, TypeError) as error:
-        raise _error(
-            f"compression={compression!r} with {options}: {error}", "see 'hvd-train config --explain'"
-        ) from None
+    compressor = make(compression, communicator.size, **exchange.options(compression))
     model._hvd_train = optimizer._hvd_train = True
     if communicator.size == 1:
         return model
@@ -124,7 +121,7 @@ def _facts(model: Any, **given: Any) -> dict[str, str]:
 
 
 def _error(what: str, fix: str) -> ConfigError:
-    return ConfigError(what, where="hk.distribute", fix=fix)
+    return ConfigError(what, where=WHERE, fix=fix)
 
 
 def _settle_threads() -> None:

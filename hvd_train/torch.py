@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from hvd_train.compression import make
-from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, together
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
@@ -39,7 +37,7 @@ from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
 from hvd_train.script import pt_files, pt_share
 from hvd_train.script.pt_reducer import Reducer
-from hvd_train.script.world import open_world
+from hvd_train.script.world import exchange_options, open_world
 
 __all__ = ["device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
 WHERE = "ht.distribute"
@@ -107,7 +105,7 @@ def distribute(
     """
     communicator, bare = _world(), _bare(model)
     together(communicator, lambda: _check(bare, optimizers, sync_batchnorm))
-    exchange = together(communicator, lambda: _exchange_options(compression, overlap, options))
+    exchange = together(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = _trainable(bare)
     agree(communicator, _facts(bare, optimizers) | {"options": f"{compression} {overlap} {sync_batchnorm} {options}"})
     _broadcast(communicator, bare, optimizers)
@@ -298,19 +296,6 @@ def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
             refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
         if not all(id(p) in own or id(p) in _known for group in optimizer.param_groups for p in group["params"]):
             refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
-
-
-def _exchange_options(compression: str, overlap: bool | str, options: dict[str, Any]) -> Any:
-    """The configuration's section, checked as the command line checks it."""
-    unknown = [name for name in options if name not in ("ratio", "exact", "threshold", "rank")]
-    if unknown or compression == "auto":
-        what = f"unknown option {', '.join(unknown)}" if unknown else "compression='auto' is for hvd-train fit"
-        raise ConfigError(what, where=WHERE, fix="name a compression and its options, as in the README")
-    given = {"compression": compression, "overlap": overlap, **options}
-    try:
-        return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange
-    except ConfigError as error:
-        raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=WHERE) from error
 
 
 def _facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, Tr
 from hvd_train.protocol import Communicator, FrontEnd
 
 T = TypeVar("T")
+NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
 def agree(communicator: Communicator, facts: Mapping[str, str]) -> None:
@@ -57,8 +58,7 @@ def agree_on_weights(frontend: FrontEnd, finite: bool, where: str) -> None:
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
         what = f"the training loss of {_ranks(broken)} is not finite"
-        fix = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
-        raise NonFiniteError(what, where=where, fix=fix, common=True, ranks=broken)
+        raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=True, ranks=broken)
     # Most ranks are right; of two that differ nobody knows which.
     right = Counter(everyone).most_common(1)[0][0]
     apart = [rank for rank, part in enumerate(everyone) if part != right]

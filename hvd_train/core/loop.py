@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import agree, agree_on_weights, together
+from hvd_train.core.agreement import NONFINITE_FIX, agree, agree_on_weights, together
 from hvd_train.core.apart import due
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.precision import FIRST_SCALE, next_scale
@@ -400,9 +400,6 @@ class Trainer:
             "samples_per_second": self.samples_per_second(),
             "weights_sha256": weights_sha256(self.frontend.state()),
         }
-
-
-NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
 def check_tree(expected: Tree, given: Tree) -> None:

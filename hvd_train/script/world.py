@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import json
 import os
+import re
 import sys
 from types import TracebackType
+from typing import Any
 
+from hvd_train.config import load_config
 from hvd_train.errors import ConfigError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import leave
@@ -42,6 +46,19 @@ def open_world(framework: str) -> Communicator:
 
 
 _opened: list[str] = []
+
+
+def exchange_options(where: str, compression: str, options: dict[str, Any], overlap: bool | str = "auto") -> Any:
+    """The configuration's section ``exchange``, checked as the command line checks it."""
+    unknown = [name for name in options if name not in ("ratio", "exact", "threshold", "rank")]
+    if unknown or compression == "auto":
+        what = f"unknown option {', '.join(unknown)}" if unknown else "compression='auto' is for hvd-train fit"
+        raise ConfigError(what, where=where, fix="name a compression and its options, as in the README")
+    given = {"compression": compression, "overlap": overlap, **options}
+    try:
+        return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=where) from error
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

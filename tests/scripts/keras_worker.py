@@ -282,6 +282,7 @@ def refused():
         "unseen variable": lambda: fit(frozen, x, y),
         "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
         "no such compression": lambda: hk.distribute(compiled(), compression="zip"),
+        "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
         "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
         "other data on a rank": lambda: fit(two, x + hk.rank(), y),
         "other network on a rank": lambda: hk.distribute(

@@ -116,6 +116,7 @@ def test_rank_0_alone_writes_and_what_it_writes_is_plain_keras(results):
         ("unseen variable", "before hk.distribute"),
         ("schedule", "hk.size()"),
         ("no such compression", "zip"),
+        ("ratio beyond 1", "ratio"),
         ("few samples", "start fewer ranks"),
         ("other data on a rank", "shard=False"),
         ("other network on a rank", "rank 1"),

@@ -50,7 +50,9 @@ def leave_with(error: BaseException) -> None:
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
     lost = type(error).__name__ == "HorovodInternalError"
     print(f"error{rank_tag()}: {'another rank was lost' if lost else summary}", file=sys.stderr)
-    if not lost:
+    if lost:
+        time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
+    else:
         traceback.print_exception(error)
     leave(5 if lost else 1)
 

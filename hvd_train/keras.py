@@ -19,7 +19,7 @@ import keras
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import threads, world
+from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 from hvd_train.script.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
 from hvd_train.script.keras_fit import Rank
 from hvd_train.script.world import exchange_options, open_world
@@ -71,6 +71,7 @@ def distribute(
     count_samples(model, reduction, backend)
     Rank(model, communicator, reduction, shard=shard, seed=seed).align()
     model.make_train_function(force=True)
+    keep_memory()
     return model
 
 
@@ -125,11 +126,12 @@ def _error(what: str, fix: str) -> ConfigError:
 
 
 def _settle_threads() -> None:
-    """This rank's share of the cores, before TensorFlow's first operation; later it cannot be changed."""
+    """This rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
     here = world()
     if here.size == 1 or keras.backend.backend() not in BACKENDS:
         return
     if keras.backend.backend() == "tensorflow":
+        share_memory()
         import tensorflow as tf
 
         from hvd_train.frontends.base import gpu_index

@@ -18,6 +18,7 @@ from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
 
+BATCH = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
 SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hold the same
 
 
@@ -147,7 +148,9 @@ class ArrayParts(Epochs):
         integers = tf.TensorSpec([None], tf.int64)
         orders = tf.data.Dataset.from_generator(passes, output_signature=(integers, integers))
         counted = tf.data.experimental.assert_cardinality(len(self))
-        return orders.flat_map(steps).map(taken).apply(counted).prefetch(tf.data.AUTOTUNE)
+        options = tf.data.Options()
+        options.autotune.enabled = False  # its thread takes time from a filled core, and an epoch waits for its end
+        return orders.flat_map(steps).map(taken).apply(counted).prefetch(2).with_options(options)
 
 
 class SequenceParts(Epochs):
@@ -217,8 +220,8 @@ def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
     steps, certain = -(-int(data.cardinality()) // world.size), int(data.cardinality()) % world.size != 1
     parts = data.rebatch(batch * world.size)
     if int(data.cardinality()) > 0 and certain and batch >= world.size:  # the last global batch has enough samples
-        return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
-    return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(tf.data.AUTOTUNE)
+        return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+    return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(2)
 
 
 def first_batch(data: Any) -> Any:
@@ -254,6 +257,7 @@ def training(
         _enough(n, "samples", world)
         facts |= {
             "samples": str(n),
+            BATCH: str(batch),
             "data (if it is divided already: hk.distribute(model, shard=False))": digest(parts),
         }
         data: Any = ArrayParts(parts, batch, world, steps, seed)
@@ -265,7 +269,8 @@ def training(
         if known is None:
             raise ConfigError("a PyDataset without end cannot be divided", where=where, fix="give it num_batches")
         first = x[0]
-        _enough(known * length(first), "samples", world)
+        size = length(first)
+        _enough(known * size, "samples", world)
         data = SequenceParts(x, world, steps, seed)
         steps = None
     else:
@@ -276,6 +281,7 @@ def training(
         data = data.repeat() if steps and known is None else data
     facts |= {
         "batches": str(known),
+        BATCH: str(size),
         "first batch (shuffle with a seed, or divide the data and say shard=False)": digest(first),
     }
     return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts

@@ -2,6 +2,9 @@
 
 Law: what the optimizer receives is the gradient of the mean over all samples of the step, on whatever ranks they are:
 each rank's gradient is the mean over its own samples and counts by their share of the step's samples.
+
+Nothing waits for the number of samples on other ranks: with n_r of them on rank r, N ranks and b = ``batch``, ranks
+send n_r / b times their gradient, and what arrives, the mean over ranks, is divided by the mean of n_r / b.
 """
 
 from __future__ import annotations
@@ -50,6 +53,11 @@ class OnTensorFlow:
         with self.tf.control_dependencies([g for g in gradients if g is not None]):
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
+    def settle(self, optimizer: Any) -> None:
+        from hvd_train.script.keras_fused import fuse
+
+        fuse(optimizer)
+
 
 class OnTorch:
     framework = "pytorch"
@@ -71,11 +79,14 @@ class OnTorch:
     def dense(self, gradients: list[Any]) -> list[Any]:
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
+    def settle(self, optimizer: Any) -> None:
+        """Keras takes torch's own fused updates here."""
+
 
 class Reduction:
     """Joins the gradients of ``variables``. ``count``: this rank's samples of the step, set while its ``train_step``
-    runs (None: every rank counts alike). ``stop`` travels along: after a step ``stopped`` > 0 on all ranks if any rank
-    had set it before."""
+    runs (None: every rank counts alike). ``batch``: their usual number, the same on all ranks. ``stop`` travels along:
+    after a step ``stopped`` > 0 on all ranks if any rank had set it before."""
 
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
@@ -96,6 +107,7 @@ class Reduction:
             for arrays in self._exchange.initial()
         ]
         self.count: Any = None
+        self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
 
@@ -105,24 +117,19 @@ class Reduction:
         given: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
             given[i] = gradient
-        joined, share = self._join_counts(given)
-        reduced = self._join(self._backend.dense(given), share)
+        part = keras.ops.cast(self.batch if self.count is None else self.count, "float64") / _tensor(self.batch)
+        used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
+        head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
+        *dense, head = self._backend.dense([*given, head])
+        sent = self._communicator.allreduce_async(head, "keras.counts")
+        started = self._start(dense, part)
+        sums = self._communicator.synchronize(sent)  # of parts, wishes to stop, ranks with a gradient of tensor 0, ...
+        self.stopped.assign(sums[1])
+        reduced = self._finish(started, sums[0] / self._communicator.size)
         there = [g is not None for g in given]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
-            there = [n > 0 for n in keras.ops.convert_to_numpy(joined)[2:]]
+            there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
-
-    def _weighted(self, flats: list[Any], share: Any) -> list[Any]:
-        """Gradients that count by this rank's share of the samples. Shares are equal but for an epoch's last step, and
-        then whole gradients need no pass over them."""
-
-        def times(factor: Any) -> list[Any]:
-            return [flat * keras.ops.cast(factor, flat.dtype) for flat in flats]
-
-        if not self._whole:
-            return times(share)
-        relative = share * self._communicator.size
-        return keras.ops.cond(keras.ops.abs(relative - 1) < 1e-12, lambda: flats, lambda: times(relative))
 
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
@@ -133,21 +140,7 @@ class Reduction:
             )
         return self._positions[id(variable)]
 
-    def _join_counts(self, given: Sequence[Any]) -> tuple[Any, Any]:
-        """(sums over ranks of [samples, wish to stop, tensor 0 has a gradient, ...], this rank's share of samples).
-
-        Needs no gradient, so TensorFlow sends it while the forward pass runs.
-        """
-        count = keras.ops.convert_to_tensor(1 if self.count is None else self.count)
-        count = keras.ops.cast(count, "float64")
-        head = keras.ops.stack([count, _tensor(self.stop)])
-        used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
-        vector = keras.ops.concatenate([head, used])
-        joined = self._communicator.synchronize(self._communicator.allreduce_async(vector, "keras.counts"))
-        self.stopped.assign(joined[1])
-        return joined, count / joined[0]
-
-    def _join(self, given: Sequence[Any], share: Any) -> list[Any]:
+    def _start(self, given: Sequence[Any], part: Any) -> list[Any]:
         flats = []
         for members in self._exchange.buckets:
             kind = self._wire[members[0]]
@@ -158,13 +151,16 @@ class Reduction:
                 for i in members
             ]
             flats.append(parts[0] if len(parts) == 1 else keras.ops.concatenate(parts))
-        flats = self._weighted(flats, share)
+        flats = _times(flats, part) if self._whole else _scaled(flats, part / self._communicator.size)
         states = [tuple(_tensor(v) for v in state) for state in self._states]
-        started = [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
+        return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
+
+    def _finish(self, started: Sequence[Any], mean_part: Any) -> list[Any]:
         joined, states = self._exchange.finish(started)
         for own, new in zip(self._states, states, strict=True):
             for variable, value in zip(own, new, strict=True):
                 variable.assign(value)
+        joined = _times(joined, 1 / mean_part)
         reduced: list[Any] = [None] * len(self.variables)
         for members, flat in zip(self._exchange.buckets, joined, strict=True):
             ends = np.cumsum([int(np.prod(self.variables[i].shape)) for i in members])[:-1]
@@ -172,6 +168,15 @@ class Reduction:
             for i, part in zip(members, parts, strict=True):
                 reduced[i] = keras.ops.cast(keras.ops.reshape(part, self.variables[i].shape), self._kinds[i])
         return reduced
+
+
+def _times(flats: list[Any], factor: Any) -> list[Any]:
+    """Without a pass over them where the factor is 1: in all steps of an epoch but its last."""
+    return keras.ops.cond(keras.ops.abs(factor - 1) < 1e-12, lambda: flats, lambda: _scaled(flats, factor))
+
+
+def _scaled(flats: list[Any], factor: Any) -> list[Any]:
+    return [flat * keras.ops.cast(factor, flat.dtype) for flat in flats]
 
 
 def _tensor(variable: Any) -> Any:
@@ -184,6 +189,7 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any) -> None:
 
     The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
     """
+    backend.settle(optimizer)
     apply = optimizer.apply
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:

@@ -1,0 +1,68 @@
+"""Keras' own SGD and Adam by TensorFlow's fused kernels: the same formulas in one pass over a weight instead of five.
+
+On a CPU the passes cost a quarter of a wide layer's step. Sources: Keras' ``SGD.update_step`` and ``Adam.update_step``
+against TensorFlow's ``ResourceApplyGradientDescent``, ``ResourceApplyKerasMomentum`` and ``ResourceApplyAdam``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def fuse(optimizer: Any) -> None:
+    """Changes this instance's ``update_step``. An optimizer of another class, or with amsgrad, stays as it is."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    step = {
+        keras.optimizers.SGD: _sgd,
+        keras.optimizers.Adam: _adam,
+        keras.optimizers.AdamW: _adam,
+    }.get(type(optimizer))
+    if step and not getattr(optimizer, "amsgrad", False):
+        optimizer.update_step = tf.autograph.experimental.do_not_convert(step(optimizer))
+
+
+def _sgd(optimizer: Any) -> Callable:
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        gradient, rate = tf.cast(gradient, variable.dtype), tf.cast(learning_rate, variable.dtype)
+        if not optimizer.momentum:
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
+            return
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=_slot(optimizer, optimizer.momentums, variable),
+            lr=rate,
+            grad=gradient,
+            momentum=tf.constant(optimizer.momentum, variable.dtype),
+            use_nesterov=optimizer.nesterov,
+        )
+
+    return update_step
+
+
+def _adam(optimizer: Any) -> Callable:
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        kind = variable.dtype
+        betas = [tf.constant(beta, kind) for beta in (optimizer.beta_1, optimizer.beta_2)]
+        powers = [beta ** tf.cast(optimizer.iterations.value + 1, kind) for beta in betas]
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.handle,
+            m=_slot(optimizer, optimizer._momentums, variable),
+            v=_slot(optimizer, optimizer._velocities, variable),
+            beta1_power=powers[0],
+            beta2_power=powers[1],
+            lr=tf.cast(learning_rate, kind),
+            beta1=betas[0],
+            beta2=betas[1],
+            epsilon=tf.constant(optimizer.epsilon, kind),
+            grad=tf.cast(gradient, kind),
+        )
+
+    return update_step
+
+
+def _slot(optimizer: Any, slots: Any, variable: Any) -> Any:
+    return slots[optimizer._get_variable_index(variable)].value.handle

@@ -225,6 +225,10 @@ class Config(Section):
     agreement_every_n_steps: Count = Field(
         100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
     )
+    steps_per_execution: Positive | Literal["auto"] = Field(
+        "auto",
+        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
+    )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
 

@@ -61,7 +61,7 @@ def digest(config: Config) -> str:
 FREE = (
     "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
     "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path",
-    "agreement_every_n_steps",
+    "agreement_every_n_steps", "steps_per_execution",
 )  # fmt: skip
 
 

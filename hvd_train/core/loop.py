@@ -124,7 +124,8 @@ class Trainer:
         self._apart = False  # whether weights may differ between ranks
         self._pending: list[Any] = []  # this rank's sums on the device, not yet read
         self._rates: deque[float] = deque(maxlen=10_000)
-        self._timed = 0
+        self._timed, self._warm = 0, False
+        self._open = 0, 0.0  # samples and seconds since the last rate
 
     def _total(self) -> int:
         per_epoch = min(self.limit, self.steps_per_epoch)
@@ -153,16 +154,20 @@ class Trainer:
             clock = time.perf_counter()
             for step in steps:
                 rate = self._step(step)
-                self._time(step.count, time.perf_counter() - clock)
-                self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
                 done_in_epoch += 1
                 at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
                 stop = at_end or bool(c.max_steps and p.step >= c.max_steps)
                 save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
-                if stop or save or p.step % c.log_every_n_steps == 0:
-                    self._log_train(rate)
+                told = stop or save or p.step % c.log_every_n_steps == 0
                 every = c.agreement_every_n_steps
-                if stop or save or (every and p.step % every == 0):
+                compared = stop or save or bool(every and p.step % every == 0)
+                if told or compared:
+                    self.frontend.run_waiting()
+                self._time(step.count, time.perf_counter() - clock)
+                self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
+                if told:
+                    self._log_train(rate)
+                if compared:
                     self._agree()
                 if save:
                     self._save()
@@ -234,9 +239,14 @@ class Trainer:
 
     def _time(self, samples: int, seconds: float) -> None:
         self._timed += 1
-        if self._timed == WARMUP_STEPS + 1:
+        self._open = self._open[0] + samples, self._open[1] + seconds
+        if self.frontend.waiting:
+            return
+        if self._timed > WARMUP_STEPS and not self._warm:
             self._rates.clear()
-        self._rates.append(samples / max(seconds, 1e-9))
+            self._warm = True
+        self._rates.append(self._open[0] / max(self._open[1], 1e-9))
+        self._open = 0, 0.0
 
     def samples_per_second(self) -> float:
         """Global and steady: the median over training steps after the first 20, evaluation and saving left out."""

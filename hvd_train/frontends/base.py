@@ -65,6 +65,12 @@ class StateTree(ABC):
     layouts: dict[str, Layout]
     _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
 
+    waiting = 0
+
+    def run_waiting(self) -> None:
+        """Nothing waits, unless a front-end says so."""
+        return
+
     def finite(self) -> bool:
         return True
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +22,8 @@ from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, bui
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
+# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
+CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
@@ -131,6 +134,19 @@ def make_optimizer(config: Config) -> keras_optimizers._WithSlots:
     return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
 
 
+class _Later:
+    """The sums of a step that waits for others, to run with them in one call."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self.sums: Any = None
+
+    def numpy(self) -> np.ndarray:
+        if self.sums is None:
+            self._run()
+        return self.sums.numpy()
+
+
 class TensorFlowFrontEnd(StateTree):
     # Joining large tensors costs more than their separate transfers (a copy each way); small ones pay per call.
     packing = Packing(bucket_bytes=1 << 20, alone_bytes=64 << 10)
@@ -192,6 +208,15 @@ class TensorFlowFrontEnd(StateTree):
             ]
         self._accumulate = tf.function(self._traced_accumulate)
         self._step = tf.function(self._traced_step)
+        self._steps: dict[Any, Callable] = {}  # by the shape of a batch
+        steps = self.config.steps_per_execution
+        # Micro-batches stand between steps, and whether a gradient overflowed is asked after each. A GPU has work
+        # while Python prepares more.
+        self._alone = self.config.accumulate_grad_batches > 1 or self.config.precision == "16-mixed"
+        self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
+        self._together: int = 1 if steps == "auto" else steps
+        self._calls = 0
+        self._waiting: list[tuple[tuple[Any, ...], _Later]] = []
         self._truth = tf.function(self._traced_truth)
         self._score = tf.function(self._traced_score)
         self._predict = tf.function(lambda inputs: self._logits(inputs, training=False))
@@ -206,8 +231,38 @@ class TensorFlowFrontEnd(StateTree):
 
     def step(self, placed, scale: float, seed: int, learning_rate: float, unscale: float = 1.0):
         rates = tf.constant(learning_rate, self.dtype), tf.constant(unscale, self.dtype)
-        sums, self._failures = self._step(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), *rates)
-        return sums
+        given = (*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), *rates)
+        if self._alone:
+            sums, self._failures = self._step(*given)
+            return sums
+        later = _Later(self.run_waiting)
+        self._waiting.append((given, later))
+        if len(self._waiting) == self._together:
+            self.run_waiting()
+        return later
+
+    @property
+    def waiting(self) -> int:  # type: ignore[override]
+        return len(self._waiting)
+
+    def run_waiting(self) -> None:
+        steps, self._waiting = self._waiting, []
+        if not steps:
+            return
+        first = steps[0][0]
+        if first[0].shape not in self._steps:
+            specs = [tf.TensorSpec((None, *x.shape), x.dtype) for x in first]
+            self._steps[first[0].shape] = tf.function(self._traced_steps).get_concrete_function(*specs)
+        columns = zip(*(given for given, _ in steps), strict=True)
+        started = time.perf_counter()
+        sums = self._steps[first[0].shape](*(tf.stack(x) if len(x) > 1 else x[0][None] for x in columns))
+        for (_, later), own in zip(steps, tf.unstack(sums), strict=True):
+            later.sums = own
+        self._calls += 1
+        if self.config.steps_per_execution == "auto" and self._calls > 2:  # the first ones allocate
+            seconds = (time.perf_counter() - started) / len(steps)
+            batch = sum(column.shape.num_elements() * column.dtype.size for column in first)
+            self._together = max(1, min(int(CALL_SECONDS / seconds), int(CALL_BYTES / batch), CALL_STEPS))
 
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
@@ -216,9 +271,11 @@ class TensorFlowFrontEnd(StateTree):
         return self._truth(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
 
     def score(self, placed):
+        self.run_waiting()
         return self._score(*placed)
 
     def predict(self, placed) -> np.ndarray:
+        self.run_waiting()
         return self._predict(placed[0]).numpy()
 
     def _backward(self, inputs, labels, weights, scale, seed):
@@ -261,6 +318,17 @@ class TensorFlowFrontEnd(StateTree):
         # All ranks take the same branch: the number of failures is joined over them.
         return sums, tf.cond(failures[0] > 0, lambda: failures, update)
 
+    def _traced_steps(self, *columns):
+        """As many steps as the columns have rows, one after the other -> (steps, 3) sums."""
+        steps = tf.shape(columns[0])[0]
+
+        def body(k, sums):
+            own, _ = self._traced_step(*(column[k] for column in columns))
+            return k + 1, sums.write(k, own)
+
+        start = 0, tf.TensorArray(tf.float64, steps, element_shape=(3,))
+        return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
+
     def _flat(self, gradients):
         """Gradients joined as the exchange's buckets want them."""
         flats = []
@@ -297,12 +365,18 @@ class TensorFlowFrontEnd(StateTree):
     def _traced_score(self, inputs, labels, weights):
         return _sums(self._logits(inputs, training=False), labels, weights)[1]
 
+    def local_state(self) -> Tree:
+        self.run_waiting()
+        return super().local_state()
+
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
+        self.run_waiting()
         for b, state in enumerate(self._exchange_state):
             for k, variable in enumerate(state):
                 variable.assign(tree[f"{b}/{k}"])
 
     def _variables(self) -> dict[str, tf.Variable]:
+        self.run_waiting()
         found = {f"weights/{p}": v for p, v in self._trainable.items()}
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
         for slot, variables in self._optimizer.slots.items():
@@ -322,6 +396,7 @@ class TensorFlowFrontEnd(StateTree):
         return arrays
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        self.run_waiting()
         for path, variable in self._trainable.items():
             yield path, np.asarray(memoryview(tf.convert_to_tensor(variable.value)))  # .numpy() would copy
 

@@ -56,6 +56,8 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, "ours (Gloo)", "gloo"),
         Engine(framework, {"pytorch": "ours (own loop)", "tensorflow": "ours (model.fit)"}[framework], "mpirun"),
     ]
+    if framework == "tensorflow":
+        ours.append(Engine(framework, "ours (step by step)", "mpirun"))
     alone = [
         Engine(framework, "copies", "copies"),
         Engine(framework, "one process", "one"),

@@ -77,7 +77,7 @@ def settings(framework: str, model: str, exchange: dict) -> dict:
     }
 
 
-def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
+def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto") -> None:
     """The product's own loop."""
     from hvd_train import run
     from hvd_train.config import Config
@@ -86,17 +86,23 @@ def ours(framework: str, model: str, count: Count, exchange: dict) -> None:
     from hvd_train.launch.environment import keep_memory
 
     class Counting(NullLog):
-        def progress(self, *args) -> None:
-            loss = None
-            if len(count.losses) < LOSSES:
-                sums = trainer.frontend.communicator.allgather_bytes(
-                    np.asarray(trainer.frontend.ops.to_numpy(trainer._pending[-1])[:3], np.float64).tobytes()
-                )
-                total = np.sum([np.frombuffer(x, np.float64) for x in sums], axis=0)
-                loss = lambda: float(total[0] / total[2])  # noqa: E731
-            count(loss)
+        counted = 0
 
-    config = Config.model_validate(settings(framework, model, exchange))
+        def progress(self, *args) -> None:
+            if trainer.frontend.waiting:
+                return
+            done = trainer.progress.step - self.counted
+            for own in trainer._pending[-done:]:
+                count(partial(mean_over_all, own))
+            self.counted += done
+
+    def mean_over_all(own) -> float:
+        mine = np.asarray(trainer.frontend.ops.to_numpy(own)[:3], np.float64).tobytes()
+        parts = trainer.frontend.communicator.allgather_bytes(mine)
+        total = np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
+        return float(total[0] / total[2])
+
+    config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
     with run._job(config, False) as job:
         run.connect(job, config.exchange.compression)
         trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), Counting())
@@ -411,6 +417,7 @@ PYTORCH: dict[str, Callable] = {
 TENSORFLOW: dict[str, Callable] = {
     "copies": lambda model, count: bare_tensorflow(model, count, 2),
     "one process": lambda model, count: bare_tensorflow(model, count, 1),
+    "ours (step by step)": lambda model, count: ours("tensorflow", model, count, {}, steps=1),
     "ours (model.fit)": script_keras,
     "MultiWorker": multi_worker,
 }

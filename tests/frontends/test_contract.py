@@ -424,6 +424,23 @@ def test_checksums_see_one_bit_of_one_weight(framework):
         frontend.load(tree)
 
 
+@pytest.mark.parametrize("together", [3, 4, "auto"])
+def test_steps_of_one_call_are_steps_one_by_one(together):
+    """Bit for bit, with dropout, statistics and a residual; what is asked for between them has run before."""
+    made = []
+    for steps in (1, together):
+        keys = {"model": {"name": OWN["tensorflow"]}, "compressor": make("topk", ratio=0.2), "precision": 32}
+        frontend = opened("tensorflow", steps_per_execution=steps, **keys)
+        sums = [frontend.step(frontend.place(batch(k)), 1 / ROWS, k, 0.1 / (1 + k)) for k in range(7)]
+        waiting = frontend.waiting
+        scores = frontend.ops.to_numpy(frontend.score(frontend.place(batch(9))))
+        assert frontend.waiting == 0
+        sums = [frontend.ops.to_numpy(own).tolist() for own in sums]
+        made.append((sums, scores.tolist(), {**frontend.state(), **frontend.local_state()}, waiting))
+    assert made[0][:2] == made[1][:2] and same(made[0][2], made[1][2])
+    assert made[0][3] == 0 and made[1][3] == {3: 1, 4: 3}.get(together, made[1][3])
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_seeds_are_no_state(framework):
     """Broadcasting a generator's state would give all ranks the same dropout masks."""

@@ -106,6 +106,10 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
     made.append({"name": "watched", "kind": "train", "config": own("watched", watched)})
     made.append({"name": "overflow", "kind": "overflow", "config": own("overflow", SHORT | {"precision": "16-mixed"})})
     made.append({"name": "adasum-verb", "kind": "adasum", "config": own("a", SHORT | {"exchange.op": "adasum"})})
+    if framework == "tensorflow":
+        for steps in (1, 4):
+            keys = TRAININGS["sgd"] | {"exchange": COMPRESSED["topk"], "steps_per_execution": steps}
+            made.append({"name": f"steps-{steps}", "kind": "train", "config": own(f"steps-{steps}", keys)})
     if framework == "pytorch":
         made.append(
             {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}

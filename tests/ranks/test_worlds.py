@@ -59,6 +59,13 @@ def test_all_ranks_end_with_the_same_bits(worlds, framework, launcher, size):
             assert all((first[k] == other[k]).all() for k in first)
 
 
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+def test_steps_of_one_call_give_the_same_bits(worlds, launcher, size):
+    results = worlds("tensorflow", launcher, size)
+    for one, four in zip(results.json("steps-1"), results.json("steps-4"), strict=True):
+        assert one["weights_sha256"] == four["weights_sha256"] and one["residual"] == four["residual"]
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_two_ranks_give_the_same_bits_under_both_launchers(worlds, framework):
     for training in TRAININGS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -215,7 +216,7 @@ class TensorFlowFrontEnd(StateTree):
         self._alone = self.config.accumulate_grad_batches > 1 or self.config.precision == "16-mixed"
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._together: int = 1 if steps == "auto" else steps
-        self._calls = 0
+        self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self._waiting: list[tuple[tuple[Any, ...], _Later]] = []
         self._truth = tf.function(self._traced_truth)
         self._score = tf.function(self._traced_score)
@@ -258,11 +259,12 @@ class TensorFlowFrontEnd(StateTree):
         sums = self._steps[first[0].shape](*(tf.stack(x) if len(x) > 1 else x[0][None] for x in columns))
         for (_, later), own in zip(steps, tf.unstack(sums), strict=True):
             later.sums = own
-        self._calls += 1
-        if self.config.steps_per_execution == "auto" and self._calls > 2:  # the first ones allocate
-            seconds = (time.perf_counter() - started) / len(steps)
-            batch = sum(column.shape.num_elements() * column.dtype.size for column in first)
-            self._together = max(1, min(int(CALL_SECONDS / seconds), int(CALL_BYTES / batch), CALL_STEPS))
+        if self.config.steps_per_execution == "auto":
+            self._calls += 1
+            self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
+            fits = CALL_BYTES // sum(column.shape.num_elements() * column.dtype.size for column in first)
+            self._together = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
+            self._alone = self._together == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def finite(self) -> bool:
         return float(self._failures[0]) == 0

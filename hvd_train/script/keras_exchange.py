@@ -3,8 +3,9 @@
 Law: what the optimizer receives is the gradient of the mean over all samples of the step, on whatever ranks they are:
 each rank's gradient is the mean over its own samples and counts by their share of the step's samples.
 
-Nothing waits for the number of samples on other ranks: with n_r of them on rank r, N ranks and b = ``batch``, ranks
-send n_r / b times their gradient, and what arrives, the mean over ranks, is divided by the mean of n_r / b.
+Whole gradients do not wait for the number of samples on other ranks: with n_r of them on rank r, N ranks and b =
+``batch``, ranks send n_r / b times their gradient, and what arrives, the mean over ranks, is divided by the mean of
+n_r / b. What is compressed waits for it: what one step leaves out must count in the next as much as its own gradient.
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ class Reduction:
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         self._communicator, self._backend = communicator, backend
-        # Whole gradients are divided on their way; what is compressed counts by its share before it is.
         self._whole = isinstance(compressor, Plain)
         op = "average" if self._whole else "sum"
         self._exchange = Exchange(specs, backend.packing, compressor, communicator, backend.ops, op=op)
@@ -122,10 +122,14 @@ class Reduction:
         head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
         *dense, head = self._backend.dense([*given, head])
         sent = self._communicator.allreduce_async(head, "keras.counts")
-        started = self._start(dense, part)
+        started = self._start(dense, part) if self._whole else []
         sums = self._communicator.synchronize(sent)  # of parts, wishes to stop, ranks with a gradient of tensor 0, ...
         self.stopped.assign(sums[1])
-        reduced = self._finish(started, sums[0] / self._communicator.size)
+        if self._whole:
+            joined = _times(self._finish(started), self._communicator.size / sums[0])
+        else:
+            joined = self._finish(self._start(dense, part / sums[0]))
+        reduced = self._cut(joined)
         there = [g is not None for g in given]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
@@ -151,16 +155,18 @@ class Reduction:
                 for i in members
             ]
             flats.append(parts[0] if len(parts) == 1 else keras.ops.concatenate(parts))
-        flats = _times(flats, part) if self._whole else _scaled(flats, part / self._communicator.size)
         states = [tuple(_tensor(v) for v in state) for state in self._states]
-        return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(flats)]
+        return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(_times(flats, part))]
 
-    def _finish(self, started: Sequence[Any], mean_part: Any) -> list[Any]:
+    def _finish(self, started: Sequence[Any]) -> list[Any]:
         joined, states = self._exchange.finish(started)
         for own, new in zip(self._states, states, strict=True):
             for variable, value in zip(own, new, strict=True):
                 variable.assign(value)
-        joined = _times(joined, 1 / mean_part)
+        return joined
+
+    def _cut(self, joined: Sequence[Any]) -> list[Any]:
+        """Flat buckets -> tensors in the order of ``variables``."""
         reduced: list[Any] = [None] * len(self.variables)
         for members, flat in zip(self._exchange.buckets, joined, strict=True):
             ends = np.cumsum([int(np.prod(self.variables[i].shape)) for i in members])[:-1]

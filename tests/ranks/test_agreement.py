@@ -33,6 +33,6 @@ def test_a_flipped_bit_ends_the_job_and_is_named(tmp_path, framework, launcher, 
         "epoch 1, step 10; look for a faulty host"
     )
     assert job.stderr.count(told) == 1 and "Traceback" not in job.stderr, job.stdout + job.stderr
-    assert launcher == "horovodrun" or job.returncode == 5, "horovodrun knows no code but 1"
+    assert job.returncode == 5, job.stderr
     saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert [name for name in saved if name.startswith("step")] == ["step-00000005"], "none of weights that differ"

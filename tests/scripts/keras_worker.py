@@ -7,6 +7,7 @@ every world size.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import keras
@@ -19,6 +20,7 @@ from hvd_train.errors import TrainError
 GLOBAL = 48
 BATCH = GLOBAL // hk.size()  # a rank
 COUNT = 500  # 500 = 10 global batches of 48 and a rest of 20, which 3 ranks share 7, 7, 6
+WIDE = 128  # a layer that is large enough to be compressed
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 FOLDER = Path(sys.argv[1])
 
@@ -28,8 +30,8 @@ def digits(count: int = COUNT):
     return images[:count] / 16, labels[:count].astype("int64")
 
 
-def network(dropout: float = 0.0, batchnorm: bool = False):
-    layers = [keras.Input((64,)), keras.layers.Dense(32, "tanh", kernel_regularizer=keras.regularizers.L2(1e-3))]
+def network(dropout: float = 0.0, batchnorm: bool = False, hidden: int = 32):
+    layers = [keras.Input((64,)), keras.layers.Dense(hidden, "tanh", kernel_regularizer=keras.regularizers.L2(1e-3))]
     layers += [keras.layers.BatchNormalization()] if batchnorm else []
     layers += [keras.layers.Dropout(dropout)] if dropout else []
     return keras.Sequential([*layers, keras.layers.Dense(10)])
@@ -62,9 +64,9 @@ def arrays():
     return trained(model, history, score=score, predicted=model.predict(x[:101], batch_size=7, verbose=0))
 
 
-def simple(optimizer, **options):
+def simple(optimizer, hidden=32, exchange=None, **options):
     def case():
-        model = hk.distribute(compiled(optimizer=optimizer(), **options))
+        model = hk.distribute(compiled(network(hidden=hidden), optimizer(), **options), **exchange or {})
         return trained(model, fit(model, *digits()))
 
     return case
@@ -133,15 +135,16 @@ def class_weight():
 
 
 class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
+    def __init__(self, x, y, batch=BATCH):
         super().__init__()
-        self.x, self.y = x, y
+        self.x, self.y, self.batch = x, y, batch
 
     def __len__(self):
-        return -(-len(self.x) // BATCH)
+        return -(-len(self.x) // self.batch)
 
     def __getitem__(self, i):
-        return self.x[i * BATCH : (i + 1) * BATCH], self.y[i * BATCH : (i + 1) * BATCH]
+        rows = slice(i * self.batch, (i + 1) * self.batch)
+        return self.x[rows], self.y[rows]
 
 
 def py_dataset():
@@ -192,8 +195,43 @@ def overflow():
 
 
 def compressed():
-    model = hk.distribute(compiled(), compression="topk", ratio=0.05)
+    model = hk.distribute(compiled(network(hidden=WIDE)), compression="topk", ratio=0.05)
     return trained(model, fit(model, *digits(), shuffle=True))
+
+
+def residual():
+    """What the gradients ask for is applied or waits in a residual: gradients here do not depend on the weights."""
+    x, _ = digits()
+    y = np.sin(np.arange(COUNT * WIDE)).reshape(COUNT, WIDE)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDE, use_bias=False)])
+    model.compile(SGD(1.0), lambda y, found: keras.ops.sum(y * found, -1))
+    hk.distribute(model, compression="topk", ratio=0.05)
+    fit(model, x, y)
+    (weight,) = model.get_weights()
+    if hk.size() == 1:
+        return {"asked": weight}
+    rank = model.fit.__self__
+    (left,) = rank._sum([keras.ops.convert_to_numpy(v) for state in rank.reduction._states for v in state])
+    assert np.abs(left).max() > 0.1, np.abs(left).max()
+    return {"asked": weight - left.reshape(weight.shape)}
+
+
+def jit_compile():
+    model = compiled(jit_compile=True)
+    with warnings.catch_warnings(record=True) as told:
+        hk.distribute(model)
+    return trained(model, fit(model, *digits())) | {"own/told": np.array([str(w.message) for w in told])}
+
+
+def saved():
+    """What a plain Keras process is to read, and where it is to come from there with another epoch."""
+    x, y = digits()
+    model = hk.distribute(compiled(optimizer=Adam(0.01)))
+    fit(model, x, y)
+    predicted = model.predict(x[:101], verbose=0)
+    if hk.rank() == 0:
+        model.save(FOLDER / "saved.keras")
+    return trained(model, fit(model, x, y, epochs=1), predicted=predicted)
 
 
 def undivided():
@@ -285,6 +323,8 @@ def refused():
         "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
         "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
         "other data on a rank": lambda: fit(two, x + hk.rank(), y),
+        "other batch_size on a rank": lambda: fit(two, x, y, batch_size=BATCH + hk.rank()),
+        "other batches on a rank": lambda: fit(two, Batches(x, y, BATCH + hk.rank()), batch_size=None),
         "other network on a rank": lambda: hk.distribute(
             compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10 + hk.rank())]))
         ),
@@ -300,13 +340,16 @@ def refused():
     return {f"own/{name}": np.array(text) for name, text in told.items()}
 
 
-SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
 CASES = {
     "arrays": arrays,
     "accumulation": simple(lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)),
     "clipnorm": simple(lambda: SGD(0.1, clipnorm=0.05)),
     "global_clipnorm": simple(lambda: SGD(0.1, global_clipnorm=0.05, weight_decay=0.01)),
     "clipvalue_ema": simple(lambda: Adam(0.01, clipvalue=0.002, use_ema=True, ema_momentum=0.9)),
+    "adamw": simple(lambda: AdamW(0.01, weight_decay=0.01)),
+    "adam_accumulation": simple(lambda: Adam(0.01, gradient_accumulation_steps=2)),
+    "nothing_left_out": simple(lambda: Adam(0.01), WIDE, {"compression": "topk", "ratio": 1.0}),
     "run_eagerly": simple(lambda: SGD(0.1), run_eagerly=True),
     "own_step": own_step,
     "two_inputs": two_inputs,
@@ -319,12 +362,15 @@ CASES = {
     "stops": stops,
     "batchnorm_and_dropout": batchnorm_and_dropout,
     "compressed": compressed,
+    "residual": residual,
+    "saved": saved,
 }
 if hk.size() > 1:
     CASES |= {"refused": refused}
 if TENSORFLOW:
     CASES |= {
         "tf_data": tf_data,
+        "jit_compile": jit_compile,
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ SECONDS = 280
 CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
     "class_weight", "py_dataset", "overflow", "undivided", "callbacks", "backup", "tf_data", "steps_per_execution",
+    "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
 ]  # fmt: skip
 OWN = ("own/", "files")  # what a rank has for itself
-ON_TORCH = ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "stops", "compressed"]
+ON_TORCH = ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved"]
 
 
 def launch(size: int, launcher: str, program: list[str], **env: str) -> subprocess.CompletedProcess:
@@ -35,13 +37,14 @@ def results(tmp_path_factory):
     def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = ON_TORCH if backend == "torch" else []
+            cases = [*ON_TORCH, "stops", "compressed"] if backend == "torch" else []
             run = launch(size, launcher, [str(HERE / "keras_worker.py"), str(folder), *cases], KERAS_BACKEND=backend)
             assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             names = {path.name.split(".")[0] for path in folder.glob(f"*.{size}.0.npz")}
             done[backend, size] = {
                 n: [dict(np.load(folder / f"{n}.{size}.{r}.npz")) for r in range(size)] for n in names
             }
+            done[backend, size]["saved"][0]["own/file"] = folder / "saved.keras"
         return done[backend, size]
 
     return get
@@ -67,7 +70,7 @@ def test_ranks_equal_one_process(results, case, size, launcher, backend):
     assert_same(case, results(1)[case][0], results(size, launcher, backend)[case])
 
 
-@pytest.mark.parametrize("case", ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset"])
+@pytest.mark.parametrize("case", ON_TORCH)
 def test_on_torch(results, case):
     # Keras 3.15 takes this loss in float32 on PyTorch, whatever floatx is: its gradients hold no more.
     assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case], 2e-6)
@@ -104,6 +107,39 @@ def test_rank_0_alone_writes_and_what_it_writes_is_plain_keras(results):
     assert str(first["own/class"]).startswith("keras.")
 
 
+PLAIN = """
+import sys
+import keras, numpy as np
+from sklearn.datasets import load_digits
+keras.config.set_floatx("float64")
+images, labels = load_digits(return_X_y=True)
+x, y = images[:500] / 16, labels[:500]
+model = keras.saving.load_model(sys.argv[1])
+predicted = model.predict(x[:101], verbose=0)
+assert type(model.optimizer).__module__.startswith("keras.") and "update_step" not in vars(model.optimizer)
+model.fit(x, y, batch_size=48, shuffle=False, verbose=0)
+assert "hvd_train" not in sys.modules and "horovod" not in sys.modules
+np.savez(sys.argv[2], predicted=predicted, **{f"weights/{i}": w for i, w in enumerate(model.get_weights())})
+"""
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [("tensorflow", 1e-9), ("torch", 2e-6)])
+def test_a_saved_model_trains_on_without_us(results, tmp_path, backend, tolerance):
+    case = results(2, "mpirun", backend)["saved"][0]
+    line = [sys.executable, "-c", PLAIN, str(case["own/file"]), str(tmp_path / "found.npz")]
+    env = {**environment(), "KERAS_BACKEND": backend, "PYTHONPATH": ""}
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 0, run.stderr
+    found = dict(np.load(tmp_path / "found.npz"))
+    assert_same("saved", case, [found], tolerance)
+
+
+def test_a_compiled_graph_is_told_in_one_line_on_rank_0(results):
+    first, second = results(2, "mpirun")["jit_compile"]
+    (line,) = first["own/told"]
+    assert line.startswith("jit_compile is off: ") and "\n" not in line and not second["own/told"].size
+
+
 @pytest.mark.parametrize(
     ("misuse", "says"),
     [
@@ -119,6 +155,8 @@ def test_rank_0_alone_writes_and_what_it_writes_is_plain_keras(results):
         ("ratio beyond 1", "ratio"),
         ("few samples", "start fewer ranks"),
         ("other data on a rank", "shard=False"),
+        ("other batch_size on a rank", "batch_size           rank 1: 25"),
+        ("other batches on a rank", "batch_size           rank 1: 25"),
         ("other network on a rank", "rank 1"),
         ("unequal steps", ".take(...)"),
         ("generator", "shard=False"),

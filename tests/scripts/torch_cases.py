@@ -85,6 +85,20 @@ def two_optimizers():
     return model
 
 
+def two_models():
+    """Each distributed by itself; one backward for both."""
+    first, second = mlp(), cnn()
+    first, one = ht.distribute(first, sgd(first))
+    second, other = ht.distribute(second, torch.optim.Adam(second.parameters(), lr=0.01))
+    for x, y in loader():
+        one.zero_grad()
+        other.zero_grad()
+        (F.cross_entropy(first(x), y) + F.cross_entropy(second(x), y)).backward()
+        one.step()
+        other.step()
+    return nn.ModuleList([first, second])
+
+
 def simple(make, optimizer=sgd, **options):
     def case():
         model = make()
@@ -99,15 +113,15 @@ def scheduled():
     return fit(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20))
 
 
-def compiled(before: bool):
+def compiled(before: bool, backend: str):
     def case():
         model = mlp()
         inner = model
         if before:
-            model = torch.compile(model, backend="aot_eager")
+            model = torch.compile(model, backend=backend)
         model, optimizer = ht.distribute(model, sgd(inner))
         if not before:
-            model = torch.compile(model, backend="aot_eager")
+            model = torch.compile(model, backend=backend)
         fit(model, optimizer, accumulate=2)
         return inner
 
@@ -150,9 +164,10 @@ SAME = {
     "passes": simple(mlp, accumulate=2, no_sync=False),
     "zeros passes": simple(mlp, accumulate=2, no_sync=False, to_none=False),
     "two optimizers": two_optimizers,
+    "two models": two_models,
     "scheduler": scheduled,
-    "compile before": compiled(before=True),
-    "compile after": compiled(before=False),
+    "compile before": compiled(before=True, backend="inductor"),
+    "compile after": compiled(before=False, backend="aot_eager"),
     "channels last": channels_last,
     "tied and frozen": tied_and_frozen,
     "norm synchronized": norm_synchronized,
@@ -380,6 +395,7 @@ def main(folder: Path) -> None:
     end = threading.Timer(SECONDS, lambda: os._exit(9))  # a hang is a failure
     end.daemon = True
     end.start()
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     facts = {}
     for name, case in ALIKE.items():
         torch.manual_seed(0)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hvd_train.config import load_config
+from hvd_train.launch.local import environment
 from hvd_train.verify import verify
 
+ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["pytorch", "tensorflow"]
 ZOO = {"pytorch": "pt_models", "tensorflow": "tf_models"}
 OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
@@ -48,7 +55,8 @@ def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("framework", "fault"),
     [("pytorch", fault) for fault in FAULTS]
-    + [("tensorflow", "missing_allreduce"), ("tensorflow", "batch_norm_apart")],  # the others lie in the core
+    # the others lie in the core
+    + [("tensorflow", fault) for fault in ("missing_allreduce", "batch_norm_apart", "first_weight")],
 )
 def test_a_planted_fault_is_found_and_named(capfd, framework, fault):
     keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
@@ -65,6 +73,41 @@ def test_batch_norm_of_ones_own_without_synchronization(capfd, framework):
     out, lines = verdict(capfd)
     assert lines[0].startswith("DIFFERENT: unsynchronized batch norm: ") and "sync_batchnorm: true" in lines[0]
     assert verify(config(framework, **keys, sync_batchnorm="true"), 3, 3) == 0, "and with it, all is equal"
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        return None if name.split(".")[0] in {packages} else super().find_spec(name, *rest)
+
+sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+@pytest.mark.parametrize(
+    ("framework", "other", "packages"),
+    [("pytorch", "tensorflow", ("tensorflow", "keras")), ("tensorflow", "pytorch", ("torch",))],
+)
+def test_without_the_other_framework(tmp_path, framework, other, packages):
+    """The ranks of one framework are compared, where the other cannot be imported in any process."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(packages=packages))
+    sets = [f"framework={framework}", "model.name=mlp", "data.name=digits", "batch_size=99", "precision=64"]
+    line = [sys.executable, "-m", "hvd_train", "verify", "-np", "2", "--steps", "2"]
+    line += [word for one in sets for word in ("--set", one)]
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
+    assert f"note: {other} is not installed: only the ranks are compared\n" in run.stdout
+    assert f"2 ranks of {framework} against 1 rank of {framework}" in run.stdout
+    assert f"1 rank of {other}" not in run.stdout and "\nverdict: equal\n" in run.stdout
+    line[line.index(sets[0])] = f"framework={other}"
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 2 and run.stderr.startswith(f"error[rank 0]: {other} is not installed; "), run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_a_world_that_fails_hands_its_code_on(capfd):

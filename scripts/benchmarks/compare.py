@@ -57,7 +57,8 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, {"pytorch": "ours (own loop)", "tensorflow": "ours (model.fit)"}[framework], "mpirun"),
     ]
     if framework == "tensorflow":
-        ours.append(Engine(framework, "ours (step by step)", "mpirun"))
+        names = "ours (step by step)", "ours (model.fit by 10)"
+        ours += [Engine(framework, name, "mpirun") for name in names]
     alone = [
         Engine(framework, "copies", "copies"),
         Engine(framework, "one process", "one"),

@@ -110,7 +110,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
         trainer.fit()
 
 
-def prepared(framework: str, model: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False):
+def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False):
     """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
     import importlib
 
@@ -120,7 +120,7 @@ def prepared(framework: str, model: str, rank: int, size: int, count: int = BATC
     from hvd_train.data.sources import open_data
     from hvd_train.frontends.serial import Serial
 
-    config = Config.model_validate(settings(framework, model, {}))
+    config = Config.model_validate(settings(framework, work, {}))
     data = open_data(config.data)
     held.append(data)  # as a loader of theirs would
     module = importlib.import_module(run.FRONTENDS[framework])
@@ -132,6 +132,11 @@ def prepared(framework: str, model: str, rank: int, size: int, count: int = BATC
         batches.append(frontend.place(step.micro_batches[0])[:2])
         if len(batches) == count:
             break
+    if framework == "tensorflow":  # with Keras' own layers
+        build = importlib.import_module(f"tf_models.{config.model.name}").build
+        model = build(data.input_shape, data.num_classes, **dict(config.model.options))
+        model.set_weights(frontend.model.get_weights())
+        return model, batches
     if framework == "pytorch" and not channels_last:  # as one writes it by hand
         frontend.model.to(memory_format=sys.modules["torch"].contiguous_format)
         batches = [(x.contiguous(), y) for x, y in batches]
@@ -373,7 +378,7 @@ def multi_worker(model: str, count: Count) -> None:
     net.fit(dataset, epochs=10**6, steps_per_epoch=10**6, verbose=0, callbacks=[Tick()])
 
 
-def script_keras(model: str, count: Count) -> None:
+def script_keras(model: str, count: Count, steps: int = 1) -> None:
     """A ``model.fit`` of the user's own in two lines, which divides the arrays itself."""
     import hvd_train.keras as hk  # isort: skip
     import keras
@@ -381,7 +386,9 @@ def script_keras(model: str, count: Count) -> None:
     net, batches = prepared("tensorflow", model, 0, 1, EPOCH)  # global batches: every rank has all of them
     inputs, labels = (np.concatenate([batch[i].numpy() for batch in batches]) for i in (0, 1))
     net.compile(
-        keras.optimizers.SGD(SGD["lr"], SGD["momentum"]), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        keras.optimizers.SGD(SGD["lr"], SGD["momentum"]),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        steps_per_execution=steps,
     )
     hk.distribute(net)
 
@@ -391,7 +398,7 @@ def script_keras(model: str, count: Count) -> None:
         def on_train_batch_end(self, index, logs=None) -> None:
             if len(self.means) <= LOSSES:
                 self.means.append(float(logs["loss"]) * (index + 1))
-            count(lambda: self.means[-1] - self.means[-2])
+            count(lambda: self.means[-1] - self.means[-2]) if steps == 1 else [count() for _ in range(steps)]
 
     net.fit(inputs, labels, batch_size=MODELS[model][2], epochs=10**6, shuffle=False, verbose=0, callbacks=[Tick()])
 
@@ -419,6 +426,7 @@ TENSORFLOW: dict[str, Callable] = {
     "one process": lambda model, count: bare_tensorflow(model, count, 1),
     "ours (step by step)": lambda model, count: ours("tensorflow", model, count, {}, steps=1),
     "ours (model.fit)": script_keras,
+    "ours (model.fit by 10)": partial(script_keras, steps=10),
     "MultiWorker": multi_worker,
 }
 

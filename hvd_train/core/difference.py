@@ -48,9 +48,7 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
     if a.shape != b.shape:
         return math.inf, f"shape {a.shape} against {b.shape}"
     a, b = a.astype(np.float64), b.astype(np.float64)
-    gap = np.abs(a - b)
-    gap[np.isnan(a) != np.isnan(b)] = math.inf
-    gap = np.nan_to_num(gap, nan=0.0, posinf=math.inf)
+    gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(np.abs(a - b), nan=0.0, posinf=math.inf), math.inf)
     if not gap.size or not gap.max():
         return 0.0, "-"
     at = np.unravel_index(int(gap.argmax()), gap.shape)

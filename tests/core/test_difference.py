@@ -42,6 +42,7 @@ def test_the_farthest_entry_and_its_place():
     assert farthest(a, b[0])[0] == math.inf == farthest(a, b * np.nan)[0] == farthest(np.zeros(2), np.ones(2))[0]
     assert farthest(np.array([1e-20]), np.array([2e-20]), floor=1e-6)[0] < 1e-13, "noise is no difference"
     assert farthest(np.array([np.nan, 1]), np.array([np.nan, 1]))[0] == 0
+    assert farthest(np.array(4.0), np.array(5.0)) == (0.25, "[]"), "a number, as Adam's count of steps"
 
 
 def test_equal_worlds_have_no_findings():

@@ -42,7 +42,8 @@ def verdict(capfd):
 
 def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
     page = tmp_path / "proof.html"
-    given = config("pytorch", **{"model.name": "mlp", "precision": 32, "optim.warmup_steps": 3})
+    adam = {"optim.name": "adam", "optim.momentum": 0, "optim.lr": 0.01}
+    given = config("pytorch", **{"model.name": "mlp", "precision": 32, "optim.warmup_steps": 3}, **adam)
     assert verify(given, 2, 5, report=page) == 0
     out, lines = verdict(capfd)
     assert lines == ["equal"] * 3 + ["verdict: equal"]

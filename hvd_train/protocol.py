@@ -206,6 +206,7 @@ class FrontEnd(Protocol):
     ops: Ops
     communicator: Communicator
     packing: Packing
+    waiting: Sequence[Any]  # steps that were handed in and have not run: they do when enough are there
 
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors, in the same order on every rank."""
@@ -223,11 +224,8 @@ class FrontEnd(Protocol):
     def step(self, placed: Any, scale: float, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
         """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
 
-    @property
-    def waiting(self) -> int:
-        """Steps that were handed in and have not run: they do when enough are there, or when anything is asked for."""
-
-    def run_waiting(self) -> None: ...
+    def run_waiting(self) -> None:
+        """Runs the steps that ``waiting`` holds; whatever asks for what they change does it by itself."""
 
     def finite(self) -> bool:
         """precision 16-mixed: whether the gradients of the last step were finite on all ranks; else nothing changed."""

@@ -65,7 +65,7 @@ class StateTree(ABC):
     layouts: dict[str, Layout]
     _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
 
-    waiting = 0
+    waiting: Sequence[Any] = ()
 
     def run_waiting(self) -> None:
         """Nothing waits, unless a front-end says so."""

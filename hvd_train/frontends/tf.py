@@ -217,7 +217,7 @@ class TensorFlowFrontEnd(StateTree):
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._together: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
-        self._waiting: list[tuple[tuple[Any, ...], _Later]] = []
+        self.waiting: list[tuple[tuple[Any, ...], _Later]] = []
         self._truth = tf.function(self._traced_truth)
         self._score = tf.function(self._traced_score)
         self._predict = tf.function(lambda inputs: self._logits(inputs, training=False))
@@ -237,17 +237,13 @@ class TensorFlowFrontEnd(StateTree):
             sums, self._failures = self._step(*given)
             return sums
         later = _Later(self.run_waiting)
-        self._waiting.append((given, later))
-        if len(self._waiting) == self._together:
+        self.waiting.append((given, later))
+        if len(self.waiting) == self._together:
             self.run_waiting()
         return later
 
-    @property
-    def waiting(self) -> int:  # type: ignore[override]
-        return len(self._waiting)
-
     def run_waiting(self) -> None:
-        steps, self._waiting = self._waiting, []
+        steps, self.waiting = self.waiting, []
         if not steps:
             return
         first = steps[0][0]

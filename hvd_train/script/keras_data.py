@@ -18,7 +18,7 @@ from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
 
-BATCH = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
+BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
 SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hold the same
 
 
@@ -257,7 +257,7 @@ def training(
         _enough(n, "samples", world)
         facts |= {
             "samples": str(n),
-            BATCH: str(batch),
+            BATCH_SIZE: str(batch),
             "data (if it is divided already: hk.distribute(model, shard=False))": digest(parts),
         }
         data: Any = ArrayParts(parts, batch, world, steps, seed)
@@ -281,7 +281,7 @@ def training(
         data = data.repeat() if steps and known is None else data
     facts |= {
         "batches": str(known),
-        BATCH: str(size),
+        BATCH_SIZE: str(size),
         "first batch (shuffle with a seed, or divide the data and say shard=False)": digest(first),
     }
     return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts

@@ -48,7 +48,7 @@ class Rank:
         self._check()
         training, facts = together(self.world, lambda: self._training(call))
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
-        self.reduction.batch.assign(float(facts.get(data.BATCH, BATCH)))
+        self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, BATCH)))
         self.fits += 1
         call |= training
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))

@@ -328,7 +328,7 @@ def test_samples_per_second_leaves_out_the_first_steps(tmp_path):
     for k in range(30):
         made._time(8, 100.0 if k < 20 else 0.5)
     assert made.samples_per_second() == pytest.approx(16)
-    for waiting in (1, 2, 0):  # steps that run in one call count together
+    for waiting in ([1], [1, 2], []):  # steps that run in one call count together
         made.frontend.waiting = waiting
         made._time(8, 0.0 if waiting else 3.0)
     assert made._rates[-1] == pytest.approx(8)

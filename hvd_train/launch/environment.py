@@ -97,8 +97,12 @@ def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dic
             "HOROVOD_CYCLE_TIME": "0.1",
             # Ours (see scripts/horovod-*.patch): a rank that has nothing to exchange does not wake every cycle, ...
             "HOROVOD_IDLE_WAIT_MS": "1000",
-            # ... and MPI reduces large tensors in pieces: what a cache can hold, or what TCP's buffers can.
-            "HOROVOD_MPI_PIECE_BYTES": str((8 if here.local_size == here.size else 1) << 20),
+            # ... and MPI reduces large tensors in pieces: on one host what a cache holds; over a network more, for at
+            # the end of each the link waits until a computing thread leaves this one the core.
+            "HOROVOD_MPI_PIECE_BYTES": str((8 if here.local_size == here.size else 32) << 20),
+            # Open MPI's default less "put", whose acknowledgements take turns with the data: messages of 2 MB and more
+            # crossed a 1 Gbit link at two thirds of its speed or less.
+            "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
         }
     return settings
 

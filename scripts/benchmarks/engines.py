@@ -245,7 +245,7 @@ def lightning(model: str, count: Count) -> None:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net
+            self.net = net.train()  # Lightning leaves it as it is
 
         def training_step(self, batch, index):
             self.loss = torch_loss(self.net(batch[0]), batch[1])
@@ -350,9 +350,10 @@ def multi_worker(model: str, count: Count) -> None:
         net = importlib.import_module(f"tf_models.{config.model.name}").build(
             data.input_shape, data.num_classes, **options
         )
-        names = [v.name.split(":")[0].replace("/", ".") for v in net.trainable_variables]
-        for name, variable in zip(names, net.trainable_variables, strict=True):
-            variable.assign(first_weight(name, tuple(variable.shape), 0))
+        zoo = {"gamma": "scale", "beta": "bias"}  # as the zoo's tables name them
+        for variable in net.trainable_variables:
+            layer, _, own = variable.name.partition(":")[0].rpartition("/")
+            variable.assign(first_weight(f"{layer}.{zoo.get(own, own)}", tuple(variable.shape), 0))
         net.compile(
             tf_keras.optimizers.SGD(SGD["lr"], SGD["momentum"]),
             tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -86,3 +86,6 @@ def test_rank_settings(monkeypatch):
     mpi = rank_settings(World(0, 2, 0, 2, "mpirun"), "tensorflow", 1, verbose=True)
     assert mpi["HOROVOD_CYCLE_TIME"] == "0.1" and "TF_CPP_MIN_LOG_LEVEL" not in mpi
     assert all(isinstance(value, str) for value in mpi.values())
+    hosts = rank_settings(World(0, 2, 0, 1, "mpirun"), "pytorch", 1, verbose=False)
+    assert int(hosts["HOROVOD_MPI_PIECE_BYTES"]) == 4 * int(mpi["HOROVOD_MPI_PIECE_BYTES"]) == 32 << 20
+    assert "put" not in hosts["OMPI_MCA_btl_tcp_flags"].split(",")

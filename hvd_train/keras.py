@@ -11,15 +11,19 @@ Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python trai
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
+
+from hvd_train.launch.environment import KERNELS, keep_memory, share_memory, threads, world
+
+os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 
 import keras
 
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 from hvd_train.script.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
 from hvd_train.script.keras_fit import Rank
 from hvd_train.script.world import exchange_options, open_world

@@ -31,7 +31,7 @@ from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.environment import World, keep_memory, rank_settings, threads, world
+from hvd_train.launch.environment import World, bind, keep_memory, rank_settings, threads, world
 from hvd_train.protocol import Communicator, Compressor, FrontEnd
 
 FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
@@ -61,6 +61,7 @@ class Job:
 
 def settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
     """Sets what frameworks and Horovod read when they load, where the user has set nothing; returns what holds."""
+    bind(here)
     chosen = rank_settings(here, config.framework, threads(config.threads, here), verbose)
     by = {name: "user" if name in os.environ else "hvd_train" for name in chosen}
     for name, value in chosen.items():

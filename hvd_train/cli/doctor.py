@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from hvd_train.errors import TrainError
-from hvd_train.launch.environment import World, rank_settings, threads, world
+from hvd_train.launch.environment import World, bind, rank_settings, threads, world
 from hvd_train.launch.local import command, environment, find_tool
 from hvd_train.report.tables import table
 
@@ -100,10 +100,10 @@ def _settings() -> list[tuple[str, str, str]]:
     """What a rank of ``-np`` would choose: threads, binding, and the variables of Horovod, MPI and the frameworks."""
     rank = World(0, RANKS, 0, RANKS, "mpirun")
     count = threads("auto", rank)
-    line = command(RANKS, "mpirun", [])
     chosen = rank_settings(rank, "pytorch", count, False) | rank_settings(rank, "tensorflow", count, False)
     rows = [("threads", str(count), "hvd_train" if "OMP_NUM_THREADS" not in os.environ else "you")]
-    rows.append(("binding (-np)", line[line.index("--bind-to") + 1], "hvd_train"))
+    share = len(os.sched_getaffinity(0)) // RANKS
+    rows.append(("binding (-np)", f"to {share} core{'s' * (share > 1)} each" if share else "none", "hvd_train"))
     for name, value in chosen.items():
         rows.append((name, os.environ.get(name, value), "you" if name in os.environ else "hvd_train"))
     return rows
@@ -140,6 +140,7 @@ def probe(framework: str) -> int:
     import importlib
 
     here = world()
+    bind(here)
     for name, value in rank_settings(here, framework, threads("auto", here), verbose=False).items():
         os.environ.setdefault(name, value)
     module = importlib.import_module(

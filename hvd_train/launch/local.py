@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch.environment import CORES
 
 GRACE_SECONDS = 15.0
 PR_SET_PDEATHSIG = 1
@@ -57,15 +58,16 @@ def command(num_proc: int, launcher: str, arguments: list[str], module: str = "h
         return program
     tool = find_tool(launcher) or launcher
     if launcher == "mpirun":
-        # One core per rank while there are enough; more ranks than cores must not be bound.
-        binding = "core" if num_proc <= (os.cpu_count() or 1) else "none"
-        return [tool, "--quiet", "-np", str(num_proc), "--bind-to", binding, "--map-by", "slot:oversubscribe", *program]
+        # Ranks bind themselves (environment.bind): mpirun would give each one core, however many there are.
+        return [tool, "--quiet", "-np", str(num_proc), "--bind-to", "none", "--map-by", "slot:oversubscribe", *program]
     return [tool, "-np", str(num_proc), "--gloo", "--network-interfaces", "lo", *program]
 
 
 def environment() -> dict[str, str]:
-    """What Open MPI asks for under root, and the terminal's width, which ranks behind a pipe cannot see."""
+    """What Open MPI asks for under root, the cores that the ranks share, and the terminal's width, which ranks behind a
+    pipe cannot see."""
     env = dict(os.environ)
+    env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")

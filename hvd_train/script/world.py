@@ -16,7 +16,7 @@ from hvd_train.config import load_config
 from hvd_train.errors import ConfigError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import leave
-from hvd_train.launch.environment import rank_settings, threads, world
+from hvd_train.launch.environment import bind, rank_settings, threads, world
 from hvd_train.protocol import Communicator
 
 COMMUNICATORS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
@@ -33,6 +33,7 @@ def open_world(framework: str) -> Communicator:
         what = f"this process trains with {_opened[0]} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
     here = world()
+    bind(here)
     count = threads("auto", here)
     for name, value in rank_settings(here, framework, count, verbose=True).items():
         os.environ.setdefault(name, value)

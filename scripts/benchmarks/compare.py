@@ -29,6 +29,7 @@ import psutil
 import tables
 from engines import MODELS, RANKS, ROOT
 
+from hvd_train.launch.environment import KERNELS
 from hvd_train.launch.local import command, environment, find_tool
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
@@ -132,6 +133,7 @@ class Running:
         if engine.exchange:
             work += ["--exchange", json.dumps(engine.exchange)]
         env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)}
+        env |= KERNELS  # the peers get them too: what is compared is the exchange
         # Ranks that wait for their turn are neither stalled nor gone.
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}
         if not engine.name.startswith("ours"):  # ours finds its own

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import World, rank_settings, threads, world
+from hvd_train.launch import environment
+from hvd_train.launch.environment import World, bind, rank_settings, threads, world
 
 HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 OPEN_MPI = {
@@ -62,6 +65,8 @@ def test_a_variable_that_is_no_number_is_named():
         (8, 8, 16, None, "auto", 1),
         (8, 1, 2, None, "auto", 1),  # bound to a core already
         (8, 4, 2, None, "auto", 4),
+        (8, 4, 4, None, "auto", 2),  # to a socket, with another rank
+        (2, 2, 3, None, "auto", 1),
         (8, 8, 2, "3", "auto", 3),
         (8, 8, 2, "0", "auto", 4),
         (8, 8, 2, "3", 7, 7),
@@ -76,6 +81,57 @@ def test_threads(monkeypatch, cores, allowed, local_size, omp, configured, expec
     assert threads(configured, World(0, local_size, 0, local_size, "mpirun")) == expected
 
 
+@pytest.mark.parametrize(
+    ("cpus", "allowed", "given", "here", "expected"),
+    [
+        (8, 8, "", World(3, 4, 1, 2, "horovodrun"), {4, 5, 6, 7}),
+        (8, 8, "", World(2, 3, 2, 3, "horovodrun"), {4, 5}),
+        (8, 8, "", World(0, 2, 0, 1, "horovodrun"), set(range(8))),
+        (8, 8, "", World(0, 2, 0, 2, "mpirun"), None),  # --bind-to none is the user's word
+        (8, 8, "", World(0, 2, 0, 2, "srun"), None),
+        (8, 4, "", World(0, 2, 0, 2, "horovodrun"), None),  # a wrapper bound it, or all of them
+        (8, 8, "0,1,2,3,4,5,6,7", World(1, 2, 1, 2, "mpirun"), {4, 5, 6, 7}),
+        (8, 4, "0,1,2,3", World(1, 2, 1, 2, "mpirun"), {2, 3}),  # -np within taskset
+        (8, 1, "0,1,2,3", World(0, 2, 0, 2, "mpirun"), None),
+        (2, 2, "0,1", World(0, 3, 0, 3, "mpirun"), None),  # more ranks than cores
+    ],
+)
+def test_bind(monkeypatch, cpus, allowed, given, here, expected):
+    bound = {}
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(allowed)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.update({thread: set(cores)}))
+    monkeypatch.setattr(environment, "_place", lambda cpu: (0, cpu, cpu))
+    monkeypatch.delenv(environment.CORES, raising=False)
+    if given:
+        monkeypatch.setenv(environment.CORES, given)
+    bind(here)
+    assert (os.getpid() in bound) == (expected is not None)
+    assert all(cores == expected for cores in bound.values())
+
+
+def test_threads_of_a_core_and_cores_of_a_socket_stay_together(monkeypatch):
+    """8 CPUs as kernels often number them: odd ones on the other socket, the second thread of each core at the end."""
+    monkeypatch.setattr(environment, "_place", lambda cpu: (cpu % 2, cpu % 4, cpu))
+    shares = [environment._share(set(range(8)), World(rank, 4, rank, 4)) for rank in range(4)]
+    assert shares == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_a_rank_binds_all_of_its_threads():
+    """A real process with a second thread, as rank 1 of as many ranks as there are cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    here = f"World({len(cores) - 1}, {len(cores)}, {len(cores) - 1}, {len(cores)}, 'mpirun')"
+    program = (
+        "import os, threading; from hvd_train.launch.environment import World, bind; done = threading.Event()\n"
+        "threading.Thread(target=done.wait).start()\n"
+        f"bind({here}); print([len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')]); done.set()"
+    )
+    env = {**os.environ, environment.CORES: ",".join(map(str, cores))}
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[1, 1]"
+
+
 def test_rank_settings(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     alone = rank_settings(World(), "pytorch", 3, verbose=False)
@@ -83,6 +139,7 @@ def test_rank_settings(monkeypatch):
     gloo = rank_settings(World(0, 2, 0, 2, "horovodrun"), "tensorflow", 1, verbose=False)
     assert gloo["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert gloo["TF_CPP_MIN_LOG_LEVEL"] == "3" and gloo["KERAS_BACKEND"] == "tensorflow"
+    assert gloo.items() >= environment.KERNELS.items()
     mpi = rank_settings(World(0, 2, 0, 2, "mpirun"), "tensorflow", 1, verbose=True)
     assert mpi["HOROVOD_CYCLE_TIME"] == "0.1" and "TF_CPP_MIN_LOG_LEVEL" not in mpi
     assert all(isinstance(value, str) for value in mpi.values())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-ENGINE_COLOURS = {"copies": "#9a9a9a", "one process": "#c8c8c8"}
+import numpy as np
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -62,6 +63,20 @@ def overview(found: dict[str, dict[str, dict[str, dict]]]) -> str:
     return "\n".join(parts)
 
 
+def _coloured(names: list[str]) -> list[tuple[str, Any]]:
+    """(name, colour): ours in blue, then the peers in orange, then what exchanges nothing in grey."""
+    from matplotlib import colormaps
+
+    blue = [name for name in names if name.startswith("ours")]
+    grey = [name for name in names if name.startswith(("copies", "one process"))]
+    orange = [name for name in names if name not in blue + grey]
+    found = []
+    for family, members in (("Blues", blue), ("Oranges", orange), ("Greys", grey)):
+        shades = np.linspace(0.85, 0.3, len(members))
+        found += [(name, colormaps[family](shade)) for name, shade in zip(members, shades, strict=True)]
+    return found
+
+
 def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
     """One panel per framework; for each model the engines' throughput as a share of ours. found: {framework: ...}."""
     import matplotlib
@@ -69,12 +84,11 @@ def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(found), 1, figsize=(10, 3.6 * len(found)), squeeze=False)
+    figure, axes = plt.subplots(len(found), 1, figsize=(11, 4 * len(found)), squeeze=False)
     for axis, (framework, models) in zip(axes[:, 0], found.items(), strict=True):
-        names = list(dict.fromkeys(e for engines in models.values() for e in engines))
-        colours = plt.get_cmap("tab20")(range(20))
+        names = _coloured(list(dict.fromkeys(e for engines in models.values() for e in engines)))
         width = 0.85 / len(names)
-        for k, name in enumerate(names):
+        for k, (name, colour) in enumerate(names):
             places, heights, errors = [], [], [[], []]
             for m, engines in enumerate(models.values()):
                 figures = engines.get(name, {})
@@ -86,13 +100,12 @@ def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
                 heights.append(share)
                 errors[0].append(max(share - low, 0))
                 errors[1].append(max(high - share, 0))
-            colour = ENGINE_COLOURS.get(name, colours[k % 20])
             axis.bar(places, heights, width, yerr=errors, label=name, color=colour, error_kw={"lw": 0.8})
         axis.axhline(1, color="black", lw=0.8)
         axis.set_xticks(range(len(models)), models)
         axis.set_ylabel("throughput, ours = 1")
         axis.set_title(f"{framework}, 2 ranks")
-        axis.legend(fontsize=7, ncol=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axis.legend(fontsize=8, ncol=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

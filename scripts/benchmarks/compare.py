@@ -33,7 +33,8 @@ from hvd_train.launch.environment import KERNELS
 from hvd_train.launch.local import command, environment, find_tool
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
-START_SECONDS, WARM_STEPS, SETTLE_SECONDS = 180, 24, 0.3
+START_SECONDS, SETTLE_SECONDS = 180, 0.3
+WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second
 # Engines beside ours that wait side by side: they must fit into memory (the MLP: 2 GB for two ranks).
 TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6}
 TOLERANCE = 2e-3  # relative, of the first losses: float32 in another order of sums
@@ -278,7 +279,8 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
         running: list[Running] = []
         try:
             for engine in chosen:
-                found |= join(running, Running(engine, model, Path(folder), on_this_host))
+                steps = SLOW_WARM_STEPS if model == "resnet" else WARM_STEPS
+                found |= join(running, Running(engine, model, Path(folder), on_this_host, steps))
             found |= in_turns(running, rounds, seconds)
         finally:
             for one in running:

@@ -263,8 +263,8 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
         return False
     if isinstance(wanted, bool):
         return wanted
-    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    own = allowed if allowed < cores else cores // communicator.local_size  # ranks that are not bound share all cores
+    # A rank that is not bound shares all cores, one that is bound to a socket those of the socket.
+    own = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
     return gpu or communicator.local_size < communicator.size or own > threads
 
 

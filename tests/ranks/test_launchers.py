@@ -98,6 +98,10 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def cores_of_rank_0(folder: Path) -> int:
+    return len(json.loads((folder / "environment.json").read_text())["cores_of_rank_0"])
+
+
 def settings(folder: Path, *sets: str) -> list[str]:
     words = ["precision=64", "tensorboard=false", "log_every_n_steps=1", *sets]
     return ["--run-dir", str(folder), *(word for s in words for word in ("--set", s))]
@@ -114,6 +118,7 @@ def expected(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"expected-{framework}")
             code, out, err = Job("-np", folder, *settings(folder / "run", f"framework={framework}", *sets)).end()
             assert code == 0, out + err
+            assert cores_of_rank_0(folder / "run") == max(1, len(os.sched_getaffinity(0)) // 2)
             found[key] = summary(folder / "run")
         return found[key]
 
@@ -133,6 +138,8 @@ def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, la
     assert "Traceback" not in err and "absl" not in err
     files = sorted(p.name for p in (tmp_path / "run").iterdir())
     assert files == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json"]
+    if launcher != "mpirun":  # which binds by itself
+        assert cores_of_rank_0(tmp_path / "run") == max(1, len(os.sched_getaffinity(0)) // 2)
     assert not [p for p in job.temporary.rglob("*") if p.is_file()], "no temporary file is left"
 
 

@@ -14,7 +14,7 @@ from hvd_train.launch.local import command, environment
 from tests.ranks.cases import cases
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 300
+SECONDS = 900  # of a whole world: some 50 cases, each of which has its own limit in the worker
 
 
 class Results:

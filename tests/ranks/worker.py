@@ -7,11 +7,11 @@ FOLDER/NAME.RANK.json (or .npz for weights). Exit code 0 if every case ran.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import importlib
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from hvd_train.errors import DataError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import rank_settings, world
 
-SECONDS = 240
+SECONDS = 120  # of one case; the slowest take 15 on a slow machine
 
 
 def job_of(case, module, communicator):
@@ -163,10 +163,8 @@ KINDS = {
 
 def main() -> int:
     framework, folder = sys.argv[1], Path(sys.argv[2])
-    # A hang must end with the worker, whatever the launcher does.
-    timer = threading.Timer(SECONDS, lambda: os._exit(99))
-    timer.daemon = True
-    timer.start()
+    # A hang must end with the worker, whatever the launcher does, and say where it was.
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     here = world()
     for name, value in rank_settings(here, framework, 1, verbose=False).items():
         os.environ.setdefault(name, value)
@@ -175,6 +173,7 @@ def main() -> int:
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
     for case in json.loads((folder / "cases.json").read_text()):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         result = KINDS[case["kind"]](case, module, communicator, folder)
         (folder / f"{case['name']}.{communicator.rank}.json").write_text(json.dumps(result))
     communicator.barrier()

@@ -6,6 +6,7 @@ every world size.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from hvd_train.errors import TrainError
 GLOBAL = 48
 BATCH = GLOBAL // hk.size()  # a rank
 COUNT = 500  # 500 = 10 global batches of 48 and a rest of 20, which 3 ranks share 7, 7, 6
+SECONDS = 120  # of one case: a hang ends with a traceback that says where
 WIDE = 128  # a layer that is large enough to be compressed
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 FOLDER = Path(sys.argv[1])
@@ -377,6 +379,7 @@ if TENSORFLOW:
 if __name__ == "__main__":
     keras.config.set_floatx("float64")
     for name in sys.argv[2:] or CASES:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
         np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())

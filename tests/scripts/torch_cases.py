@@ -6,11 +6,11 @@ Writes FOLDER/NAME.RANK.npz (weights after training) and FOLDER/facts.RANK.json.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
 
-SECONDS = 240
+SECONDS = 120  # of one case
 GLOBAL_BATCH = 60
 DIGITS = load_digits()
 
@@ -392,18 +392,18 @@ def digest(model: nn.Module) -> str:
 
 
 def main(folder: Path) -> None:
-    end = threading.Timer(SECONDS, lambda: os._exit(9))  # a hang is a failure
-    end.daemon = True
-    end.start()
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang is a failure, and says where it was
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     facts = {}
     for name, case in ALIKE.items():
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         torch.manual_seed(0)
         model = case()
         facts[f"digest {name}"] = digest(model)
         weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
         np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)
     torch.manual_seed(0)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     facts["digest apart"] = digest(trained_apart())
     facts["resume"] = resume(folder)
     facts["masks"] = masks()

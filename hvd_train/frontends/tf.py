@@ -102,19 +102,26 @@ class TensorFlowOps:
 
 
 class HorovodTensorFlow(HorovodCommunicator):
-    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what."""
+    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what.
+
+    Names are without the scope of the graph that they stand in: one rank may take a step alone while another, which
+    found its steps to be faster, takes it in a loop, and what they exchange must meet.
+    """
 
     module = "horovod.tensorflow"
 
     def allreduce_async(self, x, name, op="sum"):
         if op == "average" and x.dtype != tf.float64:
             # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
-            return self.hvd.allreduce(x, name=name, op=self.hvd.Sum, prescale_factor=1 / self.size)
+            return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self.hvd.allreduce(x, name=name, op=ops[op])
+        return self._allreduce(x, name, ops[op])
+
+    def _allreduce(self, x, name, op, **factor):
+        return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
 
     def allgather_async(self, x, name):
-        return self.hvd.allgather(x, name=name)
+        return self.hvd.allgather(x, name=name, ignore_name_scope=True)
 
     def synchronize(self, handle):
         return handle
@@ -135,6 +142,13 @@ def make_optimizer(config: Config) -> keras_optimizers._WithSlots:
     return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
 
 
+def packing(communicator: Communicator) -> Packing:
+    """Joining costs a copy each way, a transfer of its own a message, which is dear over Gloo: with all but the largest
+    tensors joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times."""
+    large = 1 << 20 if communicator.mpi else 32 << 20
+    return Packing(bucket_bytes=large, alone_bytes=large)
+
+
 class _Later:
     """The sums of a step that waits for others, to run with them in one call."""
 
@@ -149,11 +163,9 @@ class _Later:
 
 
 class TensorFlowFrontEnd(StateTree):
-    # Joining large tensors costs more than their separate transfers (a copy each way); small ones pay per call.
-    packing = Packing(bucket_bytes=1 << 20, alone_bytes=64 << 10)
-
     def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
+        self.packing = packing(communicator)
         self._device = _device(config, communicator)
         self.dtype = DTYPES.get(config.precision, "float32")
         keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before

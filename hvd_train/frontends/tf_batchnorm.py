@@ -109,7 +109,7 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
             continue
         if layer.renorm:
             raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
-        attributes = {"_context": context, "_wire": f"batchnorm.{number}.{layer.name}"}
+        attributes = {"_context": context, "_wire": f"batchnorm.{number}"}
         attributes["__module__"] = kind.__module__  # a saved model names Keras' own class
         layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
     return context

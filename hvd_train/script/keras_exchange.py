@@ -10,6 +10,7 @@ n_r / b. What is compressed waits for it: what one step leaves out must count in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvd_train.compression.plain import Plain
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
+from hvd_train.script.world import Named
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
 
@@ -32,11 +34,11 @@ class OnTensorFlow:
     def __init__(self) -> None:
         import tensorflow as tf
 
-        from hvd_train.frontends.tf import TensorFlowFrontEnd, TensorFlowOps
+        from hvd_train.frontends.tf import TensorFlowOps, packing
 
         self.tf = tf
         self.ops: Ops = TensorFlowOps()
-        self.packing: Packing = TensorFlowFrontEnd.packing
+        self.packing: Callable[[Communicator], Packing] = packing
 
     def untouched(self, function: Callable) -> Callable:
         """Not rewritten by AutoGraph when a user's own tf.function reaches it."""
@@ -69,7 +71,7 @@ class OnTorch:
         from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
 
         self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self.packing: Packing = PyTorchFrontEnd.packing
+        self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
 
     def untouched(self, function: Callable) -> Callable:
         return function
@@ -89,6 +91,8 @@ class Reduction:
     runs (None: every rank counts alike). ``batch``: their usual number, the same on all ranks. ``stop`` travels along:
     after a step ``stopped`` > 0 on all ranks if any rank had set it before."""
 
+    _numbers = itertools.count()
+
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
     ) -> None:
@@ -98,10 +102,12 @@ class Reduction:
         self._wire = [kind if kind in WIRE else "float32" for kind in kinds]
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
-        self._communicator, self._backend = communicator, backend
+        named: Any = Named(communicator, next(Reduction._numbers))  # models are given to ``distribute`` in one order
+        self._communicator, self._size, self._backend = named, communicator.size, backend
         self._whole = isinstance(compressor, Plain)
         op = "average" if self._whole else "sum"
-        self._exchange = Exchange(specs, backend.packing, compressor, communicator, backend.ops, op=op)
+        packing = backend.packing(communicator)
+        self._exchange = Exchange(specs, packing, compressor, named, backend.ops, op=op)
         self._states = [
             tuple(keras.Variable(a, trainable=False, dtype=a.dtype.name, name="compression") for a in arrays)
             for arrays in self._exchange.initial()
@@ -126,7 +132,7 @@ class Reduction:
         sums = self._communicator.synchronize(sent)  # of parts, wishes to stop, ranks with a gradient of tensor 0, ...
         self.stopped.assign(sums[1])
         if self._whole:
-            joined = _times(self._finish(started), self._communicator.size / sums[0])
+            joined = _times(self._finish(started), self._size / sums[0])
         else:
             joined = self._finish(self._start(dense, part / sums[0]))
         reduced = self._cut(joined)

@@ -10,7 +10,8 @@ import torch
 from hvd_train.core.exchange import SMALL, Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
-from hvd_train.protocol import Communicator, Compressor, Handle, Tensor, TensorSpec
+from hvd_train.protocol import Communicator, Compressor, TensorSpec
+from hvd_train.script.world import Named
 
 
 class Reducer:
@@ -45,7 +46,7 @@ class Reducer:
         specs = [TensorSpec(str(i), tuple(x.shape), ops.dtype(x)) for i, x in enumerate(tensors)]
         small = max(SMALL, len(parameters) + 1)  # flags are never compressed
         packing = PyTorchFrontEnd.packing
-        world: Any = _Named(communicator, number)
+        world: Any = Named(communicator, number)
         self._exchange = Exchange(specs, packing, compressor, world, ops, small=small)
         self._state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.initial()]
         self._flats, self._views, self._bucket = [], dict[int, torch.Tensor](), dict[int, int]()
@@ -139,20 +140,6 @@ class Reducer:
                 if elsewhere[k]:
                     self._parameters[k].grad = self._views[k + len(self._riders)]
         self.unreduced = False
-
-
-class _Named:
-    """The world under names of one model's own, so that the transfers of two models never meet."""
-
-    def __init__(self, communicator: Communicator, number: int) -> None:
-        self._communicator, self._number = communicator, number
-        self.synchronize = communicator.synchronize
-
-    def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
-        return self._communicator.allreduce_async(x, f"model{self._number}.{name}", op)
-
-    def allgather_async(self, x: Tensor, name: str) -> Handle:
-        return self._communicator.allgather_async(x, f"model{self._number}.{name}")
 
 
 _pending: list[Reducer] = []

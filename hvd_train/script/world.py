@@ -17,7 +17,7 @@ from hvd_train.errors import ConfigError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import leave
 from hvd_train.launch.environment import bind, rank_settings, threads, world
-from hvd_train.protocol import Communicator
+from hvd_train.protocol import Communicator, Handle, Tensor
 
 COMMUNICATORS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
 
@@ -69,3 +69,17 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if isinstance(error, KeyboardInterrupt):
         leave.leave(130)
     leave.leave_with(error)
+
+
+class Named:
+    """The world under names of one model's own, so that the transfers of two models never meet."""
+
+    def __init__(self, communicator: Communicator, number: int) -> None:
+        self._communicator, self._number = communicator, number
+        self.synchronize = communicator.synchronize
+
+    def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
+        return self._communicator.allreduce_async(x, f"model{self._number}.{name}", op)
+
+    def allgather_async(self, x: Tensor, name: str) -> Handle:
+        return self._communicator.allgather_async(x, f"model{self._number}.{name}")

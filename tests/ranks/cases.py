@@ -110,6 +110,8 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
         for steps in (1, 4):
             keys = TRAININGS["sgd"] | {"exchange": COMPRESSED["topk"], "steps_per_execution": steps}
             made.append({"name": f"steps-{steps}", "kind": "train", "config": own(f"steps-{steps}", keys)})
+        keys = NORM | {"sync_batchnorm": True, "steps_per_execution": 4}
+        made.append({"name": "calls", "kind": "calls", "config": own("norm", keys)})
     if framework == "pytorch":
         made.append(
             {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}

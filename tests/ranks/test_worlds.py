@@ -66,6 +66,14 @@ def test_steps_of_one_call_give_the_same_bits(worlds, launcher, size):
         assert one["weights_sha256"] == four["weights_sha256"] and one["residual"] == four["residual"]
 
 
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+def test_ranks_that_group_their_steps_apart_still_meet(worlds, launcher, size):
+    one = worlds("tensorflow", launcher, 1).json("calls")[0]
+    first, *others = worlds("tensorflow", launcher, size).json("calls")
+    assert all(other == first for other in others)
+    assert first == pytest.approx(one, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_two_ranks_give_the_same_bits_under_both_launchers(worlds, framework):
     for training in TRAININGS:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
 FRAMEWORKS = ["pytorch", "tensorflow"]
-SECONDS = 120
+SECONDS = 240
 SETTLE = 10.0  # for a killed launcher's processes to go
 # name: (the words before "hvd-train fit", the words after it)
 LAUNCHERS = {

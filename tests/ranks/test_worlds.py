@@ -103,6 +103,7 @@ def test_communicator_verbs(worlds, framework, launcher, size):
         assert out["sum"] == [x * size * (size + 1) / 2 for x in range(5)]
         assert out["gather"] == [[r, r] for r in range(size) for _ in range(r + 1)]
         assert out["broadcast"] == f"from {size - 1}"
+        assert out["large"]
         assert out["empty"] == ""
         assert out["bytes"] == ["x" * r for r in range(size)]
 

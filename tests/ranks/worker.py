@@ -100,6 +100,8 @@ def verbs(case, module, communicator, folder):
     own = ops.from_numpy(np.full((rank + 1, 2), rank, np.float32))
     out["gather"] = ops.to_numpy(communicator.synchronize(communicator.allgather_async(own, "verbs.gather"))).tolist()
     out["broadcast"] = communicator.broadcast_bytes(b"from %d" % rank, root=size - 1).decode()
+    large = np.arange(size, size + (9 << 20)).tobytes()  # 72 MB: several pieces
+    out["large"] = communicator.broadcast_bytes(large if rank == 1 else b"", root=1) == large
     out["empty"] = communicator.broadcast_bytes(b"").decode()
     out["bytes"] = [part.decode() for part in communicator.allgather_bytes(b"x" * rank)]
     communicator.barrier()

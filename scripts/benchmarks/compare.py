@@ -4,6 +4,8 @@ All engines of a model wait stopped (SIGSTOP), so that they cost nothing; in eac
 in random order. A ratio is taken within a round, against the engine that ran in the same round; the table gives the
 median of a round's ratios with its 95 % bootstrap interval. "ours again" is a second copy of ours: its interval shows
 what the machine's noise alone does. CPU seconds per step and peak memory are the kernel's own count.
+
+``--before CHECKOUT``: each engine of ours against the same one of another checkout, pair by pair.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -32,7 +34,6 @@ from engines import MODELS, RANKS, ROOT
 from hvd_train.launch.environment import KERNELS
 from hvd_train.launch.local import command, environment, find_tool
 
-ENGINES_FILE = Path(__file__).with_name("engines.py")
 START_SECONDS, SETTLE_SECONDS = 180, 0.3
 WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second
 # Engines beside ours that wait side by side: they must fit into memory (the MLP: 2 GB for two ranks).
@@ -49,6 +50,7 @@ class Engine:
     name: str
     launcher: str
     exchange: dict = field(default_factory=dict)
+    root: Path = ROOT  # the checkout whose code runs
 
 
 def engines(framework: str, model: str) -> list[Engine]:
@@ -112,13 +114,14 @@ def on_this_host(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[
 
 
 class Running:
-    """The started ranks of one engine; stopped and continued together."""
+    """The started ranks of one engine; stopped and continued together. ``label``: its name in tables."""
 
     def __init__(
         self, engine: Engine, model: str, folder: Path, lines: Lines, warm_steps: int = WARM_STEPS, least_steps: int = 4
     ) -> None:
         self.engine, self.model = engine, model
-        self.count = folder / f"{engine.framework}-{engine.name}".replace(" ", "-")
+        self.label = engine.name if engine.root == ROOT else engine.name.replace("ours", "before")
+        self.count = folder / f"{engine.framework}-{self.label}".replace(" ", "-")
         self.log = self.count.with_suffix(".log")
         self.ranks = 1 if engine.launcher == "one" else RANKS
         self.parents: list[subprocess.Popen] = []
@@ -130,10 +133,12 @@ class Running:
 
     def _start(self, lines: Lines) -> None:
         engine = self.engine
-        work = [str(ENGINES_FILE), engine.framework, engine.name, self.model, "--count", str(self.count)]
+        program = engine.root / "scripts" / "benchmarks" / "engines.py"
+        work = [str(program), engine.framework, engine.name, self.model, "--count", str(self.count)]
         if engine.exchange:
             work += ["--exchange", json.dumps(engine.exchange)]
-        env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)}
+        env = environment() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+        env["PYTHONPATH"] = str(engine.root)
         env |= KERNELS  # the peers get them too: what is compared is the exchange
         # Ranks that wait for their turn are neither stalled nor gone.
         env |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000"}
@@ -142,7 +147,9 @@ class Running:
         with open(self.log, "w") as log:
             for line, extra in lines(engine, work):
                 self.parents.append(
-                    subprocess.Popen(line, env=env | extra, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+                    subprocess.Popen(
+                        line, env=env | extra, stdout=log, stderr=log, cwd=engine.root, start_new_session=True
+                    )
                 )
 
     def warm(self) -> str:
@@ -238,8 +245,8 @@ def join(running: list[Running], one: Running) -> dict[str, dict]:
         return {}
     one.end()
     running.remove(one)
-    print(f"  {one.engine.name}: {problem}", flush=True)
-    return {one.engine.name: {"error": problem}}
+    print(f"  {one.label}: {problem}", flush=True)
+    return {one.label: {"error": problem}}
 
 
 def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, dict]:
@@ -252,8 +259,8 @@ def in_turns(running: list[Running], rounds: int, seconds: float) -> dict[str, d
             except (RuntimeError, OSError) as error:
                 one.end()
                 running.remove(one)
-                failed[one.engine.name] = {"error": f"ended while it was measured: {error}"}
-                print(f"  {one.engine.name}: {error}", flush=True)
+                failed[one.label] = {"error": f"ended while it was measured: {error}"}
+                print(f"  {one.label}: {error}", flush=True)
     return failed
 
 
@@ -273,7 +280,19 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
     return found or group([ours], model, rounds, seconds)
 
 
+def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
+    """Each engine of ours against the same one of the checkout ``before``; "ours again" shows the noise."""
+    ours = [e for e in engines(framework, model) if e.name.startswith("ours") and (not only or e.name in only)]
+    found: dict[str, dict] = {}
+    for engine in ours:
+        again = engine.name == "ours again"
+        pair = [ours[0], engine] if again else [engine, replace(engine, root=before)]
+        found = group(pair, model, rounds, seconds) | found
+    return {name: found[name] for name in dict.fromkeys([*(e.name for e in ours), *found])}
+
+
 def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict:
+    """The engines in turns; ratios are against the first."""
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         running: list[Running] = []
@@ -285,12 +304,12 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
         finally:
             for one in running:
                 one.end()
-        base = next(one for one in running if one.engine.name == "ours")
+        base = running[0]
         reference = base.losses()
         for one in running:
             losses = one.losses()
             ratio = interval([b / r for b, r in zip(base.rates, one.rates, strict=True)])
-            found[one.engine.name] = {
+            found[one.label] = {
                 "samples_per_second": median(one.rates),
                 "ours_is_faster_by": ratio[0],
                 "interval": ratio[1:],
@@ -319,6 +338,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--frameworks", default="pytorch,tensorflow")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="", help="these alone, by name; 'ours' is always there")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="against the code there, pair by pair")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a block, at least four steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
@@ -331,7 +351,9 @@ def main(arguments: list[str]) -> None:
         found[framework] = {}
         for model in given.models.split(","):
             print(f"== {framework}, {model}: {given.rounds} rounds", flush=True)
-            found[framework][model] = compare(framework, model, given.rounds, given.seconds, only)
+            size = framework, model, given.rounds, given.seconds
+            before = given.before and given.before.resolve()
+            found[framework][model] = paired(*size, before, only) if before else compare(*size, only)
             print(tables.comparison(framework, {model: found[framework][model]}), flush=True)
             (given.output / "compare.json").write_text(json.dumps({"about": words, "results": found}, indent=1) + "\n")
     text = "\n\n".join([*words, tables.overview(found), *(tables.comparison(f, models) for f, models in found.items())])

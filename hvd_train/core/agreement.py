@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from hvd_train import errors
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError
-from hvd_train.protocol import Communicator, FrontEnd
+from hvd_train.protocol import Communicator
 
 T = TypeVar("T")
+EARLY = (2, 10)  # steps: what sets ranks apart from the first one on is told at once
+WEIGHTS_FIX = "look for a faulty host or code that depends on the rank; --resume auto goes on from the last checkpoint"
 NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
@@ -46,15 +48,28 @@ def together(communicator: Communicator, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def agree_on_weights(frontend: FrontEnd, finite: bool, where: str) -> None:
-    """Raises the same error on all ranks where one's loss is not finite, or its weights are not those of the others.
+def due(step: int, every: int) -> bool:
+    """Whether ranks of a script compare their weights after this many steps: every so often (0: never), and early."""
+    return bool(every) and (step % every == 0 or step in EARLY)
 
-    Nine bytes of a rank travel: a hash of its weights, and whether its loss is ``finite``. Only where hashes differ
-    the sums of all tensors follow.
+
+def agree_on_weights(
+    communicator: Communicator,
+    sums: Mapping[str, int],
+    where: str,
+    *,
+    finite: bool = True,
+    settings: Mapping[str, str] | None = None,
+    fix: str = WEIGHTS_FIX,
+) -> None:
+    """Raises the same error on all ranks where one's loss is not ``finite``, or its weights are not the others'.
+
+    ``sums``: {name: 64-bit sum of a weight's bits}, in the same order on every rank; on all ranks together. Nine bytes
+    of a rank travel; the sums follow where something differs. ``settings``: what else must be equal and, where it is
+    not, is the likely cause: {"learning rate of SGD": "0.1"}. The message then gives its values, with ``fix``.
     """
-    sums, communicator = frontend.checksums(), frontend.communicator
-    digest = hashlib.blake2b(json.dumps(list(sums.values())).encode(), digest_size=8).digest()
-    everyone = communicator.allgather_bytes(digest + bytes([finite]))
+    own = json.dumps([dict(sums), dict(settings or {})]).encode()
+    everyone = communicator.allgather_bytes(hashlib.blake2b(own, digest_size=8).digest() + bytes([finite]))
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
         what = f"the training loss of {_ranks(broken)} is not finite"
@@ -63,11 +78,17 @@ def agree_on_weights(frontend: FrontEnd, finite: bool, where: str) -> None:
     right = Counter(everyone).most_common(1)[0][0]
     apart = [rank for rank, part in enumerate(everyone) if part != right]
     if apart:
-        tables = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(sums).encode())]
-        first = next(name for name in sums if len({table[name] for table in tables}) > 1)
+        told = [json.loads(part) for part in communicator.allgather_bytes(own)]
+        first = next((name for name in sums if len({weights.get(name) for weights, _ in told}) > 1), None)
         others = _ranks([rank for rank in range(len(everyone)) if rank not in apart])
         what = f"the weights of {_ranks(apart)} differ from those of {others}, first in {first}"
-        fix = "look for a faulty host or code that depends on the rank; --resume auto goes on from the last checkpoint"
+        causes = [
+            f"{name}: " + ", ".join(f"{table.get(name)} on rank {rank}" for rank, (_, table) in enumerate(told))
+            for name in dict.fromkeys(key for _, table in told for key in table)
+            if len({table.get(name) for _, table in told}) > 1
+        ]
+        if causes:
+            what = f"{what if first else 'the ranks differ'} ({'; '.join(causes)})"
         raise CommunicationError(what, where=where, fix=fix, common=True, ranks=apart)
 
 

@@ -235,7 +235,8 @@ class Trainer:
         if not self.config.agreement_every_n_steps or self._apart or self.communicator.size == 1:
             return
         finite = all(np.isfinite(self.frontend.ops.to_numpy(sums)).all() for sums in self._pending)
-        agree_on_weights(self.frontend, finite, f"epoch {self.progress.epoch + 1}, step {self.progress.step}")
+        where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
+        agree_on_weights(self.communicator, self.frontend.checksums(), where, finite=finite)
 
     def _time(self, samples: int, seconds: float) -> None:
         self._timed += 1

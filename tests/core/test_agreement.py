@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.core.agreement import agree, agree_on_weights, together
+from hvd_train.core.agreement import agree, agree_on_weights, due, together
 from hvd_train.errors import CommunicationError, ConfigError, DataError, NonFiniteError, TrainError
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
@@ -70,12 +70,8 @@ def test_every_bit_counts():
             assert checksum(other) != checksum(x) == checksum(x.copy())
 
 
-class Weights:
-    def __init__(self, communicator, tensors):
-        self.communicator, self.tensors = communicator, tensors
-
-    def checksums(self):
-        return {name: checksum(x) for name, x in self.tensors.items()}
+def sums(tensors):
+    return {name: checksum(x) for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +87,9 @@ def test_ranks_whose_weights_differ_are_named(size, changed, words):
         tensors = {"a": np.arange(3.0), "b": np.ones(2), "c": np.zeros(1)}
         if communicator.rank in changed:
             tensors[changed[communicator.rank]][0] += 2.0 ** -(20 + communicator.rank)
-        agree_on_weights(Weights(communicator, {"a": np.ones(2)}), True, "step 0")
+        agree_on_weights(communicator, sums({"a": np.ones(2)}), "step 0")
         with pytest.raises(CommunicationError) as error:
-            agree_on_weights(Weights(communicator, tensors), True, "step 7")
+            agree_on_weights(communicator, sums(tensors), "step 7")
         return error.value
 
     for error in run_ranks(size, work):
@@ -103,11 +99,39 @@ def test_ranks_whose_weights_differ_are_named(size, changed, words):
 
 def test_a_rank_whose_loss_is_not_finite_is_named():
     def work(communicator):
-        weights = Weights(communicator, {"a": np.ones(2) * communicator.rank})
+        weights = sums({"a": np.ones(2) * communicator.rank})
         with pytest.raises(NonFiniteError) as error:
-            agree_on_weights(weights, communicator.rank != 1, "step 7")
+            agree_on_weights(communicator, weights, "step 7", finite=communicator.rank != 1)
         return error.value
 
     for error in run_ranks(3, work):
         assert error.exit_code == 6 and error.ranks == (1,)
         assert str(error).startswith("the training loss of rank 1 is not finite; step 7; ")
+
+
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        (
+            True,
+            "the weights of rank 1 differ from those of ranks 0, 2, first in a (lr: 0.1 on rank 0, 0.05 on rank 1, ",
+        ),
+        (False, "the ranks differ (lr: 0.1 on rank 0, 0.05 on rank 1, 0.1 on rank 2); step 7; do it"),
+    ],
+)
+def test_settings_that_differ_are_the_likely_cause(moved, words):
+    def work(communicator):
+        apart = communicator.rank == 1
+        weights, settings = sums({"a": np.ones(2) + apart * moved}), {"lr": "0.05" if apart else "0.1", "steps": "3"}
+        with pytest.raises(CommunicationError) as error:
+            agree_on_weights(communicator, weights, "step 7", settings=settings, fix="do it")
+        return error.value
+
+    for error in run_ranks(3, work):
+        assert error.ranks == (1,) and str(error).startswith(words) and "steps" not in str(error)
+        assert error.fix == "do it" and "\n" not in str(error)
+
+
+def test_when_weights_are_compared():
+    assert [step for step in range(1, 301) if due(step, 100)] == [2, 10, 100, 200, 300]
+    assert not any(due(step, 0) for step in range(300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,7 +119,7 @@ class Threads:
     def allreduce_async(self, x, name, op="sum"):
         parts = self.world.gather(self.rank, (name, np.array(x)))
         assert len({part[0] for part in parts}) == 1, f"ranks reduce different tensors: {parts}"
-        total = sum(part[1] for part in parts)
+        total = functools.reduce(np.add, [part[1] for part in parts])  # -0 and -0 is -0
         return total / self.size if op == "average" else total
 
     def allgather_async(self, x, name):
@@ -239,13 +240,13 @@ class NumpyFrontEnd(StateTree):
         return self.w.items()
 
     def _keys(self):
-        return list(self._arrays())
+        return [key for key, _ in self._views()]
 
-    def _arrays(self, keys=None):
+    def _views(self, keys=None):
         tree = {f"weights/{n}": np.array(x) for n, x in self.w.items()}
         tree |= {f"slots/momentum/{n}": np.array(x) for n, x in self.slots.items()}
         tree |= {"statistics/mean": np.array(self.statistic)}
-        return {k: x for k, x in tree.items() if keys is None or k in keys}
+        return ((k, x) for k, x in tree.items() if keys is None or k in keys)
 
     def _assign(self, arrays):
         for key, array in arrays.items():

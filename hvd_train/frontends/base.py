@@ -8,13 +8,14 @@ import os
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from hvd_train.core.mean import differing, mean
 from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
@@ -104,8 +105,12 @@ class StateTree(ABC):
         """Own keys of all arrays."""
 
     @abstractmethod
+    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """(own key, array) of these own keys, or of all; one at a time, not copied where that can be helped."""
+
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
-        """Copies of the arrays of these own keys, or of all."""
+        """Copies of them."""
+        return {key: x.copy() for key, x in self._views(keys)}
 
     @abstractmethod
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
@@ -144,17 +149,10 @@ class StateTree(ABC):
         self._average([key for key in self._keys() if key.startswith("statistics/")])
 
     def _average(self, keys: Collection[str]) -> None:
-        if self.communicator.size == 1 or not keys:
-            return
-        chosen = {key: array for key, array in self._arrays(keys).items() if array.dtype.kind == "f"}
-        if not chosen:
-            return
-        flat = np.concatenate([array.ravel() for array in chosen.values()])
-        handle = self.communicator.allreduce_async(self.ops.from_numpy(flat), "average")
-        flat = self.ops.to_numpy(self.communicator.synchronize(handle)) / self.communicator.size
-        ends = np.cumsum([array.size for array in chosen.values()])
-        parts = np.split(flat, ends[:-1])
-        self._assign({k: part.reshape(a.shape) for (k, a), part in zip(chosen.items(), parts, strict=True)})
+        if self.communicator.size > 1:
+            apart = differing(self._views(keys), self.communicator)
+            if apart:
+                self._assign(mean(self._arrays(apart), self.communicator, self.ops))
 
 
 class HorovodCommunicator(ABC):

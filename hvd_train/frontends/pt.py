@@ -17,7 +17,7 @@ from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, overlaps, unfit
-from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
+from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -429,8 +429,8 @@ class PyTorchFrontEnd(StateTree):
     def _keys(self) -> list[str]:
         return list(self._tensors())
 
-    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
-        return {k: self.ops.to_numpy(x) for k, x in self._tensors().items() if keys is None or k in keys}
+    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        return ((k, x.detach().cpu().numpy()) for k, x in self._tensors().items() if keys is None or k in keys)
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:

@@ -400,17 +400,16 @@ class TensorFlowFrontEnd(StateTree):
     def _keys(self) -> list[str]:
         return list(self._variables())
 
-    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
-        chosen = {key: v for key, v in self._variables().items() if keys is None or key in keys}
-        arrays = {key: np.array(v.numpy()) for key, v in chosen.items()}
-        if "slots/step" in arrays:  # PyTorch counts in float32
-            arrays["slots/step"] = arrays["slots/step"].astype(np.float32)
-        return arrays
+    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        for key, v in self._variables().items():
+            if keys is None or key in keys:
+                x = _view(v)
+                yield key, x.astype(np.float32) if key == "slots/step" else x  # PyTorch counts in float32
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         self.run_waiting()
         for path, variable in self._trainable.items():
-            yield path, np.asarray(memoryview(tf.convert_to_tensor(variable.value)))  # .numpy() would copy
+            yield path, _view(variable)
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         variables = self._variables()
@@ -433,6 +432,11 @@ def _sums(logits, labels, weights):
         losses, right = (tf.reduce_mean(x, list(range(1, labels.shape.rank))) for x in (losses, right))
     loss, correct = tf.reduce_sum(losses * weights), tf.reduce_sum(right * weights)
     return loss, tf.cast(tf.stack([loss, correct, tf.reduce_sum(weights)]), tf.float64)
+
+
+def _view(variable) -> np.ndarray:
+    """.numpy() would copy."""
+    return np.asarray(memoryview(tf.convert_to_tensor(variable.value)))
 
 
 def _device(config: Config, communicator: Communicator) -> str:

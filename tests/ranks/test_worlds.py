@@ -106,6 +106,7 @@ def test_communicator_verbs(worlds, framework, launcher, size):
         assert out["large"]
         assert out["empty"] == ""
         assert out["bytes"] == ["x" * r for r in range(size)]
+        assert out["mean"] == [[["mixed"], True, (size - 1) / 2]] * 3
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -20,6 +20,7 @@ from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, together
 from hvd_train.core.loop import evaluate, forward_seed
+from hvd_train.core.mean import differing, mean
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
@@ -104,8 +105,19 @@ def verbs(case, module, communicator, folder):
     out["large"] = communicator.broadcast_bytes(large if rank == 1 else b"", root=1) == large
     out["empty"] = communicator.broadcast_bytes(b"").decode()
     out["bytes"] = [part.decode() for part in communicator.allgather_bytes(b"x" * rank)]
+    out["mean"] = [own_mean(communicator, ops, kind) for kind in (np.float16, np.float32, np.float64)]
     communicator.barrier()
     return out
+
+
+def own_mean(communicator, ops, kind):
+    """[names that differ, whether equal entries kept their bits, the mean of the ranks' numbers]."""
+    limits, equal = np.finfo(kind), np.random.default_rng(0).normal(size=999).astype(kind)
+    equal[:3] = limits.min, limits.max, 0.1
+    arrays = {"same": equal, "mixed": np.append(equal, kind(communicator.rank)), "whole": np.full(2, communicator.rank)}
+    names = differing(arrays.items(), communicator)
+    found = mean({name: arrays[name] for name in names}, communicator, ops)["mixed"]
+    return names, found[:-1].tobytes() == equal.tobytes(), float(found[-1])
 
 
 def disagree(case, module, communicator, folder):

@@ -1,0 +1,92 @@
+"""The mean over the ranks of arrays that each rank keeps for itself: running statistics, weights that went apart.
+
+Law: what all ranks hold bit for bit stays bit for bit. An array that is the same everywhere does not travel; of one
+that differs, entries that are equal keep their bits (but the last of numbers below 1e-37 in 32 bits, 1e-307 in 64).
+Shares are added, not values: the mean of the largest numbers is no infinity. All ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from hvd_train.core.trees import PIECE_BYTES
+from hvd_train.protocol import Communicator, Ops, Tree
+
+DIGEST = 16  # bytes of an array's hash: two arrays that differ have the same one in 10^38
+
+
+def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicator) -> list[str]:
+    """Names of the float arrays whose bits are not the same on all ranks; one array at a time is looked at.
+
+    All ranks give the same names, shapes and types in the same order. Sixteen bytes of a rank and array travel.
+    """
+    names, digests = [], []
+    for name, x in arrays:
+        if is_float(x):
+            names.append(name)
+            memory = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            digests.append(hashlib.blake2b(memory, digest_size=DIGEST).digest())  # type: ignore[arg-type]
+    if communicator.size == 1 or not names:
+        return []
+    everyone = communicator.allgather_bytes(b"".join(digests))
+    places = [slice(k * DIGEST, (k + 1) * DIGEST) for k in range(len(names))]
+    return [name for name, at in zip(names, places, strict=True) if len({part[at] for part in everyone}) > 1]
+
+
+def mean(arrays: Mapping[str, np.ndarray], communicator: Communicator, ops: Ops) -> Tree:
+    """The mean over the ranks of each float array, in its own type. The same names in the same order on all ranks."""
+    found: Tree = {}
+    for kind, names in _pieces(arrays):
+        flat = np.concatenate([arrays[name].ravel() for name in names])
+        own = _shares(flat, communicator.size)
+        handle = communicator.allreduce_async(ops.from_numpy(own), "mean")
+        total = ops.to_numpy(communicator.synchronize(handle)) / _part(communicator.size)
+        flat = sum(np.split(total, len(own) // len(flat)), np.copysign(0.0, total[: len(flat)])).astype(kind)
+        ends = np.cumsum([arrays[name].size for name in names])[:-1]
+        for name, x in zip(names, np.split(flat, ends), strict=True):
+            found[name] = x.reshape(arrays[name].shape)
+    return found
+
+
+def _part(size: int) -> float:
+    """Ranks in the next power of two: division by that rounds nothing."""
+    return size / 2 ** math.ceil(math.log2(size))
+
+
+def _shares(x: np.ndarray, size: int) -> np.ndarray:
+    """x over a power of two, such that N equal ones add up without rounding: in 32 bits where N is a power of two, else
+    in 64; a number of 64 bits as two halves, one after the other."""
+    share = _part(size) / size
+    if _part(size) == 1:
+        return x.astype(np.promote_types(x.dtype, np.float32)) * share
+    if x.dtype != np.float64:
+        return x.astype(np.float64) * share
+    finite = np.where(np.isfinite(x), x, 0.0)
+    high = np.where(np.isfinite(x), (x.view(np.uint64) & ~np.uint64((1 << 27) - 1)).view(np.float64), x)
+    low = np.where(np.isfinite(x) & (x != high), finite - high, np.copysign(0.0, x))
+    return np.concatenate([high, low]) * share
+
+
+def is_float(x: np.ndarray) -> bool:
+    """bfloat16 is no type of NumPy's own."""
+    return x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+
+
+def _pieces(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[np.dtype, list[str]]]:
+    """Arrays of one type that travel together: of ``PIECE_BYTES``, or one array."""
+    kinds: dict[np.dtype, list[str]] = {}
+    for name, x in arrays.items():
+        if is_float(x):
+            kinds.setdefault(x.dtype, []).append(name)
+    for kind, names in kinds.items():
+        piece: list[str] = []
+        for name in names:
+            if piece and sum(arrays[n].nbytes for n in piece) + arrays[name].nbytes > PIECE_BYTES:
+                yield kind, piece
+                piece = []
+            piece.append(name)
+        yield kind, piece

@@ -13,12 +13,16 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
 
 BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
+DIFFERS = (
+    "drawn at random? call keras.utils.set_random_seed(n) first; divided already? hk.distribute(model, shard=False)"
+)
 SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hold the same
 
 
@@ -52,6 +56,17 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
     return tuple(keras.tree.map_structure(array, part) for part in parts)
+
+
+def packed(parts: tuple[Any, ...]) -> Any:
+    """What ``train_step`` gets for columns: x as it is where it is alone, one weight of samples for each target."""
+    x, y, weight = (*parts, None, None)[:3]
+    if keras.tree.is_nested(y) and hasattr(weight, "shape"):
+        if weight.shape not in ((len(weight),), (len(weight), 1)):
+            what = f"sample_weight has the shape {weight.shape}, but there are several targets"
+            raise ConfigError(what, where="model.fit", fix="give one weight a sample, or one array a target")
+        weight = keras.tree.map_structure(lambda _: weight, y)
+    return keras.utils.pack_x_y_sample_weight(x, y, weight)
 
 
 def take(parts: Any, places: Any) -> Any:
@@ -118,13 +133,28 @@ class ArrayParts(Epochs):
         start, stop = share(min(self._global, self._n - low), self._world.size, self._world.rank)
         return low + start, low + stop
 
+    def as_keras(self, tensorflow: bool, weighted: bool = False) -> Any:
+        """What ``fit`` is to get, so that ``train_step`` gets what it would alone: TensorFlow's has tuples for lists.
+
+        ``weighted``: with class weights, which Keras would compute in 32 bits on a pipeline.
+        """
+        pipeline = None
+        if tensorflow:
+            self._parts = keras.tree.lists_to_tuples(self._parts)
+            pipeline = None if weighted else self.pipeline()
+        if pipeline is not None:
+            return pipeline
+        return self if weighted else AsGiven(self)
+
     def pipeline(self) -> Any:
         """The same as a tf.data.Dataset: one epoch, that of ``epoch`` when it begins. Python is asked once in a pass
         over the data. None where leaves are missing or are no numbers."""
         import tensorflow as tf
 
         leaves = keras.tree.flatten(self._parts)
-        if any(leaf is None or leaf.dtype.kind not in "biuf" for leaf in leaves):
+        if any(
+            leaf is None or leaf.dtype.kind not in "biufUS" and not isinstance(leaf.flat[0], str) for leaf in leaves
+        ):
             return None
         tensors = [tf.constant(leaf) for leaf in leaves]
         places = [np.arange(*self._places(step)) for step in range(self.steps)]
@@ -151,6 +181,18 @@ class ArrayParts(Epochs):
         options = tf.data.Options()
         options.autotune.enabled = False  # its thread takes time from a filled core, and an epoch waits for its end
         return orders.flat_map(steps).map(taken).apply(counted).prefetch(2).with_options(options)
+
+
+class AsGiven(PyDatasetAdapter):
+    """Batches as they are: Keras' own makes a tuple of a lone array, and PyTorch's loader lists of tuples."""
+
+    def _standardize_batch(self, batch: Any) -> Any:
+        return batch
+
+    def get_torch_dataloader(self) -> Any:
+        loader = super().get_torch_dataloader()
+        loader.collate_fn = self._standardize_batch
+        return loader
 
 
 class SequenceParts(Epochs):
@@ -215,7 +257,7 @@ def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
         start = world.rank * each + tf.minimum(world.rank, rest)
         stop = start + each + tf.cast(world.rank < rest, tf.int32)
         parts = tf.nest.map_structure(lambda x: x[start:stop], element)
-        return parts if len(parts) > 1 else parts[0]
+        return parts if isinstance(data.element_spec, tuple) else parts[0]
 
     steps, certain = -(-int(data.cardinality()) // world.size), int(data.cardinality()) % world.size != 1
     parts = data.rebatch(batch * world.size)
@@ -252,13 +294,13 @@ def training(
             "hk.distribute(model, shard=False)",
         )
     if kind == "arrays":
-        parts = columns(x, y, weight)
+        parts = packed(columns(x, y, weight))
         n = length(parts)
         _enough(n, "samples", world)
         facts |= {
             "samples": str(n),
             BATCH_SIZE: str(batch),
-            "data (if it is divided already: hk.distribute(model, shard=False))": digest(parts),
+            f"data ({DIFFERS})": digest(parts),
         }
         data: Any = ArrayParts(parts, batch, world, steps, seed)
         return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": None}, facts
@@ -282,7 +324,7 @@ def training(
     facts |= {
         "batches": str(known),
         BATCH_SIZE: str(size),
-        "first batch (shuffle with a seed, or divide the data and say shard=False)": digest(first),
+        f"first batch ({DIFFERS})": digest(first),
     }
     return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
 
@@ -319,7 +361,7 @@ def scoring(
     else:
         count = (steps_of(kind, x, 1) or 0) if kind != "other" else 0
         same = "" if not count else digest(x[0] if kind == "sequence" else first_batch(x))
-    facts = {"data to score (samples or batches, digest of the first)": f"{kind} {count} {same}"}
+    facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}"}
     if steps or count < world.size:
         return (x, y, weight), False, facts
     start, stop = share(count, world.size, world.rank)

@@ -52,11 +52,8 @@ class Rank:
         self.fits += 1
         call |= training
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
-        # With class weights Keras would compute in 32 bits on a pipeline.
-        arrays = isinstance(call["x"], data.ArrayParts) and call["class_weight"] is None
-        if arrays and keras.backend.backend() == "tensorflow":
-            pipeline = call["x"].pipeline()
-            call["x"] = call["x"] if pipeline is None else pipeline
+        if isinstance(call["x"], data.ArrayParts):
+            call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         with warnings.catch_warnings():
             if self.shard and call["steps_per_epoch"] is None:
@@ -156,7 +153,7 @@ class Rank:
                 whole, self._part_of_validation, facts = data.scoring(
                     vx, vy, vweight, call["validation_steps"], self.world
                 )
-            new["validation_data"] = whole[0] if whole[1] is None else tuple(v for v in whole if v is not None)
+            new["validation_data"] = keras.utils.pack_x_y_sample_weight(*whole)
             new["validation_batch_size"] = call["validation_batch_size"] or batch
         if self.shard:
             seed = data.pass_seed(self.seed, self.fits) if call["shuffle"] else None

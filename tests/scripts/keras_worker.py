@@ -325,6 +325,9 @@ def refused():
         "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
         "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
         "other data on a rank": lambda: fit(two, x + hk.rank(), y),
+        "unseeded data": lambda: fit(two, np.random.default_rng().permuted(x, axis=0), y),
+        "unseeded batches": lambda: fit(two, Batches(np.random.default_rng().permuted(x, axis=0), y), batch_size=None),
+        "unseeded data to score": lambda: two.evaluate(np.random.default_rng().permuted(x, axis=0), y, verbose=0),
         "other batch_size on a rank": lambda: fit(two, x, y, batch_size=BATCH + hk.rank()),
         "other batches on a rank": lambda: fit(two, Batches(x, y, BATCH + hk.rank()), batch_size=None),
         "other network on a rank": lambda: hk.distribute(

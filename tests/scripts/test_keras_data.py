@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
 
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.script import keras_data as data
@@ -92,8 +93,9 @@ def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
 
 
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
-    for y in (None, np.array(["a"] * 8, object)):
-        parts = data.training(np.arange(8), y, np.ones(8), batch=2, steps=None, seed=None, world=world(2)[0])[0]["x"]
+    y, weight = np.arange(8), np.ones(8)
+    for x, weights in ((y, (weight, None)), (np.array([1, None] * 4, object), weight)):
+        parts = data.training(x, (y, y), weights, batch=2, steps=None, seed=None, world=world(2)[0])[0]["x"]
         assert parts.pipeline() is None
 
 
@@ -131,3 +133,41 @@ def test_ranks_with_other_arrays_are_told_apart():
 def test_refused(x, kind):
     with pytest.raises(kind):
         data.training(x, None, None, batch=2, steps=None, seed=None, world=world(3)[0])
+
+
+X, Y, W = np.ones((8, 3)), np.arange(8), np.linspace(0, 1, 8)
+GIVEN = {
+    "an array alone": (X,),
+    "an array, its labels, a weight for one of two": (X, (Y, Y), (W, None)),
+    "a list alone": ([X, Y],),
+    "a tuple alone": ((X, Y),),
+    "a dict alone": ({"a": X, "b": [X, Y]},),
+    "lists and lists": ([X, Y], [Y, X]),
+    "one weight for two targets": (X, [Y, Y], W),
+    "weights without targets": (X, None, W),
+    "strings alone": (np.array(["a", "b"] * 4, object),),
+    "a dataset of arrays": (tf.data.Dataset.from_tensor_slices(X).batch(2),),
+    "a dataset of tuples of one": (tf.data.Dataset.from_tensor_slices((X,)).batch(2),),
+    "a dataset of dicts": (tf.data.Dataset.from_tensor_slices({"a": X}).batch(2),),
+    "a dataset of pairs": (tf.data.Dataset.from_tensor_slices(((X, X), Y)).batch(2),),
+}
+
+
+def handed(framework: str, given: tuple) -> str:
+    """The structure of a batch that Keras hands to ``train_step``: # is an array."""
+    adapter = get_data_adapter(*given)
+    batches = adapter.get_tf_dataset() if framework == "tensorflow" else adapter.get_torch_dataloader()
+    batch = tf.nest.map_structure(str, batches.element_spec) if framework == "tensorflow" else next(iter(batches))
+    return str(keras.tree.map_structure(lambda leaf: "#", batch))
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "torch"])
+@pytest.mark.parametrize("given", GIVEN)
+def test_train_step_gets_what_keras_alone_would_hand_it(given, framework):
+    if framework == "torch" and given.startswith("strings"):
+        pytest.skip("PyTorch has none")
+    x, y, weight = (*GIVEN[given], None, None)[:3]
+    mine = data.training(x, y, weight, batch=2, steps=None, seed=None, world=world(2)[1])[0]["x"]
+    if isinstance(mine, data.ArrayParts):
+        mine = mine.as_keras(framework == "tensorflow")
+    assert handed(framework, (mine,)) == handed(framework, GIVEN[given])

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from hvd_train.compression import make
@@ -35,16 +36,17 @@ from hvd_train.frontends.base import gpu_index, overlaps
 from hvd_train.frontends.pt import TorchOps
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
-from hvd_train.script import pt_files, pt_share
+from hvd_train.script import pt_draws, pt_files, pt_passes, pt_share
 from hvd_train.script.pt_reducer import Reducer
 from hvd_train.script.world import exchange_options, open_world
 
-__all__ = ["device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
+__all__ = ["barrier", "device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
 WHERE = "ht.distribute"
 DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
 
 _distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
 _known: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # id -> the parameter, who reduces its gradient
+_sharded = 0  # loaders
 
 
 @functools.cache
@@ -85,6 +87,11 @@ def sum(*values: Any) -> Any:
     return total[0] if len(values) == 1 else total
 
 
+def barrier() -> None:
+    """Waits until all ranks are here: ``if ht.rank() == 0: torch.save(...)``, then this, then all may read the file."""
+    _world().barrier()
+
+
 def distribute(
     model: torch.nn.Module,
     *optimizers: torch.optim.Optimizer,
@@ -97,8 +104,9 @@ def distribute(
 
     Rank 0's weights, buffers and optimizer state go to all ranks. From now on ``backward()`` returns with gradients
     that are the mean over the ranks, as views of flat buckets. Running statistics of batch normalization are averaged
-    with them, or taken over the global batch with ``sync_batchnorm``. torch's generator is set anew on all ranks but
-    the first, so that dropout differs between ranks. The learning rate stays as it is, and batches are each rank's own.
+    with them, or taken over the global batch with ``sync_batchnorm``. The generators of torch, NumPy and ``random``
+    are set anew on all ranks but the first: dropout and augmentation differ between ranks, and repeat from run to run
+    where the script seeds. The learning rate stays as it is, and batches are each rank's own.
 
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``.
     Every rank must call ``backward()`` equally often. Raises ConfigError on all ranks.
@@ -123,8 +131,7 @@ def distribute(
             overlap=overlaps(exchange.overlap, communicator, place.type == "cuda", torch.get_num_threads()),
             number=len(_distributed),
         )
-        if communicator.rank:
-            torch.manual_seed(mix(torch.initial_seed(), communicator.rank))
+    pt_draws.set_apart(communicator.rank)
     _distributed.append((bare, reducer))
     _known.update({id(p): (p, reducer) for p in parameters.values()})
     for optimizer in optimizers:
@@ -153,15 +160,26 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
 def shard(loader: DataLoader) -> DataLoader:
     """The loader over this rank's share of the samples (pt_share.Share), ``batch_size`` of them at a time.
 
-    Each sample comes once an epoch, on one rank; all ranks have the same number of batches. The order is a function of
-    rank 0's seed (the loader's generator's, or torch's) and the epoch. On all ranks.
+    Each sample comes once an epoch, on one rank; all ranks have the same number of batches. With ``shuffle`` each pass
+    that begins after a step of a distributed optimizer has an order of its own: a function of rank 0's seed (the
+    loader's generator's, or torch's), of how many loaders were sharded before, and of the steps made, or of what
+    ``loader.set_epoch(number)`` says. So a look at a batch shifts nothing, on one rank or on all.
+
+    Passes leave torch's generator alone. When a pass in which steps were made comes to its end, the generators of
+    torch, NumPy and ``random`` go on from (seed, epoch, rank), as they do in a run that resumes there.
+
+    The last batch, which may differ in length by one between ranks, counts by its samples (pt_passes.weight).
+    On all ranks. Raises ConfigError or DataError on all of them.
     """
+    global _sharded
     communicator = _world()
     together(communicator, lambda: pt_share.check(loader))
     agree(communicator, pt_share.facts(loader))
     seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
-    return pt_share.shared(loader, seed, communicator.rank, communicator.size)
+    own = mix(seed, _sharded) if _sharded else seed  # two loaders of one length must not give the same order
+    _sharded += 1
+    return pt_passes.shared(loader, own, communicator.rank, communicator.size)
 
 
 def save(path: str | os.PathLike, **parts: Any) -> None:
@@ -239,7 +257,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 
 def _owner(part: Any) -> Any:
     """What of a part has the ``state_dict``, or the part itself."""
-    if isinstance(part, DataLoader) and isinstance(part.batch_sampler, pt_share.Share):
+    if isinstance(part, pt_passes.Sharded):
         return part.batch_sampler
     return _bare(part) if isinstance(part, torch.nn.Module) else part
 
@@ -344,6 +362,14 @@ def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, o
     pt_batchnorm.prepare(model, communicator, ops, True)
     for layer, count in zip(layers, counts, strict=True):
         layer.num_batches_tracked = count  # it belongs to the user's state_dict
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if any(id(p) in _known for group in optimizer.param_groups for p in group["params"]):
+        pt_share.stepped()
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -52,6 +52,8 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
 def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Containers become {kind: items}, so that no key or tuple changes its type on the way."""
     if isinstance(value, torch.Tensor):
+        while place in tensors:  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
+            place += "'"
         # A copy: two names may share one memory, which the format refuses.
         tensors[place] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": place}

@@ -11,6 +11,7 @@ from hvd_train.core.exchange import SMALL, Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
+from hvd_train.script import pt_passes
 from hvd_train.script.world import Named
 
 
@@ -57,7 +58,7 @@ class Reducer:
                 # A gradient lies in memory as its parameter does (channels last, transposed, ...).
                 self._views[i] = part.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride())
                 self._bucket[i] = b
-        self._begun = False
+        self._begun, self._weight = False, 1.0
         self._waiting: list[int] = []
         self._started: dict[int, Any] = {}
         self._broken = False
@@ -72,6 +73,7 @@ class Reducer:
             return
         if not self._begun:
             self._begun, self._started, self._broken = True, {}, False
+            self._weight = pt_passes.weight()
             self._waiting = [len(members) for members in self._exchange.buckets]
             _pending.append(self)
             torch.autograd.Variable._execution_engine.queue_callback(_finish_all)
@@ -86,20 +88,21 @@ class Reducer:
                 raise ConfigError(what, where=where, fix=fix, common=True)
 
     def _start(self, b: int) -> None:
-        """Brings the bucket's members into its flat tensor, divided by the world's size, and sends it."""
+        """Brings the bucket's members into its flat tensor, divided by the world's size and weighted, and sends it."""
         for i in self._exchange.buckets[b]:
             own = i - len(self._riders)
             view = self._views[i]
             source = self._riders[i] if own < 0 else self._parameters[own].grad
+            scale = self._scale * (1.0 if own < 0 else self._weight)
             if source is None:
                 view.zero_()
             elif source is view:
-                view.mul_(self._scale)
+                view.mul_(scale)
             else:
                 if source.is_sparse:
                     fix = "make its layer with sparse=False"
                     raise ConfigError("its gradient is sparse", where=self._names[own], fix=fix, common=True)
-                torch.mul(source, self._scale, out=view)
+                torch.mul(source, scale, out=view)
                 if own >= 0:
                     self._parameters[own].grad = view
         flat = self._flats[b]
@@ -140,6 +143,7 @@ class Reducer:
                 if elsewhere[k]:
                     self._parameters[k].grad = self._views[k + len(self._riders)]
         self.unreduced = False
+        pt_passes.exchanged()
 
 
 _pending: list[Reducer] = []

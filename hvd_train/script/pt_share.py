@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
+from hvd_train.script import pt_draws
 
 WHERE = "ht.shard"
+OWN = "let each rank draw num_samples / ht.size() of its own, without ht.shard"
+PROBES = 64  # rows of a TensorDataset that are compared between ranks
+
+
+_steps = 0
+
+
+def steps() -> int:
+    """Steps that distributed optimizers have made in this process: the same number on all ranks, at the same place of
+    the script."""
+    return _steps
+
+
+def stepped() -> None:
+    global _steps
+    _steps += 1
 
 
 class Share(data.Sampler):
@@ -21,15 +42,20 @@ class Share(data.Sampler):
     number of batches: the last global batch is divided as evenly as it can be, and fewer samples than ranks join the
     batch before. So batches of different ranks differ in length by at most one sample, at the end of an epoch.
 
-    With ``shuffle`` each ``iter`` is the next epoch, and sets torch's generator from (seed, epoch, rank): dropout and
-    augmentation differ between ranks, and are the same again in a run that resumes at this epoch.
+    With ``shuffle`` the order is a function of (seed, epoch), where the epoch's number is that of the steps which
+    distributed optimizers have made since ``ht.shard`` (a step of each of two counts twice). All ranks share it, so
+    whatever one of them looks at by itself shifts nothing. Each pass that begins after a step has an order of its own,
+    also where the pass before was left early; without a step between them two have the same order. A pass that begins
+    in another thread than the main one, where steps may be made meanwhile, is counted by itself.
     """
 
     def __init__(
         self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
     ) -> None:
         self.count, self.batch_size, self.shuffle, self.drop_last = count, batch_size, shuffle, drop_last
-        self.seed, self.rank, self.size, self.epoch = seed, rank, size, 0
+        self.seed, self.rank, self.size = seed, rank, size
+        self._offset, self._aside = -steps(), 0  # passes in other threads
+        self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
         whole = batch_size * size
         if count < (whole if drop_last else size):
             what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
@@ -42,24 +68,55 @@ class Share(data.Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
-        if self.shuffle:
-            self.epoch += 1
-            torch.manual_seed(mix(mix(self.seed, epoch), self.rank))
+        if threading.current_thread() is not threading.main_thread():
+            self._aside += 1
+            epoch = -self._aside
         return (self._indices(k, epoch).tolist() for k in range(len(self)))
 
-    def _indices(self, k: int, epoch: int) -> np.ndarray:
+    @property
+    def epoch(self) -> int:
+        """The number of the order that a pass has which begins now."""
+        return self._offset + steps()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next pass' order; later passes count on from it, by steps. On all ranks."""
+        self._offset = epoch - steps()
+
+    def weight(self, k: int) -> float:
+        """Samples of this rank's batch k times ranks / samples of global batch k."""
+        start, stop = self._bounds(k)
+        return len(self._places(k)) * self.size / (stop - start)
+
+    def repeated(self) -> bool:
+        """At the end of a whole pass without a step: whether it is the second one of this order."""
+        epoch, count = self._whole
+        self._whole = [self.epoch, count + 1 if epoch == self.epoch else 1]
+        return self._whole[1] == 2
+
+    def _bounds(self, k: int) -> tuple[int, int]:
+        """Places of global batch k in the order of samples."""
         whole = self.batch_size * self.size
-        left = self.count - k * whole
-        places = np.arange(*share(min(left, whole), self.size, self.rank)) + k * whole
-        if not self.drop_last and whole < left < whole + self.size and self.rank < left - whole:
-            places = np.append(places, (k + 1) * whole + self.rank)  # fewer samples are left than ranks
-        return permute(places, self.count, self.seed, epoch) if self.shuffle else places
+        return k * whole, self.count if k + 1 == len(self) and not self.drop_last else (k + 1) * whole
+
+    def _places(self, k: int) -> np.ndarray:
+        whole, (start, stop) = self.batch_size * self.size, self._bounds(k)
+        places = np.arange(*share(min(stop - start, whole), self.size, self.rank)) + start
+        if self.rank < stop - start - whole:
+            places = np.append(places, start + whole + self.rank)  # fewer samples are left than ranks
+        return places
+
+    def _indices(self, k: int, epoch: int) -> np.ndarray:
+        return permute(self._places(k), self.count, self.seed, epoch) if self.shuffle else self._places(k)
 
     def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "epoch": self.epoch}
+        draws = pt_draws.state(self.seed, steps())
+        return {"seed": self.seed, "epoch": self.epoch, "aside": self._aside, "draws": draws}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seed, self.epoch = state["seed"], state["epoch"]
+        """Also lets this rank's generators go on from there."""
+        self.seed, self._aside = state["seed"], state.get("aside", 0)
+        self.set_epoch(state["epoch"])
+        pt_draws.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
 
 
 def check(loader: data.DataLoader) -> None:
@@ -76,13 +133,20 @@ def check(loader: data.DataLoader) -> None:
         refuse("an IterableDataset has no order to share", "let it read its own part, by ht.rank() and ht.size()")
     if loader.batch_size is None:
         refuse("the loader has a batch sampler of its own, or no batches", "give the DataLoader a batch_size")
+    if type(loader.batch_sampler) is not data.BatchSampler:
+        refuse(f"the loader has a {type(loader.batch_sampler).__name__}", "give the DataLoader a batch_size alone")
+    if any(isinstance(x, _BaseDataLoaderIter) for name, x in vars(loader).items() if name != "_iterator"):
+        refuse(f"this {type(loader).__name__} keeps a pass that has begun", "shard a DataLoader that begins anew")
     kind = type(loader.sampler)
     if kind is data.DistributedSampler:
         refuse("the loader has a DistributedSampler", "take it out, and give the DataLoader shuffle=True")
     if kind not in (data.RandomSampler, data.SequentialSampler):
-        refuse(f"the loader has a {kind.__name__}", "use shuffle=True or False, and a Subset for a part of the data")
-    if kind is data.RandomSampler and (loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)):
-        refuse("the loader draws with replacement, or a part of the samples", "use shuffle=True")
+        fix = "use shuffle=True or False, and a Subset for a part of the data"
+        refuse(f"the loader has a {kind.__name__}", OWN if kind is data.WeightedRandomSampler else fix)
+    if kind is data.RandomSampler and loader.sampler.replacement:
+        refuse("the loader draws with replacement", OWN)
+    if kind is data.RandomSampler and loader.sampler.num_samples != len(loader.dataset):
+        refuse("the loader draws a part of the samples", "use shuffle=True")
 
 
 def facts(loader: data.DataLoader) -> dict[str, str]:
@@ -92,23 +156,20 @@ def facts(loader: data.DataLoader) -> dict[str, str]:
         "batch_size": str(loader.batch_size),
         "shuffle": str(isinstance(loader.sampler, data.RandomSampler)),
         "drop_last": str(loader.drop_last),
+        **_content(loader.dataset, "data"),
     }
 
 
-def shared(loader: data.DataLoader, seed: int, rank: int, size: int) -> data.DataLoader:
-    """The same loader over this rank's share."""
-    shuffle = isinstance(loader.sampler, data.RandomSampler)
-    options = dict(shuffle=shuffle, drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
-    return data.DataLoader(
-        loader.dataset,
-        batch_sampler=Share(len(loader.dataset), loader.batch_size, **options),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
-    )
+def _content(samples: Any, name: str) -> dict[str, str]:
+    """Hashes of what can be told without a call of the user's code: data drawn or split without a seed differ."""
+    if isinstance(samples, data.ConcatDataset):
+        return {k: v for i, x in enumerate(samples.datasets) for k, v in _content(x, f"{name}[{i}]").items()}
+    if isinstance(samples, data.Subset):
+        chosen = hashlib.sha256(np.asarray(samples.indices).astype(np.int64).tobytes()).hexdigest()[:12]
+        return {f"{name}: indices of its Subset": chosen, **_content(samples.dataset, name)}
+    if type(samples) is data.TensorDataset and len(samples):
+        rows = range(0, len(samples), -(-len(samples) // PROBES))
+        parts = [x[rows].detach().cpu().contiguous() for x in samples.tensors]
+        total = b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in parts)
+        return {f"{name}: tensors": hashlib.sha256(total).hexdigest()[:12]}
+    return {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,7 +23,7 @@ from hvd_train.compression.plain import Plain
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.local import environment
-from hvd_train.script import pt_files, pt_share
+from hvd_train.script import pt_files, pt_passes, pt_share
 from hvd_train.script.pt_reducer import Reducer
 from tests.ranks.conftest import world_command
 from tests.scripts import torch_cases
@@ -121,6 +123,44 @@ def test_masks_differ_between_ranks(cases, world):
     assert len({str(own["masks"]) for own in facts}) == world[0]
 
 
+def batches_of(facts: list[dict], epoch: int, loader: int) -> list[list[int]]:
+    """Global batches, sorted, from the ranks' batches."""
+    ranks = [own["looks"][epoch][loader] for own in facts]
+    return [sorted(i for part in parts for i in part) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
+def test_looks_of_one_rank_shift_nothing(cases, world):
+    """Each sample once an epoch, on one rank; other orders in each epoch, also after one left early, and loader."""
+    (_, single), (_, facts) = cases(1), cases(*world)
+    orders = [batches_of(facts, epoch, loader) for epoch in range(4) for loader in range(2)]
+    for found in orders:
+        seen = Counter(i for batch in found for i in batch)
+        assert set(seen.values()) == {1} and len(seen) == (996 if len(found) == 83 else 51 * 12)
+    assert [len(found) for found in orders] == [83, 83, 51, 51, 83, 83, 83, 83]
+    assert len({str(found[:51]) for found in orders}) == 8
+    assert orders == [batches_of(single, epoch, loader) for epoch in range(4) for loader in range(2)]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_draws_differ_between_ranks_and_repeat(cases, world):
+    """Of torch, NumPy and random: in the loop, in a loader, in a loader's worker."""
+    _, facts = cases(*world)
+    drawn = [own["draws"] for own in facts]
+    for one, again, _ in drawn:
+        assert one == again
+    assert one[0] != one[1]
+    for place in range(3):
+        rows = [(first + [worker])[place] for first, _, worker in drawn]
+        for values in zip(*map(np.ravel, rows), strict=True):
+            assert len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_barrier_waits(cases, world):
+    assert all(own["waits"] == ["1.bias", "1.weight", "4.bias", "4.weight"] for own in cases(*world)[1])
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_sums(cases, world):
     size, facts = world[0], cases(*world)[1]
@@ -141,6 +181,8 @@ ERRORS = {
     "option": "ConfigError: ratio: must be <= 1.0, not 2.0; ht.distribute",
     "few": "DataError: . samples are too few for . ranks; ht.shard; start fewer ranks",
     "unequal": "ConfigError: the ranks differ.*\n  samples  .*rank 0: 40",
+    "split": "ConfigError: the ranks differ.*\n  data: indices of its Subset rank 0",
+    "drawn": "ConfigError: the ranks differ.*\n  data: tensors",
     "damaged": "CheckpointError: it is damaged",
     "unfit": "CheckpointError: it does not fit this model: Error",
     "missing": "CheckpointError: there is no checkpoint; .*none.ckpt",
@@ -226,8 +268,7 @@ def test_shares(count, batch_size, shuffle, drop_last):
                 pt_share.Share(count, batch_size, rank=0, **options)
             continue
         ranks = [pt_share.Share(count, batch_size, rank=rank, **options) for rank in range(size)]
-        with torch.random.fork_rng():
-            epochs = [[list(own) for own in ranks] for _ in range(2)]
+        epochs = [[list(own) for own in ranks] for _ in range(2) if not pt_share.stepped()]
         for batches in epochs:
             seen = Counter(i for own in batches for batch in own for i in batch)
             assert set(seen.values()) == {1}
@@ -238,25 +279,231 @@ def test_shares(count, batch_size, shuffle, drop_last):
         if shuffle and count > 8:
             assert epochs[0] != epochs[1]
         alone = pt_share.Share(count, batch_size * size, shuffle=shuffle, drop_last=drop_last, seed=5, rank=0, size=1)
-        with torch.random.fork_rng():
-            for whole, *parts in zip(alone, *epochs[0], strict=False):
-                union = [i for part in parts for i in part]
-                assert set(union) >= set(whole)  # the last may hold samples that fill no batch of their own
+        alone.set_epoch(1)
+        for whole, *parts in zip(alone, *epochs[0], strict=False):
+            union = [i for part in parts for i in part]
+            assert set(union) >= set(whole)  # the last may hold samples that fill no batch of their own
 
 
-def test_a_loader_keeps_its_options():
+class Doubled(data.DataLoader):
+    """A class of the user's own."""
+
+    def __init__(self, *args, factor=2, **options):
+        super().__init__(*args, **options)
+        self.factor = factor
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+
+def test_a_loader_keeps_its_options_and_class():
     samples = data.TensorDataset(torch.arange(20.0))
-    loader = ht.shard(data.DataLoader(samples, batch_size=6, collate_fn=lambda rows: len(rows), drop_last=True))
-    assert list(loader) == [6, 6, 6] and len(loader) == 3
+    own = data.DataLoader(samples, batch_size=6, collate_fn=lambda rows: len(rows), drop_last=True)
+    loader = ht.shard(own)
+    assert list(loader) == list(loader) == [6, 6, 6] and len(loader) == len(iter(loader)) == 3
+    assert loader.batch_size == 6 and loader.drop_last and own.batch_sampler is not loader.batch_sampler
     with pytest.raises(ConfigError, match="sharded already"):
         ht.shard(loader)
+    doubled = ht.shard(Doubled(range(20), batch_size=4, shuffle=True, factor=3))
+    assert isinstance(doubled, Doubled) and doubled.batch_size == 4
+    assert sorted(torch.cat(list(doubled)).tolist()) == list(range(0, 60, 3))
+
+
+def test_each_loader_has_its_own_order_and_leaves_the_generators_alone():
+    loaders = [ht.shard(data.DataLoader(range(40), batch_size=5, shuffle=True)) for _ in range(2)]
+    loaders.append(ht.shard(data.DataLoader(range(40), batch_size=5, generator=torch.Generator().manual_seed(1))))
+    before, numpys, pythons = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    first, second, _ = [torch.cat(list(loader)).tolist() for loader in loaders]
+    assert first != second and sorted(first) == sorted(second)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpys).all() and random.getstate() == pythons
+
+
+def test_an_order_is_that_of_the_steps():
+    def order():
+        return torch.cat(list(loader)).tolist()
+
+    loader = ht.shard(data.DataLoader(range(40), batch_size=5, shuffle=True))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    ht.distribute(model)
+    first = order()
+    with pytest.warns(UserWarning, match="twice in the same order.*set_epoch"):
+        assert order() == first
+    torch.optim.SGD(nn.Linear(1, 1).parameters()).step()  # of no distributed model
+    assert order() == first
+    saved = loader.batch_sampler.state_dict()
+    optimizer.step(lambda: torch.zeros(()))
+    second = order()
+    assert second != first
+    loader.set_epoch(5)
+    fifth = order()
+    assert fifth not in (first, second)
+    optimizer.step(lambda: torch.zeros(()))
+    assert order() != fifth
+    with torch.random.fork_rng():
+        loader.batch_sampler.load_state_dict({key: saved[key] for key in ("seed", "epoch")})  # of an older file
+        assert order() == first
+
+
+def test_passes_of_another_thread_are_counted_by_themselves():
+    """They begin while the main thread makes steps, which are others on each rank."""
+    orders = []
+    for extra in (0, 1):
+        share = pt_share.Share(40, 5, shuffle=True, drop_last=False, seed=1, rank=0, size=2)
+        for _ in range(2):
+            _ = [pt_share.stepped() for _ in range(extra)]
+            thread = threading.Thread(target=lambda share=share: orders.append(list(share)))
+            thread.start()
+            thread.join()
+    assert orders[:2] == orders[2:] and orders[0] != orders[1] != list(share)
+
+
+def test_an_epoch_ends_with_draws_of_its_own():
+    """At the end of a pass with steps: other draws than before, the same after a resume there, others on each rank."""
+
+    def drawn():
+        return [torch.rand(()).item(), np.random.rand(), random.random()]
+
+    model = nn.Linear(1, 1)
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters()))
+    found = []
+    with torch.random.fork_rng():
+        for rank in (0, 1):
+            torch.manual_seed(1)
+            loader = pt_passes.shared(data.DataLoader(range(8), batch_size=2, shuffle=True), 3, rank, 2)
+            for _ in range(2):
+                for _ in loader:
+                    drawn()
+                    optimizer.step()
+                saved = loader.batch_sampler.state_dict()
+                found.append(drawn())
+                loader.batch_sampler.load_state_dict(saved)
+                assert found[-1] == drawn()
+    values = [value for row in found for value in row]
+    assert len(set(values)) == len(values) == 12
+
+
+class Drawn(data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+def test_workers_draw_by_rank_and_repeat():
+    """Persistent workers, too."""
+
+    def drawn(rank):
+        own = data.DataLoader(Drawn(), batch_size=2, num_workers=1, persistent_workers=True)
+        loader = pt_passes.shared(own, 3, rank, 2)
+        return torch.cat([next(iter(loader)), *loader]).flatten().tolist()
+
+    first, second = drawn(0), drawn(1)
+    assert not set(first) & set(second)
+    assert drawn(0) == first
+
+
+@pytest.mark.parametrize("count", [10, 13, 14, 15, 29])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_weights_make_a_mean_over_samples(count, size):
+    shares = [pt_share.Share(count, 3, shuffle=True, drop_last=False, seed=0, rank=r, size=size) for r in range(size)]
+    for k, parts in enumerate(zip(*shares, strict=True)):
+        weights = [share.weight(k) for share in shares]
+        total = sum(w * float(np.mean(part)) for w, part in zip(weights, parts, strict=True)) / size
+        assert total == pytest.approx(np.mean([i for part in parts for i in part]), rel=1e-12)
+        assert k + 1 == len(shares[0]) or weights == [1.0] * size
+
+
+SEVEN_TO_SIX = 7 * 2 / 13  # weight of a rank that has 7 of the last 13 samples
+
+
+def uneven(**options) -> data.DataLoader:
+    """Rank 0's batches of two ranks: 10 10 7."""
+    return pt_passes.shared(data.DataLoader(range(53), batch_size=10, **options), 0, 0, 2)
+
+
+def weights(loader, *, ahead: int = 0, passes: int = 1, every: int = 1) -> list[float]:
+    """What a reducer counts by, for a loop that takes ``ahead`` batches early, and exchanges after ``every`` batch."""
+    found, queue = [], []
+
+    def exchange():
+        for _ in range(passes):
+            found.append(pt_passes.weight())
+            pt_passes.exchanged()
+
+    for k, batch in enumerate(loader):
+        queue.append(batch)
+        if len(queue) > ahead and (k + 1) % every == 0:
+            queue.pop(0)
+            exchange()
+    if ahead:
+        exchange()
+    return found
+
+
+def test_the_last_batch_counts_by_its_samples_where_it_is_in_use():
+    assert weights(uneven()) == [1.0, 1.0, SEVEN_TO_SIX]
+    assert weights(uneven(num_workers=2, prefetch_factor=2)) == [1.0, 1.0, SEVEN_TO_SIX]  # long prepared
+    assert weights(uneven(), passes=2) == [1.0] * 4 + [SEVEN_TO_SIX] * 2  # a GAN's two losses
+    assert weights(zip(uneven(), uneven(), strict=True)) == [1.0, 1.0, SEVEN_TO_SIX]
+    assert pt_passes.weight() == 1.0  # the pass has ended
+
+
+def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
+    assert weights(uneven(), ahead=1) == [1.0] * 3  # the loop holds another batch than the last one given
+    assert weights(uneven(), every=3) == [1.0]  # gradients of three batches travel together
+    assert weights(zip(uneven(), data.DataLoader(range(53), batch_size=10), strict=False))[-1] == SEVEN_TO_SIX
+    even = pt_passes.shared(data.DataLoader(range(60), batch_size=10), 0, 0, 2)
+    assert weights(zip(uneven(), even, strict=True)) == [1.0] * 3  # of which of the two?
+    assert weights(uneven(num_workers=2, in_order=False)) == [1.0] * 3
+    assert weights(pt_passes.shared(Doubled(range(53), batch_size=10), 0, 0, 2)) == [1.0] * 3
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_evaluation_and_looks_in_between_do_not_count(context):
+    own, checks, found = uneven(), uneven(), []
+    for _ in own:
+        with context():
+            next(iter(own))
+            assert len(list(checks)) == 3
+        found.append(pt_passes.weight())
+        pt_passes.exchanged()
+        with context():
+            assert len(list(checks)) == 3
+    assert found == [1.0, 1.0, SEVEN_TO_SIX]
+
+
+def test_a_reducer_weights_gradients_alone():
+    """A gradient of the last batch counts by its samples, a running statistic as it is."""
+    model, statistic = nn.Linear(1, 1, bias=False).double(), torch.ones(1, dtype=torch.float64)
+    Reducer(dict(model.named_parameters()), [statistic], Twins(), Plain())
+    found = []
+    for x in uneven():
+        model.zero_grad()
+        model(torch.ones(len(x), 1, dtype=torch.float64)).mean().backward()
+        found.append(model.weight.grad.item())
+        assert statistic == 1
+    assert found == pytest.approx([1.0, 1.0, SEVEN_TO_SIX])
+
+
+class Begun(data.DataLoader):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.own = super().__iter__()
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda s: data.DataLoader(s, sampler=data.DistributedSampler(s, 2, 0)), "DistributedSampler; ht.shard; take"),
-        (lambda s: data.DataLoader(s, sampler=data.WeightedRandomSampler([1.0] * 20, 20)), "WeightedRandomSampler"),
+        (
+            lambda s: data.DataLoader(s, sampler=data.WeightedRandomSampler([1.0] * 20, 20)),
+            "WeightedRandomSampler; ht.shard; let each rank draw num_samples / ht.size",
+        ),
+        (Begun, "this Begun keeps a pass that has begun"),
         (lambda s: data.DataLoader(s, sampler=data.RandomSampler(s, replacement=True)), "replacement"),
         (lambda s: data.DataLoader(s, batch_size=None), "batch_size"),
         (lambda s: s, "torch.utils.data.DataLoader, not a TensorDataset"),
@@ -292,6 +539,15 @@ def test_files_give_back_every_bit():
         assert back[key].dtype == value[key].dtype and back[key].shape == value[key].shape
     assert (back["half"].view(torch.int16) == value["half"].view(torch.int16)).all()
     assert (back["view"] == value["view"]).all()
+
+
+def test_files_keep_keys_apart():
+    value = {"a/b": torch.ones(1), "a": {"b": torch.zeros(2)}, 1: torch.ones(3), "1": torch.ones(4)}
+    value |= {"1'": torch.ones(5), None: [torch.ones(6)], "None/0": torch.ones(7)}
+    back = pt_files.unpack(pt_files.pack(value))
+    assert list(back) == list(value)
+    shapes = [back["a/b"], back["a"]["b"], back[1], back["1"], back["1'"], back[None][0], back["None/0"]]
+    assert [len(x) for x in shapes] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_files_hold_no_objects_and_no_faults():

@@ -10,7 +10,9 @@ import faulthandler
 import hashlib
 import json
 import os
+import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +35,9 @@ def digits(count: int = 1200, dtype: torch.dtype = torch.float64) -> TensorDatas
     return TensorDataset(images, torch.tensor(DIGITS.target[:count]))
 
 
-def loader(**options) -> DataLoader:
+def loader(count: int = 1200, **options) -> DataLoader:
     own = {"batch_size": GLOBAL_BATCH // ht.size(), "shuffle": True, **options}
-    return ht.shard(DataLoader(digits(), **own))
+    return ht.shard(DataLoader(digits(count), **own))
 
 
 def mlp(dropout: float = 0.0, hidden: int = 32) -> nn.Module:
@@ -154,6 +156,33 @@ def overlapping():
     return fit(*ht.distribute(model, sgd(model), overlap=True), accumulate=2)
 
 
+def uneven():
+    """The last of 4 global batches has 55 samples: 28 and 27 for two ranks, 19, 18 and 18 for three."""
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    batches = loader(count=235)
+    checks = ht.shard(DataLoader(digits(101), batch_size=7))
+    for _ in range(3):
+        for inputs, labels in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            with torch.no_grad():
+                ht.sum(*[F.cross_entropy(model(x), y, reduction="sum") for x, y in checks])
+    return model
+
+
+def one_optimizer():
+    """One optimizer over two models."""
+    parts = nn.ModuleList([mlp(), cnn()])
+    parts, optimizer = ht.distribute(parts, sgd(parts))
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(parts[0](x) + parts[1](x), y).backward()
+        optimizer.step()
+    return parts
+
+
 # Weights after 20 steps are those of one rank with the same global batch.
 SAME = {
     "sgd": simple(mlp),
@@ -172,6 +201,8 @@ SAME = {
     "tied and frozen": tied_and_frozen,
     "norm synchronized": norm_synchronized,
     "overlap": overlapping,
+    "uneven": uneven,
+    "one optimizer": one_optimizer,
 }
 
 
@@ -281,6 +312,77 @@ def sums():
     return [correct, count, ht.sum(0.1)]
 
 
+def looks():
+    """Samples in the order in which they were trained on: [epoch][loader] -> this rank's batches.
+
+    Rank 0 looks at batches by itself, before training, within an epoch and after it; epoch 1 ends early; the second
+    loader has an order of its own.
+    """
+    samples = TensorDataset(torch.arange(996.0, dtype=torch.float64))
+    options = dict(batch_size=12 // ht.size(), shuffle=True)
+    loaders = [ht.shard(DataLoader(samples, **options)) for _ in range(2)]
+    model = nn.Linear(1, 1).double()
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    kept, found = [], []
+
+    def look():
+        if ht.rank() == 0:
+            for one in loaders:
+                next(iter(one))
+                kept.append(iter(one))
+                next(kept[-1])
+
+    look()
+    for epoch in range(4):
+        found.append([[], []])
+        for step, parts in enumerate(zip(*loaders, strict=True)):
+            for mine, (x,) in zip(found[-1], parts, strict=True):
+                mine.append(x.long().tolist())
+                optimizer.zero_grad()
+                model(x[:, None]).mean().backward()
+                look() if step % 40 == 3 else None
+                optimizer.step()
+            look() if step % 40 == 7 else None
+            if epoch == 1 and step == 50:
+                break
+        if epoch == 2 and ht.rank() == 0:
+            list(loaders[1])
+    return found
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples of what the three generators draw."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+def draws():
+    """What two trainings of the same seeds draw: [run] -> draws by the loop, by a loader, by its worker."""
+
+    def run():
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+        ht.distribute(mlp())
+        loaders = [ht.shard(DataLoader(Drawn(), batch_size=2, num_workers=n)) for n in (0, 1)]
+        return [Drawn()[0].tolist(), *[next(iter(one))[0].tolist() for one in loaders]]
+
+    return [run()[:2], run()[:2], run()[2]]
+
+
+def waits(folder: Path):
+    """A file that rank 0 writes late is there for all behind the barrier."""
+    if ht.rank() == 0:
+        time.sleep(0.3)
+        torch.save(mlp().state_dict(), folder / "plain.pt")
+    ht.barrier()
+    return sorted(torch.load(folder / "plain.pt"))
+
+
 def resume(folder: Path):
     """Two epochs at once, and one, saved, loaded by a model of other weights, and another one: the same bits."""
 
@@ -365,6 +467,13 @@ def errors(folder: Path):
     def layers():
         ht.distribute(mlp() if ht.rank() else cnn())
 
+    def split():
+        parts = torch.utils.data.random_split(range(40), [30, 10], torch.Generator().manual_seed(ht.rank()))
+        ht.shard(DataLoader(parts[0]))
+
+    def drawn():
+        ht.shard(DataLoader(TensorDataset(torch.full((40,), ht.rank()))))
+
     return {
         name: told(work)
         for name, work in {
@@ -380,6 +489,8 @@ def errors(folder: Path):
             "option": lambda: ht.distribute(mlp(), compression="topk", ratio=2.0),
             "few": lambda: ht.shard(DataLoader(digits(ht.size() - 1))),
             "unequal": lambda: ht.shard(DataLoader(digits(40 + ht.rank()))),
+            "split": split,
+            "drawn": drawn,
             "damaged": damaged,
             "unfit": unfit,
             "missing": lambda: ht.load(folder / "none.ckpt"),
@@ -409,10 +520,13 @@ def main(folder: Path) -> None:
     facts["masks"] = masks()
     facts["broadcast"] = broadcast()
     facts["sums"] = sums()
+    facts["looks"] = looks()
+    facts["waits"] = waits(folder)
     if ht.size() > 1:
         facts["scaler"] = scaler_skips()
         facts["scaler topk"] = scaler_skips(compression="topk", ratio=0.5)
         facts["dynamic"] = dynamic()
+        facts["draws"] = draws()
         facts["errors"] = errors(folder)
     (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))
 

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hvd_train.compression import make
@@ -36,7 +37,8 @@ from hvd_train.frontends.base import gpu_index, overlaps
 from hvd_train.frontends.pt import TorchOps
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
-from hvd_train.script import pt_draws, pt_files, pt_passes, pt_share
+from hvd_train.script import pt_backward, pt_draws, pt_files, pt_passes, pt_share
+from hvd_train.script.pt_buffers import Buffers
 from hvd_train.script.pt_reducer import Reducer
 from hvd_train.script.world import exchange_options, open_world
 
@@ -47,6 +49,7 @@ DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat1
 _distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
 _known: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # id -> the parameter, who reduces its gradient
 _sharded = 0  # loaders
+_ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that were handed to distribute
 
 
 @functools.cache
@@ -82,6 +85,8 @@ def sum(*values: Any) -> Any:
     ``correct, count = ht.sum(correct, count)``, then ``correct / count``, is exact however samples lie on ranks.
     """
     own = np.array([float(value) for value in values])
+    if pt_backward.here() < 0:
+        pt_backward.after_failure()
     parts = [np.frombuffer(part) for part in _world().allgather_bytes(own.tobytes())]
     total = np.sum(parts, axis=0).tolist()
     return total[0] if len(values) == 1 else total
@@ -98,24 +103,33 @@ def distribute(
     compression: str = "none",
     overlap: bool | str = "auto",
     sync_batchnorm: bool = False,
+    average: bool = True,
+    agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
     """Makes the model train as one on all ranks; returns what it was given. On all ranks, once for each model.
 
     Rank 0's weights, buffers and optimizer state go to all ranks. From now on ``backward()`` returns with gradients
-    that are the mean over the ranks, as views of flat buckets. Running statistics of batch normalization are averaged
-    with them, or taken over the global batch with ``sync_batchnorm``. The generators of torch, NumPy and ``random``
-    are set anew on all ranks but the first: dropout and augmentation differ between ranks, and repeat from run to run
-    where the script seeds. The learning rate stays as it is, and batches are each rank's own.
+    that are the mean over the ranks, as views of flat buckets: right for a loss that is a mean over its batch. A loss
+    that is summed over its batch wants ``average=False``, which sums. Gradients that you set yourself (``p.grad = g``)
+    are averaged in ``optimizer.step()``, and so is the loss by which LBFGS searches.
 
-    ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``.
-    Every rank must call ``backward()`` equally often. Raises ConfigError on all ranks.
+    Running statistics are averaged with the gradients, or those of batch normalization taken over the global batch with
+    ``sync_batchnorm``; of all other buffers that change, every rank takes rank 0's. torch's generator is set anew on
+    all ranks but the first, so that dropout differs between ranks. The learning rate stays as it is, and batches are
+    each rank's own.
+
+    ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
+    call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never) the ranks
+    compare their weights and learning rates, and end with a CommunicationError where they differ. Raises ConfigError on
+    all ranks.
     """
     communicator, bare = _world(), _bare(model)
     together(communicator, lambda: _check(bare, optimizers, sync_batchnorm))
     exchange = together(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = _trainable(bare)
-    agree(communicator, _facts(bare, optimizers) | {"options": f"{compression} {overlap} {sync_batchnorm} {options}"})
+    words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
+    agree(communicator, _facts(bare, optimizers) | {"options": words})
     _broadcast(communicator, bare, optimizers)
     reducer = None
     if communicator.size > 1:
@@ -124,18 +138,20 @@ def distribute(
             _synchronize_batchnorm(bare, communicator, TorchOps(place))
         reducer = Reducer(
             parameters,
-            [] if sync_batchnorm else _statistics(bare),
+            _statistics(bare, sync_batchnorm),
             communicator,
             make(compression, communicator.size, **exchange.options(compression)),
             lossy=compression != "none",
             overlap=overlaps(exchange.overlap, communicator, place.type == "cuda", torch.get_num_threads()),
+            average=average,
+            buffers=Buffers(bare, communicator),
+            every=agreement_every_n_steps,
             number=len(_distributed),
         )
     pt_draws.set_apart(communicator.rank)
     _distributed.append((bare, reducer))
     _known.update({id(p): (p, reducer) for p in parameters.values()})
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(_before_step)
+    _ours.update(optimizers)
     keep_memory()
     return (model, *optimizers) if optimizers else model
 
@@ -350,9 +366,10 @@ def _broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: S
             _lay_slots(optimizer)
 
 
-def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[torch.Tensor]:
     """Running means and variances: what each rank gathers over its own batches."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    joined = _BatchNorm if sync_batchnorm else ()
+    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and not isinstance(layer, joined)]
     return [x for layer in layers for x in (layer.running_mean, layer.running_var) if x is not None]
 
 
@@ -364,29 +381,57 @@ def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, o
         layer.num_batches_tracked = count  # it belongs to the user's state_dict
 
 
+def _stepped(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Parameter]]:
+    """The optimizer's parameters, by who reduces their gradients."""
+    found: dict[Reducer, list[torch.nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _, reducer = _known.get(id(p), (p, None))
+            if reducer is not None:
+                found.setdefault(reducer, []).append(p)
+            elif p.grad is not None and optimizer in _ours and size() > 1:
+                what = f"a parameter of shape {tuple(p.shape)} came to the model after ht.distribute"
+                fix = "call ht.distribute when all parameters are there, and have requires_grad"
+                raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+    return found
+
+
+def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    """A step with gradients that this rank alone has would set the ranks apart, and nobody would notice."""
+    found = _stepped(optimizer)
+    if not found:
+        return None
+    if pt_backward.here() < 0:
+        pt_backward.after_failure()
+    for reducer, parameters in found.items():
+        reducer.stepping = True  # should it call backward() itself
+        if reducer.unreduced and any(p.grad is not None for p in parameters):
+            what = "the gradients of the last backward() were not reduced"
+            fix = "call the last backward() before a step outside of ht.no_sync"
+            if reducer.failed:
+                what, fix = "an error ended the last backward()", "clear the gradients and go on with the next batch"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+        reducer.by_hand(parameters)
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    # Its search goes by the loss: by each rank's own, the ranks would go different ways.
+    closure, reducer = keywords.get("closure", arguments[-1]), next(iter(found))
+
+    def joined() -> torch.Tensor:
+        loss = closure().detach()
+        return loss.new_tensor(reducer.joined(float(loss), sum))
+
+    return (arguments[0], joined), {}
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if any(id(p) in _known for group in optimizer.param_groups for p in group["params"]):
         pt_share.stepped()
+    for reducer, parameters in _stepped(optimizer).items():
+        reducer.stepping = False
+        reducer.used(optimizer, [p for p in parameters if p.grad is not None])
 
 
+# Of all optimizers, also those that are made later.
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step with gradients that this rank alone has would set the ranks apart, and nobody would notice."""
-    if size() == 1:
-        return
-    where = f"{type(optimizer).__name__}.step()"
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            _, reducer = _known.get(id(p), (p, None))
-            if reducer is None:
-                what = f"a parameter of shape {tuple(p.shape)} came to the model after ht.distribute"
-                fix = "call ht.distribute when all parameters are there, and have requires_grad"
-                raise ConfigError(what, where=where, fix=fix, common=True)
-            if reducer.unreduced:
-                what = "the gradients of the last backward() were not reduced"
-                fix = "call the last backward() before a step outside of ht.no_sync"
-                raise ConfigError(what, where=where, fix=fix, common=True)

@@ -82,11 +82,13 @@ def agree_on_weights(
         first = next((name for name in sums if len({weights.get(name) for weights, _ in told}) > 1), None)
         others = _ranks([rank for rank in range(len(everyone)) if rank not in apart])
         what = f"the weights of {_ranks(apart)} differ from those of {others}, first in {first}"
-        causes = [
-            f"{name}: " + ", ".join(f"{table.get(name)} on rank {rank}" for rank, (_, table) in enumerate(told))
-            for name in dict.fromkeys(key for _, table in told for key in table)
-            if len({table.get(name) for _, table in told}) > 1
-        ]
+        causes = []
+        for name in dict.fromkeys(key for _, table in told for key in table):
+            values: dict[str | None, list[int]] = {}
+            for rank, (_, table) in enumerate(told):
+                values.setdefault(table.get(name), []).append(rank)
+            if len(values) > 1:
+                causes.append(f"{name}: " + " and ".join(f"{v} on {_ranks(ranks)}" for v, ranks in values.items()))
         if causes:
             what = f"{what if first else 'the ranks differ'} ({'; '.join(causes)})"
         raise CommunicationError(what, where=where, fix=fix, common=True, ranks=apart)

@@ -6,7 +6,7 @@ The same object is called eagerly (PyTorch) and while a ``tf.function`` is trace
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +19,18 @@ COMPRESSED = Packing(4 << 20, 4 << 20)  # in every framework: what a compressor 
 JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors beside a compressor that takes each alone
 
 
-def plan(specs: Sequence[TensorSpec], packing: Packing, small: int = 0) -> tuple[tuple[int, ...], ...]:
+def plan(
+    specs: Sequence[TensorSpec], packing: Packing, small: int = 0, whole: Collection[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """Buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
 
     Every index stands in exactly one bucket; a bucket holds one dtype, and tensors of fewer than ``small`` entries
-    stand in buckets of their own; the plan depends on the specs alone, so it is the same on every rank.
+    and those of ``whole`` stand in buckets of their own; the plan depends on these alone: it is the same on all ranks.
     """
     buckets: list[tuple[int, ...]] = []
     open_buckets: dict[tuple[str, bool], list[int]] = {}
     for i in reversed(range(len(specs))):
-        spec, little = specs[i], specs[i].size < small
+        spec, little = specs[i], specs[i].size < small or i in whole
         limits = JOINED if little else packing
         if spec.nbytes >= limits.alone_bytes:
             buckets.append((i,))
@@ -72,8 +74,8 @@ class Exchange:
     """Joins gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once.
 
     ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
-    Tensors of fewer than ``small`` entries travel plain beside a compressor. ``world``: the ranks that ``failures``
-    asks, where they are not those of ``communicator`` (gradients that stay on their rank).
+    Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel plain beside a compressor.
+    ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (gradients that stay on their rank).
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Exchange:
         *,
         op: str = "sum",
         small: int = SMALL,
+        whole: Collection[int] = (),
         world: Communicator | None = None,
     ) -> None:
         plain = isinstance(compressor, Plain)
@@ -94,11 +97,11 @@ class Exchange:
             packing = Packing(bucket_bytes=0, alone_bytes=0)
         elif not plain:
             packing = COMPRESSED
-        self.buckets = plan(specs, packing, 0 if plain else small)
+        self.buckets = plan(specs, packing) if plain else plan(specs, packing, small, whole)
         self._specs, self._communicator, self._ops, self._op = specs, communicator, ops, op
         self._world = world or communicator
         self._clip = clip or Clip()
-        little = [all(specs[i].size < small for i in members) for members in self.buckets]
+        little = [all(specs[i].size < small or i in whole for i in members) for members in self.buckets]
         self._compressors = [Plain() if few else compressor for few in little]
         self._shapes = [self._shape(b) for b in range(len(self.buckets))]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
+
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
@@ -38,13 +41,23 @@ class _Joined(_BatchNorm):
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
 
+    def __reduce_ex__(self, protocol):
+        """For pickle the layer is of its own class: a file knows no ranks."""
+        return copyreg._reconstructor, (type(self).__mro__[2], object, None), self.__dict__  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo):
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
     def _follow(self, total, mean, variance):
         """Moves the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
         share = self.momentum
-        if share is None:  # the mean over all batches
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_((total > 0).long()[0])
+        if share is None:  # the mean over all batches
             share = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
         old = self.running_mean, self.running_var
         total, mean, variance = (x.to(old[0].dtype) for x in (total, mean, variance))

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hvd_train.core.exchange import SMALL, Exchange
-from hvd_train.errors import ConfigError
+from hvd_train.core.agreement import agree_on_weights, due
+from hvd_train.core.exchange import Exchange
+from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
-from hvd_train.script import pt_passes
+from hvd_train.script import pt_backward, pt_passes
+from hvd_train.script.pt_buffers import Buffers, bits
+from hvd_train.script.pt_residuals import Residuals
 from hvd_train.script.world import Named
+
+# Behind the flags of the parameters; on how many ranks:
+BROKEN = 0  # a gradient that would be compressed is not finite
+LATE = 1  # a gradient came after its bucket had gone
+FAILED = 2  # an error ended the backward pass
+BUFFERS = 3  # from here on: a buffer has changed
+APART_FIX = (
+    "what a rank decides by its loss or its data sets it apart: decide by ht.sum, which is the same on all ranks"
+)
 
 
 class Reducer:
@@ -21,7 +35,7 @@ class Reducer:
     A gradient is a view of its bucket from its first exchange on, as long as the user does not set it to None. Every
     bucket travels after every backward pass: a mean is the same on all ranks, so averaging it again leaves it as it is,
     and several passes before a step add up to the mean of their sums. A parameter without a gradient on some ranks
-    counts as zero there; one without on all ranks keeps None, as the flags tell.
+    counts as zero there; one without on all ranks keeps None, as the flags tell. ``average`` False: the sum.
     """
 
     def __init__(
@@ -33,124 +47,347 @@ class Reducer:
         *,
         lossy: bool = False,
         overlap: bool = False,
+        average: bool = True,
+        buffers: Buffers | None = None,
+        every: int = 0,
         number: int = 0,
     ) -> None:
         self.reducing, self.unreduced = True, False  # outside of no_sync; gradients that this rank alone has
+        self.failed = False  # an error ended the last pass
+        self.number, self.passes, self.steps = number, 0, 0
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
+        self.stepping = False  # within a step that calls backward() itself
+        self._communicator, self._buffers, self._every = communicator, buffers, every
         self._names, self._parameters = list(parameters), list(parameters.values())
-        self._scale, self._lossy, self._overlap, self._number = 1.0 / communicator.size, lossy, overlap, number
+        self._mean = 1.0 / communicator.size
+        self._average, self._lossy, self._overlap = average, lossy, overlap
         first = self._parameters[0]
         ops = TorchOps(first.device)
-        self._flags = torch.ones(len(parameters), dtype=first.dtype, device=first.device)
+        count = len(parameters) + BUFFERS + len(buffers or ())
+        self._flags = torch.zeros(count, dtype=first.dtype, device=first.device)
         # Buckets are planned from the last to the first: flags and statistics, complete at the end, travel last.
         self._riders = [self._flags, *statistics]
-        tensors = [*self._riders, *self._parameters]
-        specs = [TensorSpec(str(i), tuple(x.shape), ops.dtype(x)) for i, x in enumerate(tensors)]
-        small = max(SMALL, len(parameters) + 1)  # flags are never compressed
-        packing = PyTorchFrontEnd.packing
+        # What the ranks had in common: only changes are averaged, so that what is equal stays as it is.
+        self._common = [torch.zeros_like(self._flags), *(x.detach().clone() for x in statistics)]
+        self._tensors = [*self._riders, *self._parameters]
+        specs = [TensorSpec(str(i), tuple(x.shape), ops.dtype(x)) for i, x in enumerate(self._tensors)]
+        self._sizes = [spec.size for spec in specs]
         world: Any = Named(communicator, number)
-        self._exchange = Exchange(specs, packing, compressor, world, ops, small=small)
-        self._state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.initial()]
-        self._flats, self._views, self._bucket = [], dict[int, torch.Tensor](), dict[int, int]()
-        for b, members in enumerate(self._exchange.buckets):
-            flat = torch.zeros(sum(specs[i].size for i in members), dtype=tensors[members[0]].dtype, device=ops.device)
-            self._flats.append(flat)
-            for i, part in zip(members, flat.split([specs[i].size for i in members]), strict=True):
-                # A gradient lies in memory as its parameter does (channels last, transposed, ...).
-                self._views[i] = part.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride())
-                self._bucket[i] = b
-        self._begun, self._weight = False, 1.0
-        self._waiting: list[int] = []
+        riders = range(len(self._riders))  # statistics and flags are never compressed
+        self._exchange = Exchange(specs, PyTorchFrontEnd.packing, compressor, world, ops, whole=riders)
+        state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.initial()]
+        self._residuals = Residuals(self._exchange.buckets, self._sizes, state)
+        # A gradient lies in memory as its parameter does (channels last, transposed, ...).
+        self._strides = [torch.empty_like(x).stride() for x in self._tensors]
+        buckets = self._exchange.buckets
+        self._bucket = {i: b for b, members in enumerate(buckets) for i in members}
+        self._flats: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._holders: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
+        for b in range(len(buckets)):
+            self._renew(b)
+        self._owner = self._references(0)
+        self._begun, self._settled, self._weight = False, -1, 1.0
+        self._waiting: list[set[int]] = []
         self._started: dict[int, Any] = {}
         self._broken = False
-        for i, parameter in enumerate(self._parameters, len(self._riders)):
+        self._arrivals: dict[int, int] = {}
+        self._weights: dict[int, int] = {}  # bits of parameters that no optimizer has stepped so far
+        self._stepped: set[int] = set()
+        self._numbered = list(enumerate(self._parameters, len(self._riders)))
+        self.index = {id(p): i for i, p in self._numbered}
+        pt_backward.watch_checkpoints()
+        for i, parameter in self._numbered:
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+            if lossy:
+                parameter.register_hook(torch.utils.hooks.unserializable_hook(lambda _: self._settle()))
+
+    # ---- one pass
 
     @torch.no_grad()
     def _arrived(self, i: int) -> None:
         """A hook: backward has added to gradient ``i``."""
         self.unreduced = True  # also after a backward pass that an error ended
+        if not self._average:
+            self._arrivals[i] = self._arrivals.get(i, 0) + 1
         if not self.reducing:
             return
+        pt_backward.enter()
         if not self._begun:
-            self._begun, self._started, self._broken = True, {}, False
-            self._weight = pt_passes.weight()
-            self._waiting = [len(members) for members in self._exchange.buckets]
-            _pending.append(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_finish_all)
+            self._begun, self._broken = True, False
+            self._weight = pt_passes.weight() if self._average else 1.0
+            self._waiting = [set(members) for members in self._exchange.buckets]  # riders among them never arrive
+            pt_backward.join(self)
+        gradient = self._gradient(i)
+        if gradient.requires_grad:
+            what = "backward(create_graph=True) keeps a graph of this rank's gradient, and no other rank's"
+            fix = "take the gradients for a penalty from torch.autograd.grad(..., create_graph=True)"
+            raise ConfigError(what, where=self._name(i), fix=fix, common=True)
         if self._overlap:
             b = self._bucket[i]
-            self._waiting[b] -= 1
-            if self._waiting[b] == 0:
+            self._waiting[b].discard(i)
+            if not self._waiting[b] and b not in self._started:
                 self._start(b)
-            elif self._waiting[b] < 0:
-                what = "a gradient changed after its exchange had begun: the model runs a part of its backward twice"
-                where, fix = self._names[i - len(self._riders)], "give ht.distribute overlap=False"
-                raise ConfigError(what, where=where, fix=fix, common=True)
+                for k in self._exchange.buckets[b]:  # what comes now must not reach what travels
+                    self._parameters[k - len(self._riders)].grad = None
+
+    def _name(self, i: int) -> str:
+        return self._names[i - len(self._riders)]
+
+    def _gradient(self, i: int) -> Any:
+        return self._parameters[i - len(self._riders)].grad
 
     def _start(self, b: int) -> None:
         """Brings the bucket's members into its flat tensor, divided by the world's size and weighted, and sends it."""
-        for i in self._exchange.buckets[b]:
-            own = i - len(self._riders)
+        riders, members = len(self._riders), self._exchange.buckets[b]
+        sources = {i: self._riders[i] if i < riders else self._gradient(i) for i in members}
+        if self._held(b, [i for i in members if i >= riders and sources[i] is not self._views[i]]):
+            self._renew(b)
+        for i, source in sources.items():
             view = self._views[i]
-            source = self._riders[i] if own < 0 else self._parameters[own].grad
-            scale = self._scale * (1.0 if own < 0 else self._weight)
-            if source is None:
+            if i < riders:
+                torch.sub(source, self._common[i], out=view)
+                view.mul_(self._mean)
+            elif source is None:
                 view.zero_()
             elif source is view:
-                view.mul_(scale)
+                self._again(i, view)
             else:
                 if source.is_sparse:
                     fix = "make its layer with sparse=False"
-                    raise ConfigError("its gradient is sparse", where=self._names[own], fix=fix, common=True)
-                torch.mul(source, scale, out=view)
-                if own >= 0:
-                    self._parameters[own].grad = view
+                    raise ConfigError("its gradient is sparse", where=self._name(i), fix=fix, common=True)
+                if self._average:
+                    torch.mul(source, self._mean * self._weight, out=view)
+                else:
+                    view.copy_(source)
+                self._parameters[i - riders].grad = view
+        self._send(b)
+
+    def _again(self, i: int, view: torch.Tensor) -> None:
+        """A gradient that lies where the last one lay: with that one in it, or in its place."""
+        if self._average or view._version == self._versions[i]:
+            view.mul_(self._mean * self._weight)
+        elif view._version == self._versions[i] + self._arrivals.get(i, 0):  # nothing but additions
+            what = "a second backward() before the step would count the first one's sum once more for each rank"
+            fix = "put all but the last into ht.no_sync, or clear the gradients before"
+            raise ConfigError(what, where="ht.distribute(average=False)", fix=fix, common=True)
+
+    def _send(self, b: int) -> None:
         flat = self._flats[b]
         if self._lossy and not torch.isfinite(flat).all():  # a compressor would hide it and keep it
             self._broken = True
             flat.nan_to_num_(0.0, 0.0, 0.0)
         if self._broken and b == self._bucket[0]:
-            self._views[0].fill_(torch.nan)  # the flags tell all ranks
-        self._started[b] = self._exchange.start(b, flat, self._state[b])
+            self._views[0][len(self._parameters) + BROKEN] = self._mean
+        self._started[b] = self._exchange.start(b, flat, self._residuals.state[b])
 
-    @torch.no_grad()
     def finish(self) -> None:
         """The end of a backward pass: what has not travelled yet does so, and gradients become the ranks' mean."""
         self._begun = False
-        missing = [k for k, p in enumerate(self._parameters) if p.grad is None]
-        self._flags.fill_(1)
+        self._end()
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """An error ended this rank's backward pass; the others wait for it. All ranks must have failed alike."""
+        self._begun, self.failed = False, True
+        for b in range(len(self._flats)):
+            if b not in self._started:
+                self._renew(b)  # the gradients that are there are not touched
+        self._end(failed=True)
+
+    @torch.no_grad()
+    def _end(self, failed: bool = False) -> None:
+        count = len(self._parameters)
+        early = {i for b in self._started for i in self._exchange.buckets[b]}
+        late = {i: g for i in early if (g := self._gradient(i)) is not None}
+        missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
+        self.passes += 1
+        changed = self._buffers.changed(self.passes, self._every) if self._buffers else []
+        self._flags.zero_()
+        self._flags[:count] = 1
         if missing:
             self._flags[missing] = 0
+        if late or failed or any(changed):
+            self._flags[count:] = torch.tensor([0.0, bool(late), failed, *changed])
         last = self._bucket[0]  # that of the flags
-        for b in range(len(self._flats)):
-            if b not in self._started and b != last:
-                self._start(b)
-        self._start(last)
+        for b in [*(b for b in range(len(self._flats)) if b != last), last]:
+            if b not in self._started:
+                if failed:
+                    self._views[0].copy_(self._flags * self._mean)
+                    self._send(b)
+                else:
+                    self._start(b)
         gradients, state = self._exchange.finish([self._started[b] for b in range(len(self._flats))])
-        for flat, gradient in zip(self._flats, gradients, strict=True):
-            if gradient.data_ptr() != flat.data_ptr():
-                flat.copy_(gradient)
+        self._started = {}
+        told = self._views[0]
+        for b, gradient in enumerate(gradients):
+            if gradient.data_ptr() != self._flats[b].data_ptr():
+                self._flats[b].copy_(gradient)
+        broken, any_late, any_failed, *changed = told[count:].tolist()
+        if any_failed:
+            self._failed(failed)
+            return
         for i, rider in enumerate(self._riders):
-            rider.copy_(self._views[i])
-        if self._lossy and torch.isnan(self._flags).any():
-            for flat in self._flats:  # on some rank: all of them see it, and no residual keeps it
+            if i:
+                self._common[i].add_(self._views[i])
+                rider.copy_(self._common[i])
+        if broken:
+            for flat in self._flats.values():  # on some rank: all of them see it, and no residual keeps it
                 flat.fill_(torch.nan)
-        else:
-            self._state = state
+        elif self._lossy:
+            self._residuals.passed(state)
+        self._broken = False
+        if any_late:
+            self._once_more(late)
+            return
         if missing:
-            elsewhere = (self._flags != 0).tolist()
-            for k in missing:
-                if elsewhere[k]:
-                    self._parameters[k].grad = self._views[k + len(self._riders)]
-        self.unreduced = False
+            elsewhere = (told[:count] != 0).tolist()
+            missing = [k for k in missing if not elsewhere[k]]
+        nowhere = set(missing)
+        for k, (i, p) in enumerate(self._numbered):
+            if k not in nowhere and p.grad is not self._views[i]:
+                p.grad = self._views[i]
+        if not self._average:
+            self._arrivals = {}
+            self._versions |= {i: self._views[i]._version for i, _ in self._numbered}
+        if self._lossy:
+            self._residuals.settle({self._numbered[k][0]: False for k in missing})
+            self._note()
+        if self._buffers:
+            self._buffers.share(changed)
+        self.unreduced = self.failed = False
         pt_passes.exchanged()
+        self.compare()
 
+    def _once_more(self, late: Mapping[int, torch.Tensor]) -> None:
+        """A part of the model ran twice in a pass: from now on nothing travels before the pass is over."""
+        self._overlap = False
+        for i, p in self._numbered:
+            view = self._views[i]
+            if i in late:
+                view = view * self._mean + late[i] if not self._average else view + late[i]
+                p.grad = view
+            else:
+                p.grad = view if self._average else view * self._mean
+        self._end()
 
-_pending: list[Reducer] = []
+    def _failed(self, own: bool) -> None:
+        """Some rank's pass ended with an error. If all did, the next one begins anew; else the ranks are apart."""
+        everyone = self._communicator.allgather_bytes(bytes([own]))
+        ranks = [rank for rank, part in enumerate(everyone) if part[0]]
+        if len(ranks) < len(everyone):
+            what = "an error ended backward() on this rank alone, so that the others' step has no counterpart there"
+            fix = "let the script end there, and mend what raised: smaller batches, if memory ran out"
+            raise CommunicationError(what, where="backward()", fix=fix, common=True, ranks=ranks)
 
+    # ---- memory
 
-def _finish_all() -> None:
-    """At the end of a backward pass through several models: in the same order on every rank."""
-    for reducer in sorted(_pending, key=lambda reducer: reducer._number):
-        _pending.remove(reducer)
-        reducer.finish()
+    def _renew(self, b: int) -> None:
+        """New memory for a bucket: the user holds gradients that lie in the old one, or they are not to be changed."""
+        members = self._exchange.buckets[b]
+        dtype, device = self._tensors[members[0]].dtype, self._tensors[members[0]].device
+        flat = torch.zeros(sum(self._sizes[i] for i in members), dtype=dtype, device=device)
+        self._flats[b] = flat
+        for i, part in zip(members, flat.split([self._sizes[i] for i in members]), strict=True):
+            # ``data``: each with a count of changes of its own.
+            self._views[i] = part.as_strided(self._tensors[i].shape, self._strides[i]).data
+            self._versions[i] = -1
+        del part
+        self._holders[b] = self._uses(b)
+
+    def _held(self, b: int, members: Sequence[int]) -> bool:
+        """Whether someone has a gradient of the bucket, or a view of one, that is no parameter's any more."""
+        if not members:
+            return False
+        return self._uses(b) > self._holders[b] or any(self._references(i) > self._owner for i in members)
+
+    def _uses(self, b: int) -> int:
+        return torch._C._storage_Use_Count(self._flats[b].untyped_storage()._cdata)
+
+    def _references(self, i: int) -> int:
+        return sys.getrefcount(self._views[i])
+
+    # ---- steps
+
+    def used(self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
+        """The optimizer has used their gradients."""
+        self.steps += 1
+        if all(optimizer is not known() for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        if not self._lossy:
+            return
+        members = {self.index[id(p)] for p in parameters}
+        self._stepped |= members
+        self._residuals.settle(dict.fromkeys(members, True))
+
+    def _note(self) -> None:
+        """Of parameters that no optimizer has stepped, what their weights are: a loop may update them by itself."""
+        loose = [i for i in self._residuals.open() if i not in self._stepped]
+        self._weights = {i: int(bits(self._tensors[i])) for i in loose}
+        self._versions |= {i: self._views[i]._version for i in self._residuals.open()}
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """A hook, before a backward pass adds its first gradient: what became of those that the last one left?"""
+        task = pt_backward.here()
+        if task == self._settled:
+            return
+        self._settled = task
+        ends = {}
+        for i in self._residuals.open():
+            view, gradient = self._views[i], self._gradient(i)
+            moved = i in self._weights and int(bits(self._tensors[i])) != self._weights[i]
+            if moved or self.stepping:
+                ends[i] = True
+            elif gradient is view:
+                if view._version != self._versions[i] and not view.any():
+                    ends[i] = False
+            else:
+                del gradient
+                ends[i] = self._references(i) > self._owner + 1  # ``view``
+        self._residuals.settle(ends)
+
+    @torch.no_grad()
+    def by_hand(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Before a step with gradients that are no backward pass's: set by the user, they become the ranks' mean."""
+        members = [self.index[id(p)] for p in parameters]
+        if all(self._gradient(i) is None or self._gradient(i) is self._views[i] for i in members):
+            return
+        own = [i for i in members if self._gradient(i) is not None and self._gradient(i) is not self._views[i]]
+        everyone = self._communicator.allgather_bytes(",".join(map(str, own)).encode())
+        chosen = sorted({int(i) for part in everyone for i in part.decode().split(",") if i})
+        for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):
+            same = [i for i in chosen if self._tensors[i].dtype == dtype]
+            parts = [torch.zeros_like(self._tensors[i]) if (g := self._gradient(i)) is None else g for i in same]
+            flat = torch.cat([part.detach().to_dense().reshape(-1) for part in parts])
+            if self._average:
+                flat.mul_(self._mean * pt_passes.weight())
+            name = f"model{self.number}.by hand.{dtype}"
+            flat = self._communicator.synchronize(self._communicator.allreduce_async(flat, name))
+            for i, part in zip(same, flat.split([self._sizes[i] for i in same]), strict=True):
+                p = self._parameters[i - len(self._riders)]
+                p.grad = torch.empty_like(p, requires_grad=False).copy_(part.reshape(p.shape))
+        self.passes += 1
+        pt_passes.exchanged()
+        self.compare()
+
+    def joined(self, loss: float, total: Callable[[float], float]) -> float:
+        """The loss of all ranks, of this rank's own."""
+        return total(loss * pt_passes.weight()) * self._mean if self._average else total(loss)
+
+    def compare(self) -> None:
+        """Now and then, on all ranks together: their weights must be the same."""
+        if not due(self.passes, self._every):
+            return
+        totals = torch.stack([bits(p) for p in self._parameters]).tolist()
+        settings = {"optimizer steps": str(self.steps)}
+        optimizers = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        for k, optimizer in enumerate(optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                of = type(optimizer).__name__ + f" {k}" * (len(optimizers) > 1)
+                of += f", group {g}" * (len(optimizer.param_groups) > 1)
+                settings[f"learning rate of {of}"] = str(float(group.get("lr", "nan")))
+        where = f"backward pass {self.passes} of the model"
+        sums = dict(zip(self._names, totals, strict=True))
+        agree_on_weights(self._communicator, sums, where, settings=settings, fix=APART_FIX)

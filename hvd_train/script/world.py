@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from hvd_train.config import load_config
+from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import leave
@@ -53,8 +54,11 @@ def exchange_options(where: str, compression: str, options: dict[str, Any], over
     """The configuration's section ``exchange``, checked as the command line checks it."""
     unknown = [name for name in options if name not in ("ratio", "exact", "threshold", "rank")]
     if unknown or compression == "auto":
-        what = f"unknown option {', '.join(unknown)}" if unknown else "compression='auto' is for hvd-train fit"
-        raise ConfigError(what, where=where, fix="name a compression and its options, as in the README")
+        fit_only = "compression='auto'" if not unknown else ", ".join(unknown)
+        known = not unknown or all(name in ExchangeConfig.model_fields for name in unknown)
+        what = f"{fit_only}: for hvd-train fit alone" if known else f"unknown option {fit_only}"
+        fix = "of exchange, it takes compression with ratio, exact, threshold or rank, and overlap"
+        raise ConfigError(what, where=where, fix=fix)
     given = {"compression": compression, "overlap": overlap, **options}
     try:
         return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in given.items()]).exchange

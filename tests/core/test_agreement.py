@@ -114,9 +114,9 @@ def test_a_rank_whose_loss_is_not_finite_is_named():
     [
         (
             True,
-            "the weights of rank 1 differ from those of ranks 0, 2, first in a (lr: 0.1 on rank 0, 0.05 on rank 1, ",
+            "the weights of rank 1 differ from those of ranks 0, 2, first in a (lr: 0.1 on ranks 0, 2 and 0.05 on ",
         ),
-        (False, "the ranks differ (lr: 0.1 on rank 0, 0.05 on rank 1, 0.1 on rank 2); step 7; do it"),
+        (False, "the ranks differ (lr: 0.1 on ranks 0, 2 and 0.05 on rank 1); step 7; do it"),
     ],
 )
 def test_settings_that_differ_are_the_likely_cause(moved, words):

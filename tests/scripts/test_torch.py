@@ -24,7 +24,9 @@ from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.local import environment
 from hvd_train.script import pt_files, pt_passes, pt_share
+from hvd_train.script.pt_buffers import bits
 from hvd_train.script.pt_reducer import Reducer
+from hvd_train.script.pt_residuals import Residuals
 from tests.ranks.conftest import world_command
 from tests.scripts import torch_cases
 
@@ -118,6 +120,35 @@ def test_resumed_training_is_the_same_bits(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_gradients_thrown_away_leave_no_trace(cases, world):
+    """In what a compressor keeps: not of the whole model's passes, nor of the half that a pass was not for."""
+    for own in cases(*world)[1]:
+        for name, (without, whole, half) in own["thrown away"].items():
+            assert without == whole == half, name
+        assert len(own["thrown away"]) == len({digests[0] for digests in own["thrown away"].values()}) == 3
+        by_optimizer, by_hand = own["residual by hand"]
+        assert by_optimizer == by_hand
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_statistics_are_never_compressed(cases, world):
+    variance = np.load(cases(*world)[0] / "norm wide.0.npz")["2.running_var"]
+    assert len(variance) == 4500 and (variance > 0).all()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_synchronized_model_is_saved_whole(cases, world):
+    for own in cases(*world)[1]:
+        assert own["pickled"] == {"same": True, "class": True, "joined": True, "batches": 20}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_checkpointed_model_is_exchanged_once(cases, world):
+    for own in cases(*world)[1]:
+        assert own["transfers"] == {"plain": 3, "checkpointed": 3}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_masks_differ_between_ranks(cases, world):
     _, facts = cases(*world)
     assert len({str(own["masks"]) for own in facts}) == world[0]
@@ -183,6 +214,13 @@ ERRORS = {
     "unequal": "ConfigError: the ranks differ.*\n  samples  .*rank 0: 40",
     "split": "ConfigError: the ranks differ.*\n  data: indices of its Subset rank 0",
     "drawn": "ConfigError: the ranks differ.*\n  data: tensors",
+    "plateau": r"CommunicationError: the weights of rank.* differ from .*, first in 1.weight "
+    r"\(learning rate of SGD: 0\.\d+ on rank.* 0.* and 0.1 on rank.*1.*\); backward pass 10 of the model; .*ht.sum",
+    "drift": "CommunicationError: the weights of rank 1 differ from those of ranks? 0.*, first in 4.bias; .* pass 4 ",
+    "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
+    "twice summed": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
+    "alone failed": "CommunicationError: an error ended backward.* on this rank alone",
+    "mode": "ConfigError: mode, local_steps: for hvd-train fit alone; ht.distribute; of exchange, it takes compression",
     "damaged": "CheckpointError: it is damaged",
     "unfit": "CheckpointError: it does not fit this model: Error",
     "missing": "CheckpointError: there is no checkpoint; .*none.ckpt",
@@ -570,6 +608,64 @@ def test_wrapped_models():
         ht.distribute(nn.DataParallel(model))
     with pytest.raises(ConfigError, match="sync_batchnorm=True"):
         ht.distribute(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+def test_residuals_of_thrown_away_gradients():
+    """Of one bucket of three members, and of two passes before the end of the first is known."""
+    old, one, two = ((torch.full((6,), value),) for value in (0.0, 1.0, 2.0))
+    kept = Residuals([(0, 1, 2)], [1, 2, 3], [old])
+    kept.passed([one])
+    kept.settle({0: True, 1: False})
+    assert kept.open() == [2] and kept.state[0][0].tolist() == [1, 0, 0, 1, 1, 1]
+    kept.passed([two])
+    kept.settle({0: False, 1: False, 2: False})
+    assert kept.state[0][0].tolist() == [1, 0, 0, 0, 0, 0] and kept.open() == []
+    kept.passed([(torch.full((6,), 3.0),)])
+    kept.settle({0: True, 1: True, 2: True})
+    kept.passed([(torch.full((6,), 4.0),)])
+    kept.settle(dict.fromkeys(range(3), False))
+    assert kept.state[0][0].tolist() == [3.0] * 6
+
+
+def test_every_bit_of_a_weight_counts():
+    for dtype, size in ((torch.float32, 5), (torch.float64, 3), (torch.float16, 7), (torch.bool, 9)):
+        x = torch.arange(size + 1).to(dtype)[1:]  # not where memory is aligned
+        for place in range(x.nbytes):
+            other = x.clone()
+            other.view(torch.uint8)[place] ^= 1
+            assert int(bits(other)) != int(bits(x)) == int(bits(x.clone()))
+
+
+def test_an_error_in_backward_leaves_nothing_behind():
+    """Also under overlap, when a part has gone already; the ranks, which failed alike, go on with the next batch."""
+    for overlap in (False, True):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 600_000, bias=False))
+        Reducer(dict(model.named_parameters()), [], Twins(), Plain(), overlap=overlap)
+        hidden = torch_cases.Faulty.apply(model[0](torch.ones(1, 3)))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model[1](hidden).sum().backward()
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        assert (model[1].weight.grad == model[0](torch.ones(1, 3))).all()
+
+
+def test_gradients_that_are_kept_stay_as_they_are():
+    model = nn.Linear(3, 2)
+    Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    for keep in (lambda g: g, lambda g: g.view(-1)[:2], lambda g: g.detach()):
+        model(torch.ones(1, 3)).sum().backward()
+        place = model.weight.grad.data_ptr()
+        kept = keep(model.weight.grad)
+        model.zero_grad()
+        model(torch.full((1, 3), 5.0)).sum().backward()
+        assert (kept == 1).all() and (model.weight.grad == 5).all()
+        del kept
+        model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    place = model.weight.grad.data_ptr()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad.data_ptr() == place  # nobody keeps it: the same memory
 
 
 # ---- migration

@@ -6,6 +6,7 @@ Writes FOLDER/NAME.RANK.npz (weights after training) and FOLDER/facts.RANK.json.
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import hashlib
 import json
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
@@ -183,6 +185,120 @@ def one_optimizer():
     return parts
 
 
+def lbfgs():
+    """The loss that the search goes by is this rank's own, as scripts have it."""
+    model = mlp()
+    model, optimizer = ht.distribute(
+        model, torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+    )
+    for _, (x, y) in zip(range(3), loader(), strict=False):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return model
+
+
+def by_hand():
+    model = mlp()
+    model, optimizer = ht.distribute(model, sgd(model))
+    for x, y in loader():
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+    return model
+
+
+def summed(accumulate=1):
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001), average=False)
+        for x, y in loader():
+            optimizer.zero_grad(set_to_none=accumulate > 1)
+            for k, (a, b) in enumerate(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True)):
+                with ht.no_sync(model) if k + 1 < accumulate else contextlib.nullcontext():
+                    F.cross_entropy(model(a), b, reduction="sum").backward()
+            optimizer.step()
+        return model
+
+    return case
+
+
+def kept(view):
+    """A multi-task method: the gradients of each loss are kept, and joined in a way that a sum of losses is not."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+        for x, y in loader():
+            own = []
+            for weight in (1.0, -0.5, 0.25):
+                optimizer.zero_grad()
+                (weight * F.cross_entropy(model(x * weight), y)).backward()
+                own.append([p.grad.view(-1) if view else p.grad for p in model.parameters()])
+            for p, *gradients in zip(model.parameters(), *own, strict=True):
+                p.grad = sum(g * (k + 1) for k, g in enumerate(gradients)).view_as(p)
+            optimizer.step()
+        return model
+
+    return case
+
+
+class Checkpointed(nn.Module):
+    """A block that runs twice, each time in a backward pass of its own; large enough for a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = (nn.Linear(a, b).double() for a, b in ((64, 768), (768, 768), (768, 10)))
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for _ in range(2):
+            x = checkpoint(lambda x: self.block(x).tanh(), x, use_reentrant=True)
+        return self.last(x)
+
+
+def checkpointed():
+    model = Checkpointed()
+    return fit(*ht.distribute(model, sgd(model), overlap=True))
+
+
+class Faulty(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+
+
+def caught(overlap):
+    """An error in the middle of backward, on all ranks alike; the script goes on with the next batch."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model), overlap=overlap)
+        for step, (x, y) in enumerate(loader()):
+            optimizer.zero_grad()
+            hidden = model[2](model[1](model[0](x)))
+            try:
+                F.cross_entropy(model[4](Faulty.apply(hidden) if step == 3 else hidden), y).backward()
+            except RuntimeError:
+                continue
+            optimizer.step()
+        return model
+
+    return case
+
+
 # Weights after 20 steps are those of one rank with the same global batch.
 SAME = {
     "sgd": simple(mlp),
@@ -203,6 +319,15 @@ SAME = {
     "overlap": overlapping,
     "uneven": uneven,
     "one optimizer": one_optimizer,
+    "lbfgs": lbfgs,
+    "by hand": by_hand,
+    "summed": summed(),
+    "summed passes": summed(2),
+    "kept": kept(view=False),
+    "kept views": kept(view=True),
+    "checkpointed": checkpointed,
+    "caught": caught(overlap=False),
+    "caught overlap": caught(overlap=True),
 }
 
 
@@ -234,10 +359,48 @@ def compressed(name, **options):
     return case
 
 
+class Codebook(nn.Module):
+    """Buffers as vector quantization, queues and counters have them; some change where torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 8).double(), nn.InstanceNorm1d(8, track_running_stats=True).double()
+        self.register_buffer("codes", torch.zeros(64, dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(3, 64))
+        self.register_buffer("place", torch.tensor(0))
+        self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.float32).min))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        self.codes.data.lerp_(x.detach().mean(0), 0.1)
+        self.queue[self.place % 3] = x[0].detach()
+        self.place += int(x[0, 20] > 0.5) + 1  # by this rank's data
+        return self.norm(self.linear(x).unsqueeze(2).expand(-1, -1, 4)).sum(2) + self.codes.mean()
+
+
+def buffers():
+    model = Codebook()
+    model, optimizer = ht.distribute(model, sgd(model))
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y % 8).backward()
+        optimizer.step()
+    assert (model.mask == torch.finfo(torch.float32).min).all() and model.codes.any() and model.queue.any()
+    return model
+
+
+def norm_wide():
+    """Statistics large enough to be compressed, which they never are."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4500), nn.BatchNorm1d(4500), nn.ReLU(), nn.Linear(4500, 10))
+    return fit(*ht.distribute(model.double(), sgd(model), compression="topk", ratio=0.01))
+
+
 # Weights are the same bits on all ranks.
 ALIKE = {
     **SAME,
     "norm local": norm_local,
+    "norm wide": norm_wide,
+    "buffers": buffers,
     "not compressed": compressed("none"),
     "fp16": compressed("fp16"),
     "topk": compressed("topk", ratio=0.1),
@@ -285,6 +448,80 @@ def dynamic():
     optimizer.zero_grad()
     model(torch.ones(1, 4, dtype=torch.float64), 2).backward()
     return {"gradients": gradients, "untouched": untouched, "then": model.parts[0].weight.grad is None}
+
+
+def thrown_away():
+    """Training is the same bits whether gradients that nobody used were computed in between or not."""
+
+    batches = list(loader())
+
+    def train(waste, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, WIDE), nn.ReLU(), nn.Linear(WIDE, 60), nn.ReLU(), nn.Linear(60, 10)
+        )
+        model, first, second = ht.distribute(model.double(), sgd(model[:3]), sgd(model[3:]), **options)
+        for step, (x, y) in enumerate(batches):
+            for other in batches[:2] * (waste is not None and step % 2 == 1):
+                F.cross_entropy(model(other[0]), other[1]).backward()
+                (model if waste else first).zero_grad(set_to_none=step % 4 == 1)
+                second.zero_grad(set_to_none=step % 4 == 1)
+            # As adversaries do: the gradients of one half are used, those of the other cleared.
+            for own in (first, second):
+                F.cross_entropy(model(x), y).backward()
+                own.step()
+                model.zero_grad()
+        return digest(model)
+
+    kinds = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 2}, "int8": {}}
+    return {
+        name: [train(waste, compression=name, **options) for waste in (None, True, False)]
+        for name, options in kinds.items()
+    }
+
+
+def residual_by_hand():
+    """A loop that updates weights itself keeps what its compressor leaves out, and a half's residual is its own."""
+    out, batches = [], list(loader())
+    for own in (False, True):
+        torch.manual_seed(0)
+        model = mlp(hidden=WIDE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ht.distribute(model, compression="topk", ratio=0.05)
+        for x, y in batches:
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if own:
+                for p in model.parameters():
+                    p.data.sub_(p.grad, alpha=0.1)
+            else:
+                optimizer.step()
+        out.append(digest(model))
+    return out
+
+
+def pickled(folder: Path):
+    model = cnn(norm=True)
+    fit(*ht.distribute(model, sgd(model), sync_batchnorm=True))
+    path = folder / f"whole.{ht.rank()}.pt"
+    torch.save(model, path)
+    other, copied = torch.load(path, weights_only=False), copy.deepcopy(model)
+    return {
+        "same": digest(other) == digest(model) == digest(copied),
+        "class": type(other[1]) is nn.BatchNorm2d,
+        "joined": type(copied[1]) is type(model[1]),
+        "batches": int(model[1].num_batches_tracked),
+    }
+
+
+def transfers():
+    """name -> how many backward passes were exchanged in three steps."""
+    found = {}
+    for name, model in {"plain": mlp(), "checkpointed": Checkpointed()}.items():
+        model, optimizer = ht.distribute(model, sgd(model), overlap=False)
+        fit(model, optimizer, batches=[batch for _, batch in zip(range(3), loader(), strict=False)])
+        found[name] = ht._distributed[-1][1].passes
+    return found
 
 
 def masks():
@@ -451,6 +688,43 @@ def errors(folder: Path):
         model = mlp()
         ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + ht.rank())))
 
+    def plateau():
+        """A schedule by this rank's own loss, as the validation of a script often has it."""
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for step, (x, y) in enumerate(loader()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step(-step * ht.rank())
+
+    def drift():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model), agreement_every_n_steps=4)
+        for step, (x, y) in enumerate(loader()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if step == 2 and ht.rank() == 1:
+                model[4].bias.data[3] += 1e-9
+
+    def graph():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        model(digits(8)[:][0]).pow(2).sum().backward(create_graph=True)
+
+    def twice_summed():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model), average=False)
+        for _ in range(2):
+            model(digits(8)[:][0]).sum().backward()
+
+    def alone_failed():
+        """One rank's error in backward, which its script catches."""
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        for _ in range(2):
+            hidden = model[:2](digits(8)[:][0])
+            with contextlib.suppress(RuntimeError):
+                model[4](Faulty.apply(hidden) if ht.rank() == 1 else hidden).sum().backward()
+            optimizer.zero_grad()
+
     def damaged():
         ht.save(folder / "bad.ckpt", model=mlp(), epoch=1)
         if ht.rank() == 0:
@@ -491,6 +765,12 @@ def errors(folder: Path):
             "unequal": lambda: ht.shard(DataLoader(digits(40 + ht.rank()))),
             "split": split,
             "drawn": drawn,
+            "plateau": plateau,
+            "drift": drift,
+            "graph": graph,
+            "twice summed": twice_summed,
+            "alone failed": alone_failed,
+            "mode": lambda: ht.distribute(mlp(), mode="local_sgd", local_steps=4),
             "damaged": damaged,
             "unfit": unfit,
             "missing": lambda: ht.load(folder / "none.ckpt"),
@@ -527,6 +807,10 @@ def main(folder: Path) -> None:
         facts["scaler topk"] = scaler_skips(compression="topk", ratio=0.5)
         facts["dynamic"] = dynamic()
         facts["draws"] = draws()
+        facts["thrown away"] = thrown_away()
+        facts["residual by hand"] = residual_by_hand()
+        facts["pickled"] = pickled(folder)
+        facts["transfers"] = transfers()
         facts["errors"] = errors(folder)
     (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))
 

@@ -1,0 +1,100 @@
+"""When a backward pass begins and ends, as a script's reducers see it: also one in another, and one that failed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+
+class Member(Protocol):
+    number: int
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+_waiting: list[Member] = []  # whose gradients this pass has reached
+_task: int | None = None  # the pass, by autograd's number of it
+_depth = 0  # backward passes that run in the backward of a checkpointed part
+
+
+def here() -> int:
+    """Autograd's number of the pass that runs now; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def join(member: Member) -> None:
+    """``member.finish()`` is called when this backward pass ends, or the outermost one around it."""
+    _enter()
+    _waiting.append(member)
+
+
+def enter() -> None:
+    """A hook of autograd runs. If it belongs to a new pass, the one before it ended with an error or in a callback."""
+    if here() != _task:
+        _enter()
+
+
+def _enter() -> None:
+    global _task
+    task = here()
+    if task == _task or (_task is not None and _nested()):
+        return
+    after_failure()
+    _task = task
+    torch.autograd.Variable._execution_engine.queue_callback(_end)
+
+
+def after_failure() -> None:
+    """Where no pass runs, or a new one: members that still wait do so since a pass that an error ended."""
+    global _task
+    members, _task = sorted(_waiting, key=lambda member: member.number), None
+    _waiting.clear()
+    for member in members:
+        member.abandon()
+
+
+def _end() -> None:
+    """Models that share a backward pass finish in the same order on every rank."""
+    global _task
+    members, _task = sorted(_waiting, key=lambda member: member.number), None
+    _waiting.clear()
+    for member in members:
+        member.finish()
+
+
+def _nested() -> bool:
+    if _depth:
+        return True
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@functools.cache
+def watch_checkpoints() -> None:
+    """Reentrant checkpointing runs a backward pass for each part, in the backward of the whole; torch tells nobody when
+    the whole one begins and ends. Without this every part would be exchanged by itself: right, but slow."""
+    backward: Callable[..., Any] = CheckpointFunction.backward
+
+    @functools.wraps(backward)
+    def watched(*arguments: Any) -> Any:
+        global _depth
+        enter()
+        _depth += 1
+        try:
+            return backward(*arguments)
+        finally:
+            _depth -= 1
+
+    CheckpointFunction.backward = staticmethod(watched)

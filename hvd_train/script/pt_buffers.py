@@ -1,0 +1,106 @@
+"""Buffers of a user's own model that are no running statistics: all ranks take rank 0's, where they change at all."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from hvd_train.core.agreement import due
+from hvd_train.protocol import Communicator
+
+LOOKS = (1, 3)  # passes, beside those of ``due``, at which contents are compared
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """() int64: the sum of a tensor's entries as whole numbers, mod 2^64; any changed bit changes it."""
+    x = x.detach()
+    if x.layout != torch.strided:
+        x = x.to_dense()
+    memory = x.contiguous().reshape(-1).view(torch.uint8)
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    whole = len(memory) // 8 * 8
+    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum(dtype=torch.int64)
+
+
+class Buffers:
+    """A buffer that has changed on any rank is one that all ranks take from rank 0 after every pass from then on.
+
+    torch counts most changes; those made through ``.data`` show in the contents, which are looked at now and then.
+    Buffers that never change (masks, tables) cost no transfer.
+    """
+
+    def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
+        self._communicator = communicator
+        norms = {id(layer) for layer in model.modules() if isinstance(layer, _NormBase)}
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        found: dict[int, tuple[torch.nn.Module, str]] = {}
+        for layer in model.modules():
+            for name, x in layer._buffers.items():
+                if x is not None and not (id(layer) in norms and name in statistics):
+                    found.setdefault(id(x), (layer, name))
+        self._places = list(found.values())
+        self._marks = [self._mark(k) for k in range(len(self._places))]
+        self._contents = self._sums()
+        self._live: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _get(self, k: int) -> torch.Tensor | None:
+        layer, name = self._places[k]
+        return layer._buffers.get(name)
+
+    def _mark(self, k: int) -> tuple[int, int]:
+        x = self._get(k)
+        return id(x), 0 if x is None or x.is_inference() else x._version
+
+    def _sums(self) -> list[int]:
+        return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self)))]
+
+    def changed(self, passes: int, every: int) -> list[float]:
+        """1 for each buffer that is known to change, else 0; on this rank."""
+        marks = [self._mark(k) for k in range(len(self))]
+        found = {k for k, mark in enumerate(marks) if mark != self._marks[k]}
+        if passes in LOOKS or due(passes, every or 100):
+            sums = self._sums()
+            found |= {k for k, x in enumerate(sums) if x != self._contents[k]}
+        self._marks = marks
+        return [float(k in found or k in self._live) for k in range(len(self))]
+
+    @torch.no_grad()
+    def share(self, changed: list[float]) -> None:
+        """``changed``: of any rank. On all ranks together."""
+        self._live |= {k for k, flag in enumerate(changed) if flag}
+        if not self._live:
+            return
+        own = {k: x for k in sorted(self._live) if (x := self._get(k)) is not None}
+        data = b""
+        if not self._communicator.rank:
+            about = [[k, str(x.dtype).removeprefix("torch."), list(x.shape)] for k, x in own.items()]
+            head = json.dumps(about).encode()
+            parts = [
+                x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for x in own.values()
+            ]
+            data = len(head).to_bytes(8, "little") + head + b"".join(parts)
+        data = self._communicator.broadcast_bytes(data)
+        if not self._communicator.rank:
+            return
+        at = 8 + int.from_bytes(data[:8], "little")
+        for k, kind, shape in json.loads(data[8:at]):
+            dtype = getattr(torch, kind)
+            value = torch.empty(shape, dtype=dtype)
+            size = value.numel() * value.element_size()
+            if size:
+                value = torch.frombuffer(bytearray(data[at : at + size]), dtype=dtype).reshape(shape)
+            at += size
+            x = own.get(k)
+            if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
+                x.data.copy_(value)  # a graph that is kept may hold it
+            else:
+                layer, name = self._places[k]
+                place = next(iter(layer.parameters()), value).device if x is None else x.device
+                layer._buffers[name] = value.to(place)
+        self._marks = [self._mark(k) for k in range(len(self))]

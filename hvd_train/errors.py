@@ -1,7 +1,7 @@
 """One ladder of errors. Each carries its exit code; the command line prints one line and leaves with it.
 
 ``0`` done, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
-at run time, ``6`` a non-finite loss, ``75`` pre-empted and saved.
+at run time, ``6`` a non-finite loss.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class CommunicationError(TrainError):
     """A rank was lost, stalled, or differs from the others."""
 
     exit_code = 5
+
+
+class LostRankError(CommunicationError):
+    """Another rank has ended: what it said, and its exit code, come first."""
 
 
 class NonFiniteError(TrainError):

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_train.errors import TrainError
+
 Tensor = Any
 Handle = Any
 Tree = dict[str, np.ndarray]  # flat: key -> array
@@ -96,9 +98,14 @@ class Communicator(Protocol):
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes: ...
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]: ...
+    def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
+        """``name``: what a rank is told that waits for others which never come."""
 
     def barrier(self) -> None: ...
+
+    def failure(self, error: BaseException | None = None) -> TrainError | None:
+        """What ended the transfers of this rank, if something did: before, or ``error``, which came out of one. It
+        stays, whoever catches it."""
 
 
 class Ops(Protocol):

@@ -200,8 +200,14 @@ def _job(config: Config, verbose: bool) -> Iterator[Job]:
     module = frontend_module(config, settings["threads"], verbose)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
-    yield open_job(config, module, communicator, data, settings)
-    communicator.barrier()
+    try:
+        yield open_job(config, module, communicator, data, settings)
+        communicator.barrier()
+    except Exception as error:
+        failure = communicator.failure(error)
+        if failure is None:
+            raise
+        raise failure from error
     communicator.close()
 
 

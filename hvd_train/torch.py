@@ -87,7 +87,7 @@ def sum(*values: Any) -> Any:
     own = np.array([float(value) for value in values])
     if pt_backward.here() < 0:
         pt_backward.after_failure()
-    parts = [np.frombuffer(part) for part in _world().allgather_bytes(own.tobytes())]
+    parts = [np.frombuffer(part) for part in _world().allgather_bytes(own.tobytes(), "ht.sum")]
     total = np.sum(parts, axis=0).tolist()
     return total[0] if len(values) == 1 else total
 

@@ -131,7 +131,7 @@ class Threads:
     def broadcast_bytes(self, data, root=0):
         return self.world.gather(self.rank, data)[root]
 
-    def allgather_bytes(self, data):
+    def allgather_bytes(self, data, name="bytes"):
         return self.world.gather(self.rank, data)
 
     def barrier(self):

@@ -20,7 +20,7 @@ NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the d
 
 def agree(communicator: Communicator, facts: Mapping[str, str]) -> None:
     """Raises the same ConfigError on all ranks when a fact differs, with one line per fact and rank group."""
-    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode())]
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), "agree")]
     rows = []
     for key in dict.fromkeys(k for own in everyone for k in own):
         values = [own.get(key, "(none)") for own in everyone]
@@ -39,7 +39,7 @@ def together(communicator: Communicator, work: Callable[[], T]) -> T:
     except TrainError as error:
         failure = error
     record = [type(failure).__name__, failure.what, failure.where, failure.fix] if failure else None
-    records = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(record).encode())]
+    records = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(record).encode(), "together")]
     failed = {rank: record for rank, record in enumerate(records) if record}
     if failed:
         kind, what, where, fix = next(iter(failed.values()))
@@ -69,7 +69,7 @@ def agree_on_weights(
     not, is the likely cause: {"learning rate of SGD": "0.1"}. The message then gives its values, with ``fix``.
     """
     own = json.dumps([dict(sums), dict(settings or {})]).encode()
-    everyone = communicator.allgather_bytes(hashlib.blake2b(own, digest_size=8).digest() + bytes([finite]))
+    everyone = communicator.allgather_bytes(hashlib.blake2b(own, digest_size=8).digest() + bytes([finite]), "weights")
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
         what = f"the training loss of {_ranks(broken)} is not finite"
@@ -78,7 +78,7 @@ def agree_on_weights(
     right = Counter(everyone).most_common(1)[0][0]
     apart = [rank for rank, part in enumerate(everyone) if part != right]
     if apart:
-        told = [json.loads(part) for part in communicator.allgather_bytes(own)]
+        told = [json.loads(part) for part in communicator.allgather_bytes(own, "weights")]
         first = next((name for name in sums if len({weights.get(name) for weights, _ in told}) > 1), None)
         others = _ranks([rank for rank in range(len(everyone)) if rank not in apart])
         what = f"the weights of {_ranks(apart)} differ from those of {others}, first in {first}"

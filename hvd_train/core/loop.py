@@ -71,7 +71,7 @@ def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
 
 def global_sums(frontend: FrontEnd, local: np.ndarray) -> np.ndarray:
     """Adds (3,) sums over ranks, in rank order, in float64: the same bits on every rank."""
-    parts = frontend.communicator.allgather_bytes(np.asarray(local, np.float64).tobytes())
+    parts = frontend.communicator.allgather_bytes(np.asarray(local, np.float64).tobytes(), "sums")
     return np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
 
 

@@ -32,7 +32,7 @@ def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicat
             digests.append(hashlib.blake2b(memory, digest_size=DIGEST).digest())  # type: ignore[arg-type]
     if communicator.size == 1 or not names:
         return []
-    everyone = communicator.allgather_bytes(b"".join(digests))
+    everyone = communicator.allgather_bytes(b"".join(digests), "digests")
     places = [slice(k * DIGEST, (k + 1) * DIGEST) for k in range(len(names))]
     return [name for name, at in zip(names, places, strict=True) if len({part[at] for part in everyone}) > 1]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import inspect
 import os
+import re
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,7 +20,7 @@ import numpy as np
 
 from hvd_train.core.mean import differing, mean
 from hvd_train.core.trees import PIECE_BYTES
-from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
 from hvd_train.protocol import Build, Communicator, Ops, Tree
 
 
@@ -155,13 +158,33 @@ class StateTree(ABC):
                 self._assign(mean(self._arrays(apart), self.communicator, self.ops))
 
 
+def guarded(transfer: Callable) -> Callable:
+    """A transfer that fails raises the communicator's ``failure``, which no ``except RuntimeError`` of a script takes
+    for its own. A script that catches it all the same is ended by its next transfer."""
+
+    @functools.wraps(transfer)
+    def call(self: HorovodCommunicator, *args: Any, **kwargs: Any) -> Any:
+        if self._failure is not None:
+            raise SystemExit(self._failure.exit_code)
+        try:
+            return transfer(self, *args, **kwargs)
+        except Exception as error:
+            failure = self.failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+
+    return call
+
+
 class HorovodCommunicator(ABC):
-    """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework."""
+    """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework, each one ``guarded``."""
 
     rank = local_rank = 0
     size = local_size = 1
     mpi = False
     module: str
+    _failure: TrainError | None = None
 
     def __init__(self, expected_size: int) -> None:
         self._expected = expected_size
@@ -185,6 +208,17 @@ class HorovodCommunicator(ABC):
     def close(self) -> None:
         self.hvd.shutdown()
 
+    def failure(self, error: BaseException | None = None) -> TrainError | None:
+        # Ours (see scripts/horovod-*.patch): an operation inside a graph fails where nobody of us sees it.
+        library = self.hvd.mpi_ops._basics.MPI_LIB_CTYPES
+        unseen = getattr(library, "horovod_failed", None)
+        if self._failure is None and (_ended_transfers(error) or (unseen and unseen())):
+            stalled = getattr(library, "horovod_stall", None)
+            if stalled:
+                stalled.restype = ctypes.c_char_p
+            self._failure = _failure_of(error, stalled().decode() if stalled else "")
+        return self._failure
+
     @abstractmethod
     def _broadcast(self, data: np.ndarray, root: int, name: str) -> np.ndarray: ...
 
@@ -203,9 +237,9 @@ class HorovodCommunicator(ABC):
                 parts.append(sent.tobytes())
         return data if self.rank == root else b"".join(parts)
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
+    def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()
-        joined, parts = self._allgather(framed, "bytes.gather").tobytes(), []
+        joined, parts = self._allgather(framed, f"{name}.gather").tobytes(), []
         while joined:
             (count,) = struct.unpack_from("<q", joined)
             parts.append(joined[8 : 8 + count])
@@ -213,7 +247,25 @@ class HorovodCommunicator(ABC):
         return parts
 
     def barrier(self) -> None:
-        self.allgather_bytes(b"")
+        self.allgather_bytes(b"", "barrier")
+
+
+def _ended_transfers(error: BaseException | None) -> bool:
+    """horovod.torch names its errors; TensorFlow's name the operation."""
+    kind = type(error).__name__
+    graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError") and "Horovod" in str(error)
+    return kind == "HorovodInternalError" or graph
+
+
+def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
+    if stalled:
+        fix = "call the same on all ranks; if one is only slow, raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        return CommunicationError(f"the ranks came apart: {stalled}", fix=fix)
+    differs = re.search(r"(Mismatched|Invalid) [^\n]*", str(error))
+    if differs:
+        fix = "call the same on all ranks, with tensors of the same shape and type"
+        return CommunicationError(f"the ranks came apart: {differs[0].strip()}", fix=fix)
+    return LostRankError("another rank was lost")
 
 
 def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:

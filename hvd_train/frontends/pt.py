@@ -16,7 +16,16 @@ from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, overlaps, unfit
+from hvd_train.frontends.base import (
+    HorovodCommunicator,
+    Layout,
+    StateTree,
+    build_model,
+    gpu_index,
+    guarded,
+    overlaps,
+    unfit,
+)
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
@@ -104,19 +113,24 @@ class TorchOps:
 class HorovodTorch(HorovodCommunicator):
     module = "horovod.torch"
 
+    @guarded
     def allreduce_async(self, x, name, op="sum"):
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
         return self.hvd.allreduce_async_(x, name=name, op=ops[op])
 
+    @guarded
     def allgather_async(self, x, name):
         return self.hvd.allgather_async(x, name=name)
 
+    @guarded
     def synchronize(self, handle):
         return self.hvd.synchronize(handle)
 
+    @guarded
     def _broadcast(self, data, root, name):
         return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()
 
+    @guarded
     def _allgather(self, data, name):
         return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
 

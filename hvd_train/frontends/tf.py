@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -19,7 +20,16 @@ from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
-from hvd_train.frontends.base import HorovodCommunicator, Layout, StateTree, build_model, gpu_index, overlaps, unfit
+from hvd_train.frontends.base import (
+    HorovodCommunicator,
+    Layout,
+    StateTree,
+    build_model,
+    gpu_index,
+    guarded,
+    overlaps,
+    unfit,
+)
 from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
@@ -111,6 +121,11 @@ class HorovodTensorFlow(HorovodCommunicator):
 
     module = "horovod.tensorflow"
 
+    def __init__(self, expected_size: int) -> None:
+        super().__init__(expected_size)
+        self._gathers: dict[str, Callable] = {}
+
+    @guarded
     def allreduce_async(self, x, name, op="sum"):
         if op == "average" and x.dtype != tf.float64:
             # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
@@ -121,17 +136,23 @@ class HorovodTensorFlow(HorovodCommunicator):
     def _allreduce(self, x, name, op, **factor):
         return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
 
+    @guarded
     def allgather_async(self, x, name):
         return self.hvd.allgather(x, name=name, ignore_name_scope=True)
 
     def synchronize(self, handle):
         return handle
 
+    @guarded
     def _broadcast(self, data, root, name):
         return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
 
+    @guarded
     def _allgather(self, data, name):
-        return self.hvd.allgather(tf.constant(data), name=name).numpy()
+        if name not in self._gathers:  # a graph, for outside of one TensorFlow drops the name
+            gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
+            self._gathers[name] = tf.function(gather, input_signature=[tf.TensorSpec([None], tf.uint8)])
+        return self._gathers[name](tf.constant(data)).numpy()
 
 
 def make_optimizer(config: Config) -> keras_optimizers._WithSlots:

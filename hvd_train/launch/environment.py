@@ -14,6 +14,7 @@ from pathlib import Path
 from hvd_train.errors import ConfigError
 
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
+STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
 # Read while TensorFlow loads, which takes oneDNN by itself only where it finds AVX-512 VNNI. With AVX2 alone its other
 # kernels need 2.3 times as long for a step of the wide MLP, 1.5 for SINGA's CNN, 1.9 for ResNet-18.
 KERNELS = {"TF_ENABLE_ONEDNN_OPTS": "1"} if platform.machine() == "x86_64" else {}
@@ -145,12 +146,21 @@ def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dic
             # Open MPI's default less "put", whose acknowledgements take turns with the data: messages of 2 MB and more
             # crossed a 1 Gbit link at two thirds of its speed or less.
             "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
+            # Ranks that call different things wait for one another. The limit is torch's own for NCCL: a rank that
+            # saves, evaluates or builds a graph while the others wait may take minutes.
+            STALL: (limit := os.environ.get(STALL, STALL_SECONDS)),
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(_check_seconds(limit)),
         }
     return settings
 
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX = -3, -1, -8  # malloc.h
 KEPT_BYTES = (1 << 30, (1 << 31) - 1)
+
+
+def _check_seconds(limit: str) -> int:
+    """Between two looks for a stall; Horovod wants fewer than the limit, and at the first warns."""
+    return max(1, min(60, int(limit) // 10)) if limit.isdigit() and int(limit) else 60
 
 
 def keep_memory() -> bool:

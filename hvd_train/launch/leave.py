@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from hvd_train.errors import TrainError
+from hvd_train.errors import LostRankError, TrainError
 from hvd_train.launch.environment import world
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
@@ -41,6 +41,10 @@ def leave(code: int) -> None:
 
 def leave_with(error: BaseException) -> None:
     """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
+    if isinstance(error, LostRankError):
+        print(f"error{rank_tag()}: {error}", file=sys.stderr)
+        time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
+        leave(error.exit_code)
     if isinstance(error, TrainError):
         if not (error.common and rank_tag() not in ("", "[rank 0]")):
             wait_turn()
@@ -48,13 +52,9 @@ def leave_with(error: BaseException) -> None:
                 print(line, file=sys.stderr)
         leave(error.exit_code)
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
-    lost = type(error).__name__ == "HorovodInternalError"
-    print(f"error{rank_tag()}: {'another rank was lost' if lost else summary}", file=sys.stderr)
-    if lost:
-        time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
-    else:
-        traceback.print_exception(error)
-    leave(5 if lost else 1)
+    print(f"error{rank_tag()}: {summary}", file=sys.stderr)
+    traceback.print_exception(error)
+    leave(1)
 
 
 def _lines(error: TrainError) -> list[str]:

@@ -31,7 +31,7 @@ def open_world(framework: str) -> Communicator:
     user's own mistakes are told in a line.
     """
     if _opened:  # Horovod is opened once a process, by one framework
-        what = f"this process trains with {_opened[0]} already"
+        what = f"this process trains with {_opened[0][0]} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
     here = world()
     bind(here)
@@ -42,12 +42,22 @@ def open_world(framework: str) -> Communicator:
     module = importlib.import_module(COMMUNICATORS[framework])
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
-    atexit.register(communicator.close)  # no barrier: a rank that leaves early must not wait for the others
-    _opened.append(framework)
+    _opened.append((framework, communicator))
+    atexit.register(_close)
     return communicator
 
 
-_opened: list[str] = []
+_opened: list[tuple[str, Communicator]] = []
+
+
+def _close() -> None:
+    """No barrier: a rank that leaves early must not wait for the others. A script that caught the loss of a rank has
+    not trained to its end, whatever it says."""
+    ((_, communicator),) = _opened
+    failure = communicator.failure()
+    if failure is not None:
+        leave.leave_with(failure)
+    communicator.close()
 
 
 def exchange_options(where: str, compression: str, options: dict[str, Any], overlap: bool | str = "auto") -> Any:
@@ -72,7 +82,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if isinstance(error, KeyboardInterrupt):
         leave.leave(130)
-    leave.leave_with(error)
+    leave.leave_with(_opened[0][1].failure(error) or error if _opened else error)
 
 
 class Named:

@@ -146,3 +146,12 @@ def test_rank_settings(monkeypatch):
     hosts = rank_settings(World(0, 2, 0, 1, "mpirun"), "pytorch", 1, verbose=False)
     assert int(hosts["HOROVOD_MPI_PIECE_BYTES"]) == 4 * int(mpi["HOROVOD_MPI_PIECE_BYTES"]) == 32 << 20
     assert "put" not in hosts["OMPI_MCA_btl_tcp_flags"].split(",")
+
+
+@pytest.mark.parametrize(("limit", "check"), [(None, "60"), ("3", "1"), ("100", "10"), ("7200", "60"), ("0", "60")])
+def test_a_stall_is_looked_for_more_often_than_its_limit(monkeypatch, limit, check):
+    """Or Horovod would leave the limit out."""
+    name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    monkeypatch.setenv(name, limit) if limit else monkeypatch.delenv(name, raising=False)
+    settings = rank_settings(World(0, 2, 0, 2, "mpirun"), "pytorch", 1, False)
+    assert settings[name] == (limit or "600") and settings["HOROVOD_STALL_CHECK_TIME_SECONDS"] == check

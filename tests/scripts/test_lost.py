@@ -1,0 +1,42 @@
+"""No script trains on without the others: a rank that is gone, or waits for what never comes, ends all with code 5."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hvd_train.launch.local import environment
+from tests.ranks.conftest import world_command
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT = 3
+SECONDS = 90
+# What rank 0 and rank 1 wait for when they come apart.
+WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("(agree|together)", "keras")}
+CASES = [
+    *[("torch", kind, launcher) for kind in ("leaves", "apart") for launcher in ("mpirun", "horovodrun")],
+    ("tensorflow", "leaves", "mpirun"),
+    ("tensorflow", "apart", "horovodrun"),
+    ("keras torch", "leaves", "horovodrun"),
+    ("keras torch", "apart", "mpirun"),
+]
+
+
+@pytest.mark.parametrize(("api", "kind", "launcher"), CASES)
+def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, launcher):
+    env = environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)}
+    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
+    told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
+    if kind == "leaves":
+        assert told == ["error[rank 0]: another rank was lost"]
+        return
+    own, others = WAITED["torch" if api == "torch" else "keras"]
+    assert len(told) == 1 and told[0].startswith("error[rank 0]: the ranks came apart: "), run.stdout + run.stderr
+    assert re.search(rf"{own}\S* waits for rank 1\b", told[0])
+    assert re.search(rf"{others}\S* waits for rank 0\b", told[0])

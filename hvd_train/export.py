@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hvd_train import __version__
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
+from hvd_train.core.log import warn
 from hvd_train.core.trees import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.launch.environment import world
-from hvd_train.run import frontend_module, settle
+from hvd_train.run import frontend_module, refuse_foreign, settle
 
 ENDINGS = {"pytorch": ".pt", "keras": ".keras", "onnx": ".onnx", "safetensors": ".safetensors"}
 # Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
@@ -25,10 +28,22 @@ BUILDERS = {"pytorch": "pytorch", "keras": "tensorflow", "onnx": "pytorch"}
 EXPORTERS = {"pytorch": "hvd_train.frontends.pt_export", "tensorflow": "hvd_train.frontends.tf_export"}
 # What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
 SCALES = {"digits": "from 0 to 1", "idx": "from 0 to 1", "imagefolder": "from 0 to 1", "text": "the bytes' numbers"}
+STORED = "as the data hold them (bytes divided by 255)"
 
 
-def export(config: Config, which: str, to: str, output: Path | None, overwrite: bool, verbose: bool) -> int:
-    """Writes the checkpoint ``which`` in the format ``to``; tells what the file takes and gives, and how to open it."""
+def export(
+    config: Config,
+    which: str,
+    to: str,
+    output: Path | None,
+    overwrite: bool,
+    verbose: bool,
+    foreign: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Writes the checkpoint ``which`` in the format ``to``; tells what the file takes and gives, and how to open it.
+
+    ``foreign``: keys of the configuration that name code which the caller has not named; none of it is imported.
+    """
     here = world()
     if here.size > 1:
         what = f"an export is the work of one process, and this is a world of {here.size} ranks"
@@ -37,7 +52,9 @@ def export(config: Config, which: str, to: str, output: Path | None, overwrite: 
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
     monitor = config.checkpoint.monitor, config.checkpoint.mode
-    snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor)
+    snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor, warn)
+    used = {"model.name": framework is not None, "data.name": "input_shape" not in snapshot.meta}
+    refuse_foreign({key: name for key, name in foreign.items() if used[key]}, config.run_dir)
     trained = _trained(config, snapshot)
     if framework:
         config = config.model_copy(update={"framework": framework})
@@ -71,19 +88,18 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
         fits = {"input_shape": data.input_shape, "num_classes": data.num_classes}
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
     shape, num_classes = tuple(map(int, fits["input_shape"])), int(fits["num_classes"])
+    scale = (
+        SCALES.get(config.data.name) or snapshot.meta.get("numbers") or "as the data hold them (bytes divided by 255)"
+    )
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),
         "trained_with": f"hvd_train {__version__}, {snapshot.meta.get('framework', config.framework)}",
         "step": str(snapshot.step),
-        "sample": f"{shape} as the data give it, channels last; numbers {_scale(config)}",
+        "sample": f"{shape} as the data give it, channels last; numbers {scale}",
         "num_classes": str(num_classes),
     }
-    return Trained(config, arrays, shape, num_classes, about)
-
-
-def _scale(config: Config) -> str:
-    return SCALES.get(config.data.name, "as the data hold them (bytes divided by 255)")
+    return Trained(config, arrays, shape, num_classes, about, scale)
 
 
 def _takes(trained: Trained, done: Exported, framework: str | None) -> str:
@@ -92,7 +108,7 @@ def _takes(trained: Trained, done: Exported, framework: str | None) -> str:
     order = channels if len(done.input_shape) == 3 else ""
     gives = ", ".join(map(str, ("n", *done.output_shape)))
     result = f" -> logits ({gives})" if done.output_shape else ""
-    return f"input ({shape}) {done.dtype}, {order}numbers {_scale(trained.config)}{result}"
+    return f"input ({shape}) {done.dtype}, {order}numbers {trained.scale}{result}"
 
 
 def to_safetensors(trained: Trained) -> Exported:

@@ -7,29 +7,28 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, folder
 from hvd_train.core.agreement import together
-from hvd_train.core.log import NullLog, RunLog
-from hvd_train.core.loop import Trainer, check_tree, start_agreement
+from hvd_train.core.log import NullLog, RunLog, warn
+from hvd_train.core.loop import Trainer, check_tree, data_facts, start_agreement
 from hvd_train.core.loop import evaluate as evaluate_batches
 from hvd_train.core.record import Recorder
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import World, bind, keep_memory, rank_settings, threads, world
 from hvd_train.protocol import Communicator, Compressor, FrontEnd
@@ -211,43 +210,43 @@ def _job(config: Config, verbose: bool) -> Iterator[Job]:
     communicator.close()
 
 
-def _run_folder(run_dir: Path, resume: str | None, overwrite: bool) -> None:
-    """A run folder holds one run: another one in its place must be asked for."""
-    metrics = run_dir / "metrics.jsonl"
-    used = (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoint.find(run_dir / "checkpoints"))
-    if used and resume is None and not overwrite:
-        fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
-        raise ConfigError("the run folder holds a run already", where=str(run_dir), fix=fix)
-    if used and overwrite and resume is None:
-        for name in ("checkpoints", "tensorboard"):
-            shutil.rmtree(run_dir / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "summary.json"):
-            (run_dir / name).unlink(missing_ok=True)
-    checkpoint.preflight(run_dir / "checkpoints")
-
-
-def _find_snapshot(
-    config: Config, run_dir: Path, resume: str | None, allow_change: Sequence[str], log: Any
-) -> checkpoint.Snapshot | None:
+def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) -> checkpoint.Snapshot | None:
+    """The checkpoint that ``resume`` names; its configuration and data must be this run's, but for what is allowed."""
     if resume is None:
         return None
+    run_dir = Path(job.config.run_dir)
     if resume in ("auto", "last"):
-        snapshot = checkpoint.newest(run_dir / "checkpoints", log.warning)
+        snapshot = checkpoint.newest(run_dir / "checkpoints", warn)
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
-        path = checkpoint.resolve(run_dir, resume)
-        snapshot = checkpoint.load(path) if path else None
-    if snapshot is not None:
-        old = Config.model_validate(snapshot.meta["config"])
-        rows = [(key, a, b) for key, a, b in changed(old, config) if not _allowed(key, allow_change)]
-        if rows:
-            listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
-            keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
-            raise ConfigError(
-                f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}"
-            )
+        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume))
+    if snapshot is None:
+        return None
+    rows = [row for row in changed(snapshot.config(), job.config) if not _allowed(row[0], allow_change)]
+    if rows:
+        listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
+        keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
+        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}")
+    if "data" not in allow_change:
+        _check_data(snapshot, data_facts(job.data.train, job.data.val), len(job.data.train))
     return snapshot
+
+
+def _check_data(snapshot: checkpoint.Snapshot, found: dict[str, dict[str, Any]], size: int) -> None:
+    names = {"train": "training", "val": "validation"}
+    old, rows = snapshot.meta.get("data", {}), []
+    for part, name in names.items():
+        if part in old and old[part] != found[part]:
+            before, now = (f"{facts[part]['samples']:,}" for facts in (old, found))
+            rows.append(f"{name}: {before} samples -> {now}" if before != now else f"{name}: {now} samples, but others")
+    consumed = snapshot.progress.consumed
+    if not rows and consumed > size:  # a checkpoint that tells nothing of its data
+        rows.append(f"training: {consumed:,} samples of an epoch used -> {size:,}")
+    if rows:
+        what = f"the data changed since the checkpoint ({'; '.join(rows)})"
+        fix = "give the same data, or --allow-change data: a begun epoch then begins anew"
+        raise DataError(what, where=str(snapshot.path), fix=fix)
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
@@ -272,39 +271,50 @@ def record(folder: Path, verbose: bool) -> int:
 
 def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
-    if world().rank == 0:
-        _run_folder(Path(config.run_dir), resume, overwrite)
-    with _job(config, verbose) as job:
-        train(job, resume, allow_change)
+    with ExitStack() as stack:
+        lock = None
+        if world().rank == 0:
+            run_dir = Path(config.run_dir)
+            lock = stack.enter_context(folder.Lock(run_dir))
+            folder.bring_back(run_dir)
+            folder.check_free(run_dir, resume, overwrite)
+        job = stack.enter_context(_job(config, verbose))
+        train(job, resume, allow_change, overwrite, lock)
     return 0
 
 
-def train(job: Job, resume: str | None = None, allow_change: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs the training of an opened job; returns the summary, equal on all ranks."""
+def train(
+    job: Job,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    overwrite: bool = False,
+    lock: folder.Lock | None = None,
+) -> dict[str, Any]:
+    """Runs the training of an opened job; returns the summary, equal on all ranks.
+
+    All is read and checked, on all ranks, before anything of the run folder is changed.
+    """
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
     log: RunLog | NullLog = NullLog()
     if communicator.rank == 0:
-        text = resolved_yaml(config)
-        log = RunLog(run_dir, config_yaml=text, tensorboard=config.tensorboard, total_epochs=config.max_epochs)
-
-    def find() -> checkpoint.Snapshot | None:
-        return None if communicator.rank else _find_snapshot(config, run_dir, resume, allow_change, log)
-
-    snapshot = together(communicator, find)
-    # A run that goes on keeps the compression that it began with: the link may look different today.
-    wanted = snapshot.meta.get("compression", config.exchange.compression) if snapshot else config.exchange.compression
+        log = RunLog(run_dir, tensorboard=config.tensorboard, total_epochs=config.max_epochs, lock=lock)
+    snapshot = together(communicator, lambda: None if communicator.rank else _find_snapshot(job, resume, allow_change))
+    # ``auto`` keeps to what the run began with: the link may look different today.
+    wanted = config.exchange.compression
+    if snapshot and wanted == "auto":
+        wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
     trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken)
-    trainer.restore(snapshot)
-    if resume is not None:
-        log.truncate_after(trainer.progress.step)
-    log.message(_banner(job, trainer, snapshot))
+    notes = trainer.restore(snapshot)
+    log.message("\n".join([_banner(job, trainer, snapshot), *notes]))
     kept = keep_memory()  # from here on: what the set-up freed has gone back
-    if communicator.rank == 0:
+    if isinstance(log, RunLog):
         about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
-        (run_dir / "environment.json").write_text(json.dumps(about, indent=2) + "\n")
+        log.files = {"config.yaml": resolved_yaml(config), "environment.json": about}
+        log.resumed_at = None if resume is None else trainer.progress.step
+        log.replace = overwrite and resume is None
     summary = trainer.fit()
-    log.summary(summary)
+    together(communicator, lambda: log.summary(summary))
     log.message(_closing(summary, run_dir))
     log.close()
     return summary
@@ -330,6 +340,52 @@ def _closing(summary: dict[str, Any], run_dir: Path) -> str:
     return f"done: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
 
 
+OWN_CODE = ("model.name", "data.name")  # "package.module:function" is imported
+
+
+def trained_config(
+    path: Path | None, sets: Sequence[str], run_dir: str | None, which: str
+) -> tuple[Config, dict[str, str]]:
+    """The configuration saved with the checkpoint ``which`` of a run folder, unless a file is given; and what of it
+    names code that the caller has not named himself."""
+    if path is not None:
+        return load_config(path, sets, run_dir=run_dir), {}
+    if run_dir is None:
+        raise ConfigError(
+            "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
+        )
+    folder = Path(run_dir)
+    if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").exists():
+        raise ConfigError("is no run folder: it holds no checkpoints and no config.yaml", where=run_dir)
+
+    def saved(place: Path) -> Config:
+        return load_config(None, sets, base=checkpoint.config_of(place), run_dir=run_dir)
+
+    # "best" is a matter of the configuration, which is that of the newest one as long as none is chosen.
+    place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
+    config = saved(place) if place else None
+    if which != "last":
+        rule = config.checkpoint if config else Config().checkpoint
+        config = saved(checkpoint.resolve(folder, which, rule.monitor, rule.mode))
+    assert config is not None
+    given = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
+    named = {key: getattr(config, key.partition(".")[0]).name for key in OWN_CODE}
+    return config, {
+        key: name for key, name in named.items() if ":" in name and not given & {key, key.partition(".")[0]}
+    }
+
+
+def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:
+    """What a run folder names is code of whoever made it."""
+    if named:
+        listed = ", ".join(f"{key}: {json.dumps(name)[:200]}" for key, name in named.items())
+        sets = " ".join(f"--set {key}=..." for key in named)
+        what = f"the run folder names code of its own, which would be imported and run ({listed})"
+        raise ConfigError(
+            what, where=run_dir, fix=f"if you trust it: --trust, or name it yourself with {sets} or -c FILE"
+        )
+
+
 def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
     """Rank 0 reads; all ranks get the weights and statistics (the optimizer's slots are not needed)."""
     communicator, run_dir = job.communicator, Path(job.config.run_dir)
@@ -337,7 +393,7 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
     def read() -> checkpoint.Snapshot | None:
         if communicator.rank:
             return None
-        return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode)
+        return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode, warn)
 
     snapshot = together(communicator, read)
     tree = without_slots(snapshot.tree) if snapshot else {}
@@ -369,29 +425,74 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
         connect(job, "none")
         _load_weights(job, which)
         communicator, total = job.communicator, len(getattr(job.data, split))
-        rows, partial = None, output.with_name(output.name + ".partial")
-        for batch in job.loader(split).evaluation():
-            logits = job.frontend.predict(job.frontend.place(batch))[: batch.count]
-            parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(logits).tobytes())
-            if communicator.rank:
-                continue
-            if rows is None:
-                rows = _new_file(partial, logits.dtype, (total, *logits.shape[1:]), output)
-            width = 8 + rows.dtype.itemsize * math.prod(rows.shape[1:])
-            for part in parts:
-                count = len(part) // width
-                indices = np.frombuffer(part, np.int64, count)
-                rows[indices] = np.frombuffer(part, rows.dtype, offset=8 * count).reshape(count, *rows.shape[1:])
-        if rows is not None:
-            rows.flush()
-            os.replace(partial, output)
+        rows = _Rows(output)
+        try:
+            for batch in job.loader(split).evaluation():
+                logits = job.frontend.predict(job.frontend.place(batch))[: batch.count]
+                parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(logits).tobytes())
+                if communicator.rank:
+                    continue
+                shape, dtype = logits.shape[1:], logits.dtype
+                rows.open((total, *shape), dtype)
+                width = 8 + dtype.itemsize * math.prod(shape)
+                for part in parts:
+                    count = len(part) // width
+                    rows.put(np.frombuffer(part, np.int64, count), part[8 * count :])
+            together(communicator, rows.close)
+        except BaseException:
+            rows.forget()
+            raise
+        if communicator.rank == 0:
             print(f"{total:,} predictions of the {split} split: {output}", flush=True)
     return 0
 
 
-def _new_file(path: Path, dtype: np.dtype, shape: tuple[int, ...], wanted: Path) -> np.memmap:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return np.lib.format.open_memmap(path, "w+", dtype, shape)
-    except OSError as error:
-        raise ConfigError(f"the predictions cannot be written: {error.strerror}", where=str(wanted)) from error
+class _Rows:
+    """Rows of a .npy file, in any order of whole parts; a file that cannot be written is told at the end, for other
+    ranks wait in between. Written and not mapped: a mapped file on a full disk ends the process by a signal."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.partial = output, output.with_name(output.name + ".partial")
+        self._stream: IO[bytes] | None = None
+        self._failure: OSError | None = None
+        self._start = self._width = 0
+
+    def open(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        if self._stream or self._failure:
+            return
+        try:
+            self.partial.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = open(self.partial, "wb")  # noqa: SIM115
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_2_0(self._stream, header)
+            self._start, self._width = self._stream.tell(), dtype.itemsize * math.prod(shape[1:])
+        except OSError as error:
+            self._failure = error
+
+    def put(self, indices: np.ndarray, rows: bytes) -> None:
+        """Rows of consecutive ``indices``."""
+        if self._stream is None or self._failure or not len(indices):
+            return
+        try:
+            self._stream.seek(self._start + int(indices[0]) * self._width)
+            self._stream.write(rows)
+        except OSError as error:
+            self._failure = error
+
+    def close(self) -> None:
+        try:
+            if self._failure:
+                raise self._failure
+            if self._stream:
+                self._stream.close()
+                os.replace(self.partial, self.output)
+        except OSError as error:
+            what = f"the predictions cannot be written: {error.strerror}"
+            raise ConfigError(what, where=str(self.output), fix="make room, or take another -o") from error
+
+    def forget(self) -> None:
+        with suppress(OSError):
+            if self._stream:
+                self._stream.close()
+        if self._stream:
+            self.partial.unlink(missing_ok=True)

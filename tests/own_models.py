@@ -115,3 +115,10 @@ def neutral(model) -> dict[str, tuple]:
     }
     new = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
     return found | {f"norm.{own}": (f"norm.{name}", None, None, (out,)) for own, name in new.items()}
+
+
+def wrong_shape(input_shape, num_classes):
+    """Its first step fails."""
+    import torch.nn as nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), 2 * num_classes), nn.Unflatten(1, (2, -1)))

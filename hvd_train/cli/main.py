@@ -148,29 +148,21 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 
 
 trained_run_option = click.option(
-    "--run-dir", type=click.Path(file_okay=False), help="Run folder of the training; its config.yaml is used."
+    "--run-dir",
+    type=click.Path(file_okay=False),
+    help="Run folder of the training; the configuration saved with the checkpoint is used.",
+)
+trust_option = click.option(
+    "--trust", is_flag=True, help="Import the code (package.module:function) that the run folder names."
 )
 
 
 def trained_run_options(command: Callable) -> Callable:
     """What eval and predict share."""
-    own = (trained_run_option, config_option, set_option, checkpoint_option, split_option)
+    own = (trained_run_option, config_option, set_option, checkpoint_option, trust_option, split_option)
     for option in reversed((*own, num_proc_option, launcher_option, verbose_option)):
         command = option(command)
     return command
-
-
-def _trained_config(path: Path | None, sets: tuple[str, ...], run_dir: str | None) -> Any:
-    """The configuration of a run folder, unless a file is given."""
-    from hvd_train.config import load_config
-
-    if path is None and run_dir is None:
-        raise ConfigError("which run?", fix="give --run-dir FOLDER (its config.yaml is used), or -c FILE")
-    if path is None and run_dir is not None:
-        path = Path(run_dir) / "config.yaml"
-        if not path.exists():
-            raise ConfigError("is no run folder: it holds no config.yaml", where=run_dir)
-    return load_config(path, sets, run_dir=run_dir)
 
 
 @cli.command("eval")
@@ -180,6 +172,7 @@ def evaluate(
     path: Path | None,
     sets: tuple[str, ...],
     checkpoint: str,
+    trust: bool,
     split: str,
     num_proc: int | None,
     launcher: str,
@@ -191,7 +184,8 @@ def evaluate(
     hvd-train eval --run-dir runs/cnn
     hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
     """
-    config = _trained_config(path, sets, run_dir)
+    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
+    _run().refuse_foreign({} if trust else named, run_dir)
     _launch_or(num_proc, launcher, verbose, lambda: _run().evaluate(config, checkpoint, split, verbose))
 
 
@@ -209,6 +203,7 @@ def predict(
     path: Path | None,
     sets: tuple[str, ...],
     checkpoint: str,
+    trust: bool,
     split: str,
     output: Path,
     num_proc: int | None,
@@ -219,7 +214,8 @@ def predict(
 
     hvd-train predict --run-dir runs/cnn -o predictions.npy -np 2
     """
-    config = _trained_config(path, sets, run_dir)
+    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
+    _run().refuse_foreign({} if trust else named, run_dir)
     _launch_or(num_proc, launcher, verbose, lambda: _run().predict(config, checkpoint, output, split, verbose))
 
 
@@ -267,6 +263,7 @@ def record(folder: Path, verbose: bool) -> None:
 @config_option
 @set_option
 @checkpoint_option
+@trust_option
 @click.option(
     "--to", required=True, type=click.Choice(["pytorch", "keras", "onnx", "safetensors"]), help="The file's format."
 )
@@ -283,6 +280,7 @@ def export(
     path: Path | None,
     sets: tuple[str, ...],
     checkpoint: str,
+    trust: bool,
     to: str,
     output: Path | None,
     overwrite: bool,
@@ -298,8 +296,8 @@ def export(
     """
     from hvd_train import export as exporting
 
-    config = _trained_config(path, sets, run_dir)
-    sys.exit(exporting.export(config, checkpoint, to, output, overwrite, verbose))
+    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
+    sys.exit(exporting.export(config, checkpoint, to, output, overwrite, verbose, {} if trust else named))
 
 
 @cli.command()

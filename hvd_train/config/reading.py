@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -103,14 +104,16 @@ def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems
     lines[path] = where
 
 
-def load_config(path: Path | None = None, sets: Sequence[str] = (), **overrides: Any) -> Config:
-    """Defaults, then the file, then ``--set`` settings, then ``overrides`` (flags; None is left out).
+def load_config(
+    path: Path | None = None, sets: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, **overrides: Any
+) -> Config:
+    """Defaults, then ``base`` or the file, then ``--set`` settings, then ``overrides`` (flags; None is left out).
 
     Raises one ConfigError with a line for each mistake: ``FILE:LINE: key: what; what to do``.
     """
     lines: dict[Path_, str] = {}
     problems: list[str] = []
-    data = _read(path, lines, problems) if path else {}
+    data = _read(path, lines, problems) if path else copy.deepcopy(dict(base or {}))
     for setting in sets:
         _apply(data, setting, lines, problems)
     for key, value in overrides.items():

@@ -1,8 +1,9 @@
 """Checkpoints: folders of safetensors files and a JSON manifest, committed by rename; nothing is ever unpickled.
 
 Commit: write ``step-N.tmp-XXXX/``, fsync each file, write the manifest (size and SHA-256 of each) last, fsync, rename
-to ``step-N``, fsync the parent; only then remove old ones. So at every instant after the first commit a valid one
-exists.
+to ``step-N``, fsync the parent; only then remove old ones. A step that is saved again first moves the old folder to
+``step-N.was-XXXX``, which counts as ``step-N`` until there is one. So at every instant after the first commit a valid
+one exists.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
+from hvd_train.config import Config
+from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
 from hvd_train.core.trees import pack, unpack, without_slots
 from hvd_train.errors import CheckpointError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-NAME = re.compile(r"step-(\d+)$")
-STALE = re.compile(r"step-\d+\.(tmp|old)-[0-9a-f]+$")
-FILE = re.compile(r"(weights|optimizer|rank-\d+)\.safetensors$")
+STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,28 @@ class Snapshot:
     tree: dict[str, np.ndarray]
     local: list[dict[str, np.ndarray]]
     meta: dict[str, Any]
+    path: Path = Path()
+
+    def config(self) -> Config:
+        """The configuration of the training that saved it."""
+        try:
+            return Config.model_validate(self._told("config"))
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in found["loc"])
+            what = f"holds a configuration that this version cannot read ({key}: {found['msg'][:200]})"
+            raise CheckpointError(what, where=str(self.path)) from error
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self._told("progress"))
+
+    @property
+    def framework(self) -> str:
+        return self._told("framework")
+
+    def _told(self, key: str) -> Any:
+        return told(self.meta, key, self.path)
 
 
 def preflight(folder: Path) -> None:
@@ -103,10 +126,14 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
         }
         _write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
         _sync(temporary)
-        if final.exists():
-            _remove(final)
+        before = [final] if final.exists() else []
+        if before:
+            before = [final.with_name(f"{final.name}.was-{secrets.token_hex(4)}")]
+            os.rename(final, before[0])
         os.rename(temporary, final)
         _sync(folder)
+        for path in before:
+            _remove(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -130,48 +157,25 @@ def _sync(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Rename first: a kill in between leaves no half-removed folder under a valid name."""
-    aside = path.with_name(f"{path.name}.old-{secrets.token_hex(4)}")
+    aside = path.with_name(f"{path.name.partition('.')[0]}.old-{secrets.token_hex(4)}")
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        if path.is_symlink() or (path / MANIFEST).is_symlink():
-            raise CheckpointError("is a symbolic link", where=str(path))
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"has format {manifest['format']}; this version reads {FORMAT}", where=str(path))
-        for name, entry in manifest["files"].items():
-            if not FILE.match(name):
-                raise CheckpointError(f"the manifest names '{name}'", where=str(path))
-            int(entry["bytes"]), str(entry["sha256"])
-        for key in ("step", "epoch", "consumed", "ranks"):
-            int(manifest[key])
-        dict(manifest["meta"])
-        return manifest
-    except FileNotFoundError as error:
-        raise CheckpointError("there is no checkpoint", where=str(path / MANIFEST)) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path / MANIFEST)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError("the manifest is damaged", where=str(path / MANIFEST)) from error
 
 
 def load(path: Path) -> Snapshot:
     """Reads and verifies a checkpoint: size and SHA-256 of every file before a byte of it is used."""
     from safetensors import SafetensorError
 
-    manifest, trees = _manifest(path), {}
-    for name, entry in manifest["files"].items():
+    (manifest, meta), trees = read(path), {}
+    for name, entry in manifest.files.items():
         file = path / name
         try:
             if file.is_symlink():
                 raise CheckpointError("is a symbolic link", where=str(file))
-            if file.stat().st_size != entry["bytes"]:
-                raise CheckpointError(f"has {file.stat().st_size:,} of {entry['bytes']:,} bytes", where=str(file))
+            if file.stat().st_size != entry.bytes:
+                raise CheckpointError(f"has {file.stat().st_size:,} of {entry.bytes:,} bytes", where=str(file))
             content = file.read_bytes()
-            if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            if hashlib.sha256(content).hexdigest() != entry.sha256:
                 raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
             trees[name] = unpack(content)
         except OSError as error:
@@ -179,16 +183,20 @@ def load(path: Path) -> Snapshot:
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"is no safetensors file: {error}", where=str(file)) from error
     tree = {**trees.get("weights.safetensors", {}), **trees.get("optimizer.safetensors", {})}
-    local = [trees.get(f"rank-{rank}.safetensors", {}) for rank in range(manifest["ranks"])]
-    return Snapshot(manifest["step"], manifest["epoch"], manifest["consumed"], tree, local, manifest["meta"])
+    local = [trees.get(f"rank-{rank}.safetensors", {}) for rank in range(manifest.ranks)]
+    return Snapshot(manifest.step, manifest.epoch, manifest.consumed, tree, local, meta, path)
 
 
 def find(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
     if not folder.is_dir():
         return []
-    matches = [(NAME.match(path.name), path) for path in folder.iterdir()]
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):  # step-N comes before step-N.was-XXXX
+        match = NAME.match(path.name)
+        if match:
+            found.setdefault(int(match.group(1)), path)
+    return sorted(found.items())
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
@@ -205,12 +213,38 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
     return None
 
 
+def newest_readable(folder: Path) -> Path:
+    """The newest one whose manifest can be read and whose files have its sizes; what they hold is not looked at."""
+    found = find(folder)
+    if not found:
+        raise CheckpointError("there is no checkpoint", where=str(folder))
+    for _, path in reversed(found):
+        with suppress(CheckpointError, OSError):
+            manifest, _ = read(path)
+            if all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items()):
+                return path
+    read(found[-1][1])  # tells what is wrong with the newest
+    raise CheckpointError("no checkpoint can be used: files are missing or cut short", where=str(folder))
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The configuration that the checkpoint was trained with, as it was saved; its other files are not looked at."""
+    _, meta = read(path)
+    return told(meta, "config", path)
+
+
+def told(meta: dict[str, Any], key: str, path: Path) -> Any:
+    if meta.get(key) is None:
+        raise CheckpointError(f"does not tell its {key}", where=str(path))
+    return meta[key]
+
+
 def _ranked(folder: Path, monitor: str, mode: str) -> list[tuple[float, int, Path]]:
     """(monitored value, best smallest; step; path) of the checkpoints that have one, best first."""
     sign, rows = (1 if mode == "min" else -1), []
     for step, path in find(folder):
         try:
-            value = _manifest(path)["meta"].get("monitor", {}).get(monitor)
+            value = read(path)[0].meta.monitor.get(monitor)
         except CheckpointError:
             continue
         if value is not None and math.isfinite(value):
@@ -224,8 +258,12 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
     Without ``save_last`` the k best alone are kept, but never none.
     """
     for path in folder.iterdir():
+        name = NAME.match(path.name)
         if STALE.match(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif name and name.group(2):
+            final = path.with_name(path.name.removesuffix(name.group(2)))
+            _remove(path) if final.exists() else os.rename(path, final)
     found = find(folder)
     keep = {path for _, _, path in _ranked(folder, monitor, mode)[:save_top_k]}
     keep |= {path for _, path in found[-2 if save_last else -1 :]} if save_last or not keep else set()
@@ -234,13 +272,19 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
             _remove(path)
 
 
-def choose(run_dir: Path, which: str, monitor: str, mode: str) -> Snapshot:
+def choose(
+    run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = lambda text: None
+) -> Snapshot:
     """What --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
     if which != "last":
         return load(resolve(run_dir, which, monitor, mode))
-    found = newest(run_dir / "checkpoints", lambda text: None)
+    found = newest(run_dir / "checkpoints", warn)
     if found is None:
         raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
+    first = newest_readable(run_dir / "checkpoints")
+    if read(first)[1].get("config") != found.meta.get("config"):
+        what = f"{first.name} is damaged, and the one before it was trained with another configuration"
+        raise CheckpointError(what, where=str(first), fix=f"take that one: --checkpoint {found.path}")
     return found
 
 

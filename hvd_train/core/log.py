@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from hvd_train.core import checkpoint, folder
+from hvd_train.errors import CheckpointError
+
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
 REFRESH_SECONDS = 0.1
 HEADER = " epoch     step   loss  accuracy  val loss  val accuracy        lr  samples/s  seconds"
@@ -22,6 +25,10 @@ def _on_terminal() -> bool:
     if "HVD_TRAIN_TERMINAL" in os.environ:
         return os.environ["HVD_TRAIN_TERMINAL"] != "0"
     return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class NullLog:
@@ -35,7 +42,8 @@ class NullLog:
     def warning(self, text: str) -> None: ...
     def summary(self, values: dict[str, Any]) -> None: ...
     def truth(self, *args: Any) -> None: ...
-    def truncate_after(self, step: int) -> None: ...
+    def begin(self) -> None: ...
+    def check(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -44,16 +52,59 @@ def _cell(value: float | None, width: int, digits: int) -> str:
 
 
 class RunLog:
-    """The log of rank 0. ``total_epochs`` None: training is bounded by steps."""
+    """The log of rank 0. ``total_epochs`` None: training is bounded by steps.
 
-    def __init__(self, run_dir: Path, *, config_yaml: str, tensorboard: bool, total_epochs: int | None) -> None:
-        self.run_dir, self._epochs = run_dir, total_epochs
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        self._metrics: IO[str] = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._events = _Events(run_dir / "tensorboard") if tensorboard else None
+    Nothing of the run folder is touched before ``begin``, which a training calls when its first step has been taken:
+    it then writes ``files`` (name -> text or JSON), sets an old run aside (``replace``) or drops the lines after
+    ``resumed_at``, for a resumed run repeats the steps after its checkpoint.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, tensorboard: bool, total_epochs: int | None, lock: folder.Lock | None = None
+    ) -> None:
+        self.run_dir, self._epochs, self._tensorboard, self._lock = run_dir, total_epochs, tensorboard, lock
+        self.files: dict[str, Any] = {}
+        self.resumed_at: int | None = None
+        self.replace = False
+        self._metrics: IO[str] | None = None
+        self._early: list[Callable[[], None]] = []  # what came before begin
+        self._events: _Events | None = None
         self._terminal = _Terminal() if _on_terminal() else None
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
+
+    def begin(self) -> None:
+        if self._metrics is not None:
+            return
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            aside = folder.set_aside(self.run_dir) if self.replace else None
+            checkpoint.preflight(self.run_dir / "checkpoints")
+            if self.resumed_at is not None:
+                self._truncate_after(self.resumed_at)
+            for name, content in self.files.items():
+                folder.put(self.run_dir / name, content)
+            self._events = _Events(self.run_dir / "tensorboard") if self._tensorboard else None
+            self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            if aside:
+                folder.drop(aside)
+        except (OSError, CheckpointError) as error:
+            folder.bring_back(self.run_dir)
+            if isinstance(error, CheckpointError):
+                raise
+            what = f"the run folder cannot be written: {error.strerror}"
+            raise CheckpointError(what, where=str(self.run_dir)) from error
+        for line in self._early:
+            line()
+
+    def check(self) -> None:
+        """Raises where the run folder is no longer this process' own."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
 
     # ---- numbers
 
@@ -69,8 +120,7 @@ class RunLog:
         row = {"event": event, "epoch": epoch + 1, "step": step, "loss": loss, "accuracy": accuracy}
         row |= {"samples": samples, "lr": lr, "samples_per_second": round(speed, 1)}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._metrics.write(json.dumps(finite) + "\n")
-        self._metrics.flush()
+        self._write(finite)
         if self._events:
             scalars = {f"loss/{event}": loss, f"accuracy/{event}": accuracy}
             if event == "train":
@@ -79,34 +129,30 @@ class RunLog:
 
     def truth(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
         """What compression did to one gradient: its cosine with the exact one, this rank's bytes with and without."""
+        if self._metrics is None:
+            self._early.append(lambda: self.truth(epoch, step, cosine, sent, plain))
+            return
         row = {"event": "compression", "epoch": epoch + 1, "step": step, "cosine": cosine}
         row |= {"bytes": round(sent), "bytes_plain": round(plain)}
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
+        self._write(row)
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
         if self._events:
             self._events.scalars(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
 
-    def truncate_after(self, step: int) -> None:
-        """A resumed run repeats the steps after its checkpoint: their lines are dropped first."""
+    def _truncate_after(self, step: int) -> None:
         path = self.run_dir / "metrics.jsonl"
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a line that a kill cut short
-        self._metrics.close()
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        folder.put(path, "".join(kept))
 
     def summary(self, values: dict[str, Any]) -> None:
-        temporary = self.run_dir / "summary.json.tmp"
-        temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self.run_dir / "summary.json")
+        self.check()
+        folder.put(self.run_dir / "summary.json", values)
 
     # ---- words
 
@@ -141,12 +187,13 @@ class RunLog:
     def warning(self, text: str) -> None:
         if self._terminal:
             self._terminal.clear()
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        warn(text)
 
     def close(self) -> None:
         if self._terminal:
             self._terminal.clear()
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._events:
             self._events.close()
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hvd_train.core import checkpoint
 from hvd_train.core.agreement import NONFINITE_FIX, agree, agree_on_weights, together
 from hvd_train.core.apart import due
 from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.manifest import Progress
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.trees import broadcast, pack, unpack, weights_sha256, without_slots
@@ -43,24 +44,6 @@ class Result:
     def of(cls, sums: np.ndarray) -> Result:
         count = max(float(sums[2]), 1.0)
         return cls(float(sums[0]) / count, float(sums[1]) / count, round(float(sums[2])))
-
-
-@dataclass
-class Progress:
-    """Where training stands; saved with every checkpoint, equal on all ranks."""
-
-    step: int = 0
-    epoch: int = 0
-    consumed: int = 0  # samples of this epoch already used
-    seen: int = 0  # samples used in all epochs
-    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    val: dict[str, float] = field(default_factory=dict)  # newest evaluation
-    best: float | None = None  # early stopping
-    waited: int = 0
-    stopped: bool = False
-    loss_scale: float = 1.0
-    good_steps: int = 0  # since the loss scale changed
-    skipped: int = 0  # steps whose 16-bit gradients overflowed
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -115,12 +98,15 @@ class Trainer:
         self._fits = {
             "input_shape": list(train.input_shape),
             "num_classes": max(train.num_classes, val.num_classes),
+            "numbers": getattr(train, "numbers", ""),
         }
+        self._data = data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = config.limit_train_batches or self.steps_per_epoch
         self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
         self._scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
+        self._begun = False  # whether the run folder is written
         self._apart = False  # whether weights may differ between ranks
         self._pending: list[Any] = []  # this rank's sums on the device, not yet read
         self._rates: deque[float] = deque(maxlen=10_000)
@@ -138,7 +124,15 @@ class Trainer:
         """Trains to the end; returns the run's summary."""
         while not self._finished():
             self._epoch()
+        self._begin()
         return self._summary()
+
+    def _begin(self) -> None:
+        """The run folder is touched when training has proved to run: after the first step."""
+        if not self._begun:
+            self.frontend.run_waiting()
+            together(self.communicator, self.log.begin)
+            self._begun = True
 
     def _finished(self) -> bool:
         p, c = self.progress, self.config
@@ -158,12 +152,15 @@ class Trainer:
                 at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
                 stop = at_end or bool(c.max_steps and p.step >= c.max_steps)
                 save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
+                if not self._begun:
+                    self.frontend.run_waiting()
                 told = stop or save or p.step % c.log_every_n_steps == 0
                 every = c.agreement_every_n_steps
                 compared = stop or save or bool(every and p.step % every == 0)
                 if told or compared:
                     self.frontend.run_waiting()
                 self._time(step.count, time.perf_counter() - clock)
+                self._begin()
                 self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
                 if told:
                     self._log_train(rate)
@@ -339,11 +336,13 @@ class Trainer:
                 "config": c.model_dump(mode="json"),
                 "compression": self.compression,
                 **self._fits,
+                "data": self._data,
                 "progress": asdict(self.progress),
                 "monitor": metrics or {},
             }
             p = self.progress
             try:
+                self.log.check()
                 checkpoint.save(
                     self.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, self.frontend.state(), local, meta)
                 )
@@ -369,29 +368,62 @@ class Trainer:
             own |= {k: v for k, v in self.frontend.state().items() if k.startswith("slots/")}
         return own
 
-    def restore(self, snapshot: checkpoint.Snapshot | None) -> None:
-        """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks."""
-        communicator = self.communicator
-        found = json.loads(communicator.broadcast_bytes(_head(snapshot) if communicator.rank == 0 else b""))
+    def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
+        """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
+
+        Returns what of it was left behind, a line each.
+        """
+        communicator, notes = self.communicator, []
+        head = together(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
+        found = json.loads(communicator.broadcast_bytes(head))
         mine: Tree = {}
         if found:
-            self.progress = Progress(**found["progress"])
+            notes += self._go_on(Progress(**found["progress"]), found)
             local: Tree = {}
             for rank, part in enumerate(_locals(snapshot, found["ranks"])):
                 packed = communicator.broadcast_bytes(pack(part))
                 local = unpack(packed) if rank == communicator.rank else local
             # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
-            if (found["ranks"], found["framework"]) == (communicator.size, self.config.framework):
-                own = self._local()
-                if {k: x.shape for k, x in local.items()} == {k: x.shape for k, x in own.items()}:
-                    mine = local
-                    self.frontend.load_local(mine)
+            shapes = {k: x.shape for k, x in self._local().items()}
+            here = {
+                "ranks": communicator.size,
+                "framework": self.config.framework,
+                "compression": self.compression,
+                "mode": self.config.exchange.mode,
+            }
+            other = [f"{key} {found[key]} -> {own}" for key, own in here.items() if found[key] not in (None, own)]
+            if not other and {k: x.shape for k, x in local.items()} == shapes:
+                mine = local
+                self.frontend.load_local(mine)
+            elif found["kept"]:
+                why = ", ".join(other) or "their shapes are others"
+                notes.append(f"what each rank kept to itself (residuals) is left behind: {why}")
         together(communicator, lambda: check_tree(self.frontend.state(), snapshot.tree) if snapshot else None)
         first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
         tree = without_slots(self.frontend.state()) if first else snapshot.tree if snapshot else {}
         for piece in broadcast(communicator, tree):
             self.frontend.load(piece)
         self.frontend.load({k: v for k, v in mine.items() if k.startswith("slots/")})
+        return notes
+
+    def _go_on(self, progress: Progress, found: dict[str, Any]) -> list[str]:
+        """Takes over where training stood, less what belongs to another precision or other data."""
+        notes = []
+        if not self._scaled or found["precision"] != "16-mixed":
+            fresh = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
+            if self._scaled or progress.loss_scale != fresh.loss_scale:
+                notes.append(
+                    f"precision {found['precision']} -> {self.config.precision}: loss scale {fresh.loss_scale:g}"
+                )
+            for name in ("loss_scale", "good_steps", "skipped"):
+                setattr(progress, name, getattr(fresh, name))
+        train = found["data"].get("train")
+        other = train is not None and train != self._data["train"]
+        if progress.consumed and (other or progress.consumed > self.train_size):
+            notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
+            progress.consumed, progress.epoch_sums = 0, [0.0, 0.0, 0.0]
+        self.progress = progress
+        return notes
 
     # ---- summary
 
@@ -440,11 +472,28 @@ def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Genera
         yield from itertools.islice(batches, limit)
 
 
+def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
+    """What a resumed run compares: of each part its size and fingerprint."""
+    parts = {"train": train, "val": val}
+    short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
+    return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
+
+
 def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
-    head = {"progress": snapshot.meta["progress"], "framework": snapshot.meta["framework"]}
-    return json.dumps(head | {"ranks": len(snapshot.local)}).encode()
+    config = snapshot.config()
+    head = {
+        "progress": asdict(snapshot.progress),
+        "framework": snapshot.framework,
+        "compression": snapshot.meta.get("compression"),
+        "mode": config.exchange.mode,
+        "precision": config.precision,
+        "data": snapshot.meta.get("data", {}),
+        "ranks": len(snapshot.local),
+        "kept": any(snapshot.local),
+    }
+    return json.dumps(head).encode()
 
 
 def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:

@@ -20,13 +20,14 @@ from hvd_train.protocol import Tree
 @dataclass(frozen=True)
 class Trained:
     """A checkpoint. ``arrays``: neutral name -> weight or running statistic; ``input_shape``: of a sample as the data
-    give it; ``about``: what a file that can hold notes says of itself."""
+    give it; ``about``: what a file that can hold notes says of itself; ``scale``: what the inputs' numbers are."""
 
     config: Config
     arrays: Tree
     input_shape: tuple[int, ...]
     num_classes: int
     about: dict[str, str]
+    scale: str = ""
 
     @property
     def dtype(self) -> str:

@@ -62,7 +62,7 @@ def test_version():
         (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "not both"),
         (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
         (["eval"], "which run?"),
-        (["eval", "--run-dir", "nowhere"], "is no run folder: it holds no config.yaml; nowhere"),
+        (["eval", "--run-dir", "nowhere"], "is no run folder: it holds no checkpoints and no config.yaml; nowhere"),
         (["predict", "--run-dir", "nowhere"], "Missing option '-o'"),
         (["verify"], "Missing option '-np'"),
         (["verify", "-np", "1"], "1 is not in the range x>=2"),

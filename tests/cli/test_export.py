@@ -95,11 +95,12 @@ def made(tmp_path_factory):
     for name in RUNS:
         sets = [word for one in settings(name, folder) for word in ("--set", one)]
         lines.append(["fit", "--run-dir", str(folder / name), *sets])
-        lines.append(["predict", "--run-dir", str(folder / name), "-o", str(folder / f"{name}.npy")])
+        trust = ["--trust"] if OWN in "".join(RUNS[name]) else []
+        lines.append(["predict", "--run-dir", str(folder / name), "-o", str(folder / f"{name}.npy"), *trust])
         keys += [(name, "fit"), (name, "predict")]
         for to in FORMATS[name]:  # an export reads no data
             where = ["--run-dir", str(folder / name), "--set", "data.path=nowhere"]
-            lines.append(["export", *where, "--to", to])
+            lines.append(["export", *where, "--to", to, *trust])
             keys.append((name, to))
     told = dict(zip(keys, json.loads(together(COMMANDS, lines)), strict=True))
     _open_all(folder, told)
@@ -251,6 +252,7 @@ def test_a_model_that_onnx_cannot_hold(tmp_path):
     """Its branches depend on the samples."""
     where = ["--run-dir", str(tmp_path), "--set", f"model={{name: '{OWN}:changing'}}", "--set", "max_steps=1"]
     run("fit", *where)
-    done = run("export", *where, "--to", "onnx", "-c", str(tmp_path / "config.yaml"), code=2)
+    line = ["export", *where, "--to", "onnx", "-c", str(tmp_path / "config.yaml")]
+    done = run(*line, code=2)
     assert done.stderr.startswith("error: the model cannot be written as ONNX: ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "model.onnx").exists()

@@ -15,9 +15,12 @@ def made(tmp_path, monkeypatch):
     """A log, on a terminal of that width or (0) on none; closed at the end."""
     logs = []
 
-    def make(width="0", total_epochs=2):
+    def make(width="0", total_epochs=2, resumed_at=None):
         monkeypatch.setenv("HVD_TRAIN_TERMINAL", width)
-        logs.append(RunLog(tmp_path / "run", config_yaml="seed: 3\n", tensorboard=False, total_epochs=total_epochs))
+        logs.append(RunLog(tmp_path / "run", tensorboard=False, total_epochs=total_epochs))
+        logs[-1].files = {"config.yaml": "seed: 3\n"}
+        logs[-1].resumed_at = resumed_at
+        logs[-1].begin()
         return logs[-1]
 
     yield make
@@ -83,7 +86,8 @@ def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
     log = made()
     for step in (2, 4, 6):
         log.train(0, step, 1.0, 0.5, 10, 0.1, 3.0)
-    log.truncate_after(4)
+    log.close()
+    log = made(resumed_at=4)
     log.train(0, 5, 1.0, 0.5, 10, 0.1, 3.0)
     rows = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
@@ -94,7 +98,8 @@ def test_the_files_of_a_run(made, tmp_path):
     log.summary({"steps": 3})
     assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 3\n"
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"steps": 3}
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "metrics.jsonl", "summary.json"]
+    names = ["checkpoints", "config.yaml", "metrics.jsonl", "summary.json"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == names
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_run_folder(tmp_path):
     c = config(checkpoint={"every_n_steps": 2})
 
     def log():
-        return RunLog(tmp_path, config_yaml="seed: 0\n", tensorboard=True, total_epochs=3)
+        return RunLog(tmp_path, tensorboard=True, total_epochs=3)
 
     first = log()
     final(1, config(max_steps=9), tmp_path, log=first)
@@ -347,7 +347,7 @@ def test_run_folder(tmp_path):
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + '\n{"event": "train", "step": 10}\n{"event": "tr')
     second = log()
-    second.truncate_after(9)
+    second.resumed_at = 9
     summary = final(1, c, tmp_path, log=second, resume=True)[0]
     second.summary(summary)
     second.close()

@@ -1,0 +1,273 @@
+"""A run folder holds one run, and one process writes in it at a time.
+
+The lock is a file with the writer's name: made whole by a hard link, which is atomic on NFS as well. A dead writer's
+lock is taken over: at once where its process was on this host and is gone; of another host (or a host that was started
+anew) when nobody has touched it for ``OLD_SECONDS``, measured by the file system's own clock. A writer that was only
+suspended finds out (``check``) before it saves again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hvd_train.core import checkpoint
+from hvd_train.errors import CheckpointError, ConfigError
+
+NAME = "lock"
+BEAT_SECONDS, OLD_SECONDS = 30.0, 600.0
+RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json")
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+Text = Annotated[str, Field(max_length=200)]
+
+
+class Holder(BaseModel):
+    """Whose lock it is. ``place``: boot and process namespace, within which a pid means one process; ``ticks``: when
+    that process began, counted from boot, which no change of the clock moves."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    token: Annotated[str, Field(pattern="^[0-9a-f]{16}$")] = "0" * 16
+    host: Text = "an unknown host"
+    place: Text = ""
+    pid: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    ticks: Annotated[int, Field(ge=0, le=1 << 62)] = 0
+    since: Text = "an unknown time"
+
+    def __str__(self) -> str:
+        text = f"process {self.pid} on {self.host}, since {self.since}"
+        return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _place() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()
+
+
+def _ticks(pid: int) -> int | None:
+    """When the process began; None: there is none. proc(5): the name in brackets may hold anything."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(rest[18])
+
+
+class Lock:
+    """``with Lock(run_dir):`` takes it, or tells who has it; leaves no trace where nothing else was written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / NAME
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        token, pid = secrets.token_hex(8), os.getpid()
+        place = {"host": platform.node(), "place": _place()}
+        self._own = Holder(token=token, pid=pid, ticks=_ticks(pid) or 0, since=since, **place)
+        self._made: list[Path] = []  # folders
+        self._ended = threading.Event()
+        self._before: Any = None
+
+    def __enter__(self) -> Lock:
+        run_dir = self.path.parent
+        try:
+            self._made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]
+            run_dir.mkdir(parents=True, exist_ok=True)
+            ticket = self._ticket()
+            try:
+                other = self._take(self.path, ticket)
+            finally:
+                ticket.unlink(missing_ok=True)
+        except OSError as error:
+            self._leave_no_folder()
+            raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(run_dir)) from error
+        if other is not None:
+            raise _in_use(self.path, other)
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before = signal.signal(signal.SIGTERM, self._terminated)  # a scheduler may start us elsewhere at once
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def check(self) -> None:
+        """Raises where another process has taken the lock over."""
+        holder = _read(self.path)
+        if holder is None or holder.token != self._own.token:
+            what = (
+                f"the run folder was taken over{f' by {holder}' if holder else ''}: this process did not move for long"
+            )
+            raise CheckpointError(what, where=str(self.path.parent), fix="nothing more was written; end one of the two")
+
+    def _ticket(self) -> Path:
+        """The lock's content under a name of its own; its time is the file system's."""
+        ticket = self.path.with_name(f"{NAME}.{self._own.token}")
+        with open(ticket, "x", encoding="utf-8") as stream:
+            stream.write(self._own.model_dump_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+        return ticket
+
+    def _take(self, path: Path, ticket: Path) -> Holder | None:
+        """None: ``path`` is ours; else who has it.
+
+        Only who holds the gate named after a dead lock may replace that lock, so that of two takers one wins. A gate
+        is a lock as well, whose taker may have died.
+        """
+        while True:
+            if self._made_by_us(path, ticket):
+                return None
+            holder = _read(path)
+            if holder is None:  # released just now
+                continue
+            if not _dead(holder, path, ticket):
+                return holder
+            gate = path.with_name(f"{NAME}.after-{holder.token}")
+            other = self._take(gate, ticket)
+            if other is not None:
+                return other
+            try:
+                found = _read(path)
+                if found is not None and found.token == holder.token:
+                    second = path.with_name(f"{ticket.name}.next")
+                    second.write_text(self._own.model_dump_json(), encoding="utf-8")
+                    os.replace(second, path)
+            finally:
+                gate.unlink(missing_ok=True)
+
+    def _made_by_us(self, path: Path, ticket: Path) -> bool:
+        try:
+            os.link(ticket, path)
+            return True
+        except OSError as error:
+            if error.errno in NO_LINKS:  # then an exclusive creation, whose content comes a moment later
+                with suppress(FileExistsError), open(path, "x", encoding="utf-8") as stream:
+                    stream.write(self._own.model_dump_json())
+                    return True
+            elif error.errno != errno.EEXIST:
+                raise
+        holder = _read(path)  # over NFS a link may be there although its answer was lost
+        return holder is not None and holder.token == self._own.token
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            holder = _read(self.path)
+            if holder is not None and holder.token == self._own.token:
+                with suppress(OSError):
+                    os.utime(self.path)
+
+    def _release(self) -> None:
+        self._ended.set()
+        holder = _read(self.path)
+        if holder is not None and holder.token == self._own.token:
+            with suppress(OSError):
+                self.path.unlink()
+        self._leave_no_folder()
+
+    def _leave_no_folder(self) -> None:
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _terminated(self, number: int, frame: object) -> None:
+        self._release()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _read(path: Path) -> Holder | None:
+    """None: there is no lock. One that cannot be understood is somebody's."""
+    try:
+        return Holder.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError):
+        return Holder()
+
+
+def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
+    if holder.place == _place():
+        return _ticks(holder.pid) != holder.ticks
+    try:
+        os.utime(ticket)
+        return ticket.stat().st_mtime - path.stat().st_mtime > OLD_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(path: Path, holder: Holder) -> CheckpointError:
+    minutes = round(OLD_SECONDS / 60)
+    fix = "wait for its end, or take another --run-dir"
+    if holder.place != _place():  # whether it lives cannot be seen from here
+        fix += f"; if it is gone: remove {path}, or try again {minutes} minutes after its end"
+    return CheckpointError(f"the run folder is in use by {holder}", where=str(path.parent), fix=fix)
+
+
+def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
+    """A run folder holds one run: another one in its place must be asked for."""
+    metrics = run_dir / "metrics.jsonl"
+    used = (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoint.find(run_dir / "checkpoints"))
+    if used and resume is None and not overwrite:
+        fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
+        raise ConfigError("the run folder holds a run already", where=str(run_dir), fix=fix)
+
+
+# ---- an old run in the way of a new one
+
+
+def set_aside(run_dir: Path) -> Path:
+    """Moves the run's files and folders into ``replaced-XXXX``; ``bring_back`` undoes it, ``drop`` makes it final."""
+    aside = run_dir / f"replaced-{secrets.token_hex(4)}"
+    aside.mkdir()
+    _move([run_dir / name for name in RUN if (run_dir / name).exists()], aside)
+    return aside
+
+
+def drop(aside: Path) -> None:
+    """Renamed first: a kill in between leaves nothing that ``bring_back`` would take for a run."""
+    gone = aside.with_name(aside.name.replace("replaced-", "removed-"))
+    os.rename(aside, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def bring_back(run_dir: Path) -> None:
+    """What a new run set aside and did not replace; what it had begun to write goes. Also after a kill."""
+    for gone in run_dir.glob("removed-*"):
+        shutil.rmtree(gone, ignore_errors=True)
+    for aside in run_dir.glob("replaced-*"):
+        for path in aside.iterdir():
+            begun = run_dir / path.name
+            shutil.rmtree(begun) if begun.is_dir() else begun.unlink(missing_ok=True)
+        _move(list(aside.iterdir()), run_dir)
+        aside.rmdir()
+
+
+def _move(paths: Sequence[Path], to: Path) -> None:
+    for path in paths:
+        os.rename(path, to / path.name)
+
+
+def put(path: Path, values: dict[str, Any] | str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,132 @@
+"""What a checkpoint says of itself: every field typed and bounded, so that nothing of a foreign file is believed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hvd_train.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-([0-9]{1,18})(\.was-[0-9a-f]+)?$")
+MAX_BYTES, MAX_RANKS = 32 << 20, 1 << 16
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Text = Annotated[str, Field(max_length=1000)]
+FileName = Annotated[str, Field(pattern=r"^(weights|optimizer|rank-[0-9]{1,6})\.safetensors$")]
+
+
+@dataclass
+class Progress:
+    """Where training stands; saved with every checkpoint, equal on all ranks."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    step: Count = 0
+    epoch: Count = 0
+    consumed: Count = 0  # samples of this epoch already used
+    seen: Count = 0  # samples used in all epochs
+    epoch_sums: Annotated[list[float], Field(min_length=3, max_length=3)] = field(
+        default_factory=lambda: [0.0, 0.0, 0.0]
+    )
+    val: dict[Text, float] = field(default_factory=dict)  # newest evaluation
+    best: float | None = None  # early stopping
+    waited: Count = 0
+    stopped: bool = False
+    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    good_steps: Count = 0  # since the loss scale changed
+    skipped: Count = 0  # steps whose 16-bit gradients overflowed
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class File(_Part):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Samples(_Part):
+    samples: Count
+    fingerprint: Text
+
+
+class Meta(_Part):
+    """Of the run; a later version may say more."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    framework: Literal["pytorch", "tensorflow"] | None = None
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    config: dict[str, Any] | None = None
+    compression: Text | None = None
+    input_shape: Annotated[list[Count], Field(max_length=64)] | None = None
+    num_classes: Count | None = None
+    numbers: Text = ""  # what those of the inputs are
+    progress: Progress | None = None
+    monitor: dict[Text, float | None] = {}
+    data: dict[Literal["train", "val"], Samples] = {}
+
+
+class Manifest(_Part):
+    format: Literal[1]
+    step: Count
+    epoch: Count
+    consumed: Count
+    ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)]
+    meta: Meta
+    files: dict[FileName, File]
+
+
+def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
+    """(the manifest of the checkpoint ``path``, its ``meta`` as it was saved), or one clear line."""
+    file = path / MANIFEST
+    try:
+        if path.is_symlink() or file.is_symlink():
+            raise CheckpointError("is a symbolic link", where=str(path))
+        if file.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"has {file.stat().st_size:,} bytes, which no manifest has", where=str(file))
+        content = file.read_bytes()
+        raw = json.loads(content)
+        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+            found = json.dumps(raw["format"])[:20]
+            raise CheckpointError(f"has format {found}; this version reads {FORMAT}", where=str(path))
+        manifest = Manifest.model_validate_json(content)
+    except FileNotFoundError as error:
+        raise CheckpointError("there is no checkpoint", where=str(file)) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+    except ValidationError as error:
+        raise _damaged(file, *_first(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "no JSON") from error
+    _check(path, manifest)
+    return manifest, raw["meta"]
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    """What holds between fields."""
+    name, file = NAME.match(path.name), path / MANIFEST
+    if name and int(name.group(1)) != manifest.step:
+        raise _damaged(file, f"it is of step {manifest.step}")
+    if "weights.safetensors" not in manifest.files:
+        raise _damaged(file, "files", "no weights.safetensors")
+    strange = [n for n in manifest.files if n.startswith("rank-") and int(n[5:].split(".")[0]) >= manifest.ranks]
+    if strange:
+        raise _damaged(file, "files", f"{strange[0]} of {manifest.ranks} ranks")
+
+
+def _first(error: ValidationError) -> tuple[str, str]:
+    found = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(str(part)[:60] for part in found["loc"]), found["msg"]
+
+
+def _damaged(file: Path, *reason: str) -> CheckpointError:
+    text = ": ".join(part for part in reason if part)
+    clean = "".join(c if c.isprintable() else "?" for c in text)[:200]
+    return CheckpointError(f"the manifest is damaged ({clean})", where=str(file))

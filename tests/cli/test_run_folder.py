@@ -1,0 +1,276 @@
+"""Refused commands change nothing; a run goes on as it was, or says what is other; foreign folders run no code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.cli.test_commands import ROOT, SECONDS
+
+# One process runs many command lines, so that PyTorch is loaded once. stdin: lists of arguments.
+COMMANDS = """
+import contextlib, io, json, os, sys
+from hvd_train.cli.main import main
+told = []
+for line in json.load(sys.stdin):
+    sys.argv, code = ["hvd-train", *line], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    told.append([code, out.getvalue(), err.getvalue()])
+json.dump(told, sys.stdout)
+"""
+SETS = ["model={name: mlp, hidden: [8]}", "global_batch_size=16", "max_steps=6", "tensorboard=false", "precision=64"]
+
+
+def commands(*lines, cwd=ROOT):
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS], input=json.dumps([list(map(str, line)) for line in lines]), cwd=cwd,
+        env=os.environ | {"PYTHONPATH": f"{cwd}:{ROOT}"}, capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [SimpleNamespace(code=c, out=o, err=e) for c, o, e in json.loads(done.stdout)]
+
+
+def fit(run_dir, *more, sets=()):
+    words = [word for one in (*SETS, *sets) for word in ("--set", one)]
+    return ["fit", "--run-dir", run_dir, *words, *more]
+
+
+def content(folder):
+    return {str(p): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+def write_data(path, n, seed=0, classes=3, shift=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(n, 4)).astype(np.float32), np.arange(n) % classes
+    x[-1] += shift
+    np.savez(path, train_x=x, train_y=y, val_x=x[:9], val_y=y[:9])
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run on data of its own (6 of 8 steps of an epoch) and what every command line did to it."""
+    folder = tmp_path_factory.mktemp("made")
+    data = [f"data={{name: npz, path: {write_data(folder / 'data.npz', 120)}}}"]
+    (done,) = commands(fit(folder / "run", sets=data))
+    assert done.code == 0, done.err
+    small = write_data(folder / "small.npz", 40)
+    other = write_data(folder / "other.npz", 120, shift=1)
+    shutil.copytree(folder / "run", folder / "damaged")
+    (weights,) = (folder / "damaged" / "checkpoints").glob("*/weights.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    own = "model={name: 'tests.own_models:wrong_shape'}"
+    run, go_on = folder / "run", ("--resume", "auto")
+    refused = {
+        "used": (fit(run, sets=data), 2, "the run folder holds a run already"),
+        "config": (fit(run, *go_on, sets=[*data, "optim.lr=0.3"]), 2, "optim.lr: 0.01 -> 0.3"),
+        "data.name": (fit(run, *go_on), 2, "data.name: npz -> digits"),
+        "smaller": (fit(run, *go_on, sets=[data[0].replace("data.npz", "small.npz")]), 3, "120 samples -> 40"),
+        "other": (fit(run, *go_on, sets=[data[0].replace("data.npz", "other.npz")]), 3, "120 samples, but others"),
+        "missing": (fit(run, "--overwrite", sets=["data={name: npz, path: nowhere.npz}"]), 3, "no such file"),
+        "model": (fit(run, "--overwrite", sets=[*data, "model={name: nothing}"]), 2, "there is no model 'nothing'"),
+        "first step": (fit(run, "--overwrite", sets=[*data, own]), 2, "the model gives logits of shape"),
+        "no such checkpoint": (fit(run, "--resume", "step-9", sets=data), 4, "there is no checkpoint"),
+        "damaged": (fit(folder / "damaged", *go_on, sets=data), 4, "no checkpoint can be used"),
+        "new": (fit(folder / "new" / "one", sets=["data={name: npz, path: nowhere.npz}"]), 3, "no such file"),
+    }
+    before = content(folder)
+    lines = [["eval", "--run-dir", run], *(line for line, _, _ in refused.values()), ["eval", "--run-dir", run]]
+    told = commands(*lines)
+    return SimpleNamespace(
+        folder=folder, run=run, data=data, small=small, other=other, refused=refused, before=before,
+        first=told[0], told=dict(zip(refused, told[1:-1], strict=True)), last=told[-1], after=content(folder),
+    )  # fmt: skip
+
+
+REFUSED = ["used", "config", "data.name", "smaller", "other", "missing", "model", "first step", "no such checkpoint"]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "damaged", "new"])
+def test_a_refused_command_is_one_line(made, name):
+    _, code, words = made.refused[name]
+    told = made.told[name]
+    assert (told.code, words in told.err) == (code, True), told.err
+    lines = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+
+
+def test_refused_commands_change_no_byte(made):
+    assert made.after == made.before
+    assert made.first.code == made.last.code == 0 and made.first.out == made.last.out
+
+
+def test_eval_and_export_use_what_the_checkpoint_was_trained_with(made, tmp_path):
+    """config.yaml may be another's, or gone: a refused fit once wrote it."""
+    shutil.copytree(made.run, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("data: {name: synthetic}\nmodel: {name: mlp, hidden: [99]}\n")
+    shutil.copytree(made.run, tmp_path / "bare")
+    (tmp_path / "bare" / "config.yaml").unlink()
+    to = ["-o", tmp_path / "x.safetensors", "--to", "safetensors"]
+    found = commands(
+        ["eval", "--run-dir", tmp_path / "run"],
+        ["eval", "--run-dir", tmp_path / "bare", "--checkpoint", "best"],
+        ["eval", "--run-dir", tmp_path / "bare", "--set", f"data.path={made.small}", "--split", "train"],
+        ["export", "--run-dir", tmp_path / "run", *to],
+        ["predict", "--run-dir", tmp_path / "run", "-o", tmp_path / "p.npy"],
+    )
+    assert [one.code for one in found] == [0] * 5, found
+    assert found[0].out == found[1].out == made.first.out
+    assert json.loads(found[2].out)["samples"] == 40
+    assert np.load(tmp_path / "p.npy").shape == (9, 3)
+
+
+def test_data_that_changed_go_on_when_allowed(made, tmp_path):
+    """The begun epoch begins anew; the same data elsewhere are no change."""
+    for name in "abc":
+        shutil.copytree(made.run, tmp_path / name)
+    moved = tmp_path / "moved.npz"
+    shutil.copy(made.folder / "data.npz", moved)
+    lines = []
+    for name, path in (("a", made.small), ("b", made.other), ("c", moved)):
+        more = () if name == "c" else ("--allow-change", "data")
+        data = f"data={{name: npz, path: {path}}}"
+        lines.append(fit(tmp_path / name, "--resume", "auto", *more, sets=[data, "max_steps=9"]))
+    a, b, c = commands(*lines)
+    assert (a.code, b.code, c.code) == (0, 0, 0), a.err + b.err + c.err
+    for told in (a, b):
+        assert told.out.count("the training data are others: epoch 1 begins anew") == 1
+    assert "begins anew" not in c.out and "epoch 1, 96 samples of it used" in c.out
+    seen = [json.loads((tmp_path / n / "summary.json").read_text())["train_samples"] for n in "abc"]
+    assert seen == [96 + 40, 96 + 48, 96 + 24 + 16]
+
+
+def test_overwrite_replaces_the_run_once_the_new_one_trains(made, tmp_path):
+    shutil.copytree(made.run, tmp_path / "run")
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    (told,) = commands(fit(tmp_path / "run", "--overwrite", sets=[*made.data, "max_steps=3"]))
+    assert told.code == 0, told.err
+    steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert steps == ["step-00000003"]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "mine.txt"}
+
+
+# ---- two at once
+
+
+def test_a_second_fit_is_refused_while_one_trains_and_not_after_it_was_killed(tmp_path):
+    """Also with --overwrite and --resume; the first one's numbers are those of a run that nobody disturbed."""
+    long = fit(tmp_path / "run", sets=["max_steps=100000", "checkpoint.every_n_steps=50", "log_every_n_steps=1"])
+    line = [sys.executable, "-m", "hvd_train", *map(str, long)]
+    first = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        stop = time.monotonic() + SECONDS
+        while not list(tmp_path.glob("run/checkpoints/step-0*")):
+            assert first.poll() is None and time.monotonic() < stop
+            time.sleep(0.05)
+        settings = (tmp_path / "run" / "config.yaml").read_bytes()
+        refused = commands(
+            fit(tmp_path / "run"),
+            fit(tmp_path / "run", "--overwrite"),
+            fit(tmp_path / "run", "--resume", "auto"),
+        )
+        assert first.poll() is None
+        for told in refused:
+            assert told.code == 4 and told.err.count("\n") == 1, told
+            assert f"the run folder is in use by process {first.pid} on " in told.err
+        assert (tmp_path / "run" / "config.yaml").read_bytes() == settings
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert (tmp_path / "run" / "lock").exists()
+    again = list(long)
+    again[again.index("max_steps=100000")] = "max_steps=1"
+    (told,) = commands([*again, "--resume", "auto"])
+    assert told.code == 0 and "resumed at step" in told.out, told.err
+    assert not [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("lock")]
+    steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+# ---- folders from somebody else
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+import numpy as np
+def data(**options):
+    x, y = np.zeros((20, 4), np.float32), np.arange(20) % 3
+    return (x, y), (x, y)
+def model(input_shape, num_classes):
+    import torch
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)).double()
+"""
+
+
+@pytest.mark.parametrize("key", ["data", "model"])
+def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
+    shutil.copytree(made.run, tmp_path / "run")
+    (tmp_path / "evil.py").write_text(EVIL)
+    (step,) = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["meta"]["config"][key] |= {"name": f"evil:{key}"}
+    if key == "model":
+        del manifest["meta"]["config"]["model"]["hidden"]
+    del manifest["meta"]["input_shape"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    where = ["--run-dir", tmp_path / "run"]
+    own = ["--set", f"{key}.name=evil:{key}"]
+    lines = [
+        ["eval", *where],
+        ["eval", *where, "--checkpoint", "best"],
+        ["eval", *where, "--checkpoint", step],
+        ["predict", *where, "-o", "p.npy"],
+        ["export", *where, "--to", "pytorch"],
+        ["compare", tmp_path / "run"],
+        fit(tmp_path / "run", "--resume", "auto", sets=[*made.data, "max_steps=7"]),
+    ]
+    before = content(tmp_path)
+    told = commands(*lines, cwd=tmp_path)
+    assert (
+        not (tmp_path / "ran").exists() and {k: v for k, v in content(tmp_path).items() if "pycache" not in k} == before
+    )
+    for one in told[:5]:
+        assert one.code == 2 and one.err.count("\n") == 1, one
+        assert f'{key}.name: "evil:{key}"' in one.err and "--trust" in one.err
+    assert told[5].code == 0
+    assert told[6].code == 2 and f"{key}.name: evil:{key} -> " in told[6].err
+    told = commands(
+        ["eval", *where, "--trust"], ["eval", *where, *own], ["eval", *where, "--set", "seed=3"], cwd=tmp_path
+    )
+    assert (tmp_path / "ran").exists()
+    wanted = 0 if key == "data" else 4  # of another shape than what was trained
+    assert [one.code for one in told] == [wanted, wanted, 2], told
+
+
+# ---- full disks
+
+
+def test_predictions_on_a_full_disk(made, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)]
+    if subprocess.run(line, capture_output=True, check=False).returncode:
+        pytest.skip("no file system of 64 KB: mount is not allowed here")
+    try:
+        big = write_data(tmp_path / "big.npz", 9000)
+        line = ["predict", "--run-dir", made.run, "--set", f"data.path={big}", "--split", "train", "-o", disk / "p.npy"]
+        (told,) = commands(line)
+        assert told.code == 2 and told.err.count("\n") == 1, told
+        assert "the predictions cannot be written: No space left on device" in told.err
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

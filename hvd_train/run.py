@@ -488,7 +488,7 @@ class _Rows:
                 os.replace(self.partial, self.output)
         except OSError as error:
             what = f"the predictions cannot be written: {error.strerror}"
-            raise ConfigError(what, where=str(self.output), fix="make room, or take another -o") from error
+            raise ConfigError(what, where=str(self.output)) from error
 
     def forget(self) -> None:
         with suppress(OSError):

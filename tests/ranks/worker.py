@@ -26,6 +26,7 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import rank_settings, world
+from tests.seconds import counted
 
 SECONDS = 120  # of one case
 
@@ -199,7 +200,8 @@ def main() -> int:
     communicator.open()
     for case in json.loads((folder / "cases.json").read_text()):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        result = KINDS[case["kind"]](case, module, communicator, folder)
+        with counted(f"ranks {framework} {here.launcher}", case["name"]):
+            result = KINDS[case["kind"]](case, module, communicator, folder)
         (folder / f"{case['name']}.{communicator.rank}.json").write_text(json.dumps(result))
     communicator.barrier()
     communicator.close()

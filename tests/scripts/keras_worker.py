@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 import hvd_train.keras as hk
 from hvd_train.errors import TrainError
+from tests.seconds import counted
 
 GLOBAL = 48
 BATCH = GLOBAL // hk.size()  # a rank
@@ -385,6 +386,7 @@ if __name__ == "__main__":
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
-        np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())
+        with counted(f"Keras scripts on {keras.backend.backend()}", name):
+            np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())
         if hk.rank() == 0:
             print("done", name, flush=True)

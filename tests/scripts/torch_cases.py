@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
+from tests.seconds import counted
 
 SECONDS = 120  # of one case
 GLOBAL_BATCH = 60
@@ -789,7 +790,8 @@ def main(folder: Path) -> None:
     for name, case in ALIKE.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         torch.manual_seed(0)
-        model = case()
+        with counted("PyTorch scripts", name):
+            model = case()
         facts[f"digest {name}"] = digest(model)
         weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
         np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)

@@ -1,5 +1,6 @@
 """The switch ``--long``: cases marked ``@pytest.mark.long(reason)`` run only with it. And where the time went."""
 
+import gc
 import os
 from collections import Counter
 
@@ -24,6 +25,10 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"{item.nodeid}: the marker 'long' wants the reason")
         if not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason=f"--long: {mark.args[0]}"))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ MLP = {
     "tensorboard": False,
 }
 CNN = MLP | {"model": {"name": "cnn", "hidden": 50}, "data.image_size": 28, "optim.momentum": 0.9, "optim.lr": 0.02}
+CNN |= {"global_batch_size": 31}  # uneven shares for 2 to 4 ranks, and the second epoch begins at step 48
 CNN.pop("model.name")
 CNN.pop("model.hidden")
 SGD = {"optim.momentum": 0.9, "optim.weight_decay": 1e-3, "optim.warmup_epochs": 0.5, "max_steps": 60, "max_epochs": 3}
@@ -49,7 +50,7 @@ GPT = {
     "tensorboard": False,
 }
 TRAININGS["gpt"] = GPT
-DROPOUT = GPT | {"model": GPT["model"] | {"dropout": 0.2}, "max_steps": 8}
+DROPOUT = GPT | {"model": GPT["model"] | {"dropout": 0.2, "depth": 1}, "max_steps": 8}
 # Each rank's own statistics: the result must depend on the world.
 APART = {"norm-apart": NORM}
 COMPRESSED = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -198,6 +199,7 @@ def main() -> int:
     module.configure(1, 0, False)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
+    gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left
     for case in json.loads((folder / "cases.json").read_text()):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         with counted(f"ranks {framework} {here.launcher}", case["name"]):

@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
+from hvd_train.script.draws import Draws
 
 BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
 DIFFERS = (
@@ -201,8 +202,9 @@ class SequenceParts(Epochs):
     The last batch of the user's, which may be short, stays the last.
     """
 
-    def __init__(self, data: Any, world: Communicator, steps_per_epoch: int | None, seed: int | None) -> None:
-        self._data, self._world, self._n = data, world, data.num_batches
+    def __init__(self, data: Any, draws: Draws, steps_per_epoch: int | None, seed: int | None) -> None:
+        self._data, self._draws, self._world, self._n = data, draws, draws.world, data.num_batches
+        world = self._world
         tail = self._n % world.size
         left = sum(length(data[i]) for i in range(self._n - tail, self._n)) if tail else 0
         workers = {
@@ -225,10 +227,43 @@ class SequenceParts(Epochs):
         return take(joined, slice(start, stop))
 
     def on_epoch_begin(self) -> None:
-        self._data.on_epoch_begin()
+        with self._draws.common():
+            self._data.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        self._data.on_epoch_end()
+        """The data set may shuffle itself here; called before the first epoch, too. Raises on all ranks where they
+        have other orders then: their generator is one that nobody else can reach."""
+        with self._draws.common():
+            self._data.on_epoch_end()
+        with self._draws.common(keep=True):
+            found = digest([self._data[i] for i in sorted({0, self._n - 1})])
+        if len(set(self._world.allgather_bytes(found.encode()))) > 1:
+            what = f"{type(self._data).__name__} has other batches on each rank: it draws its order by itself"
+            fix = "draw from random or numpy.random, which are alike in on_epoch_end, or seed your own generator"
+            raise ConfigError(what, where="model.fit, on_epoch_end", fix=fix, common=True)
+
+
+class Divided(keras.utils.PyDataset):
+    """A rank's own PyDataset. If it shuffles before it takes its part, then all ranks shuffle alike."""
+
+    def __init__(self, data: Any, draws: Draws) -> None:
+        super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)
+        self._data, self._draws = data, draws
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._data.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+    def on_epoch_begin(self) -> None:
+        with self._draws.common():
+            self._data.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        with self._draws.common():
+            self._data.on_epoch_end()
 
 
 class SequenceRange(keras.utils.PyDataset):
@@ -281,10 +316,10 @@ def steps_of(kind: str, x: Any, batch: int) -> int | None:
 
 
 def training(
-    x: Any, y: Any, weight: Any, *, batch: int, steps: int | None, seed: int | None, world: Communicator
+    x: Any, y: Any, weight: Any, *, batch: int, steps: int | None, seed: int | None, draws: Draws
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(what ``fit`` gets instead, what all ranks must have alike). ``steps``: ``steps_per_epoch``."""
-    kind, where = kind_of(x), "model.fit"
+    kind, where, world = kind_of(x), "model.fit", draws.world
     facts = {"data": kind}
     if kind == "other":
         raise ConfigError(
@@ -313,7 +348,7 @@ def training(
         first = x[0]
         size = length(first)
         _enough(known * size, "samples", world)
-        data = SequenceParts(x, world, steps, seed)
+        data = SequenceParts(x, draws, steps, seed)
         steps = None
     else:
         first = first_batch(x)
@@ -329,7 +364,9 @@ def training(
     return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
 
 
-def undivided(x: Any, *, batch: int, steps: int | None, columns_: tuple[Any, Any, Any]) -> tuple[dict, dict[str, str]]:
+def undivided(
+    x: Any, *, batch: int, steps: int | None, columns_: tuple[Any, Any, Any], draws: Draws
+) -> tuple[dict, dict[str, str]]:
     """Data that the user has divided: only the number of steps must be the same on all ranks."""
     kind = kind_of(x)
     known = steps_of(kind, x, batch)
@@ -342,6 +379,7 @@ def undivided(x: Any, *, batch: int, steps: int | None, columns_: tuple[Any, Any
     if steps and kind == "dataset":
         x = x.repeat()  # a rank that runs out of data would leave the others waiting
         known = None
+    x = Divided(x, draws) if kind == "sequence" else x
     count = f"{steps or known}" if known is None or not steps else f"{steps} of {known}"
     data = {"x": x, "y": columns_[1], "sample_weight": columns_[2], "steps_per_epoch": steps}
     return data, {"steps in an epoch (make them equal: .take(...) or steps_per_epoch=)": count}

@@ -20,6 +20,7 @@ import numpy as np
 from hvd_train.compression.plain import Plain
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
 from hvd_train.script.world import Named
 
@@ -46,6 +47,12 @@ class OnTensorFlow:
 
     def eager(self) -> bool:
         return self.tf.executing_eagerly()
+
+    def draw_apart(self) -> None:
+        """The graph that is traced here draws other numbers on each rank."""
+        graph = self.tf.compat.v1.get_default_graph()
+        if not self.eager() and graph.seed is not None:
+            self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph alone
 
     def dense(self, gradients: list[Any]) -> list[Any]:
         """Tensors of IndexedSlices. On a CPU none is sent before all are there: the thread that carries a transfer
@@ -78,6 +85,9 @@ class OnTorch:
 
     def eager(self) -> bool:
         return True
+
+    def draw_apart(self) -> None:
+        """There is no graph."""
 
     def dense(self, gradients: list[Any]) -> list[Any]:
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
@@ -216,6 +226,7 @@ def count_samples(model: Any, reduction: Reduction, backend: Any) -> None:
     step = model.train_step
 
     def counted_step(data: Any) -> Any:
+        backend.draw_apart()
         first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
         reduction.count = keras.ops.shape(first)[0]
         try:

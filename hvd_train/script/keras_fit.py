@@ -15,6 +15,7 @@ from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 from hvd_train.script import keras_data as data
+from hvd_train.script.draws import PIPELINE, Draws
 from hvd_train.script.keras_exchange import Reduction
 
 WRITERS = (
@@ -35,6 +36,7 @@ class Rank:
     def __init__(self, model: Any, world: Communicator, reduction: Reduction, *, shard: bool, seed: int) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer = model.optimizer
+        self.draws = Draws(world)
         self.fits = 0
         self._scoring = False  # evaluate runs
         self._part = self._part_of_validation = False  # what is scored is only this rank's part
@@ -50,12 +52,14 @@ class Rank:
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
         self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, BATCH)))
         self.fits += 1
+        passed = call["x"]
         call |= training
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
         if isinstance(call["x"], data.ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
-        with warnings.catch_warnings():
+        kept = PIPELINE if data.kind_of(passed) == "dataset" else ()
+        with warnings.catch_warnings(), self.draws.own(self.fits, kept):
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -121,7 +125,8 @@ class Rank:
             array = np.frombuffer(sent, own.dtype, own.size, at).reshape(own.shape).copy()
             at += own.nbytes
             if v.path.endswith(SEED):
-                array[0] = (int(array[0]) + self.world.rank * 0x9E3779B9) % (1 << 32)
+                apart = (int(array[0]) + self.world.rank * 0x9E3779B9) % (1 << 32)
+                array[0] = np.uint32(apart).astype(array.dtype)  # int32 on PyTorch
             v.assign(array)
 
     def stops(self, own: bool) -> bool:
@@ -157,9 +162,9 @@ class Rank:
             new["validation_batch_size"] = call["validation_batch_size"] or batch
         if self.shard:
             seed = data.pass_seed(self.seed, self.fits) if call["shuffle"] else None
-            mine, more = data.training(x, y, weight, batch=batch, steps=steps, seed=seed, world=self.world)
+            mine, more = data.training(x, y, weight, batch=batch, steps=steps, seed=seed, draws=self.draws)
         else:
-            mine, more = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight))
+            mine, more = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
             new |= {"shuffle": call["shuffle"], "batch_size": call["batch_size"]}
         return new | mine, facts | more
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -156,6 +157,108 @@ def py_dataset():
     model = hk.distribute(compiled())
     history = fit(model, Batches(x, y), batch_size=None, validation_data=Batches(x[:99], y[:99]))
     return trained(model, history, predicted=model.predict(Batches(x, y), verbose=0))
+
+
+class Shuffled(Batches):
+    """Shuffles itself, as is usual, and augments what it gives."""
+
+    def __init__(self, x, y, rng=np.random, noise=False):
+        super().__init__(x, y)
+        self.rng, self.noise, self.order = rng, noise, np.arange(len(x))
+
+    def __getitem__(self, i):
+        rows = self.order[i * self.batch : (i + 1) * self.batch]
+        noise = [random.random(), np.random.random()] if self.noise else []
+        return self.x[rows], self.y[rows], *([np.tile(noise, (len(rows), 1))] if self.noise else [])
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+
+
+def self_shuffled():
+    """With seeds it is the order that one process has."""
+    model = hk.distribute(compiled())
+    return trained(model, fit(model, Shuffled(*digits()), batch_size=None, epochs=3))
+
+
+class Drawing(keras.Model):
+    """A step that tells what it got and what it draws."""
+
+    def __init__(self, eager):
+        super().__init__()
+        self.layer, self.own, self.eager = keras.layers.Dense(1), keras.random.SeedGenerator(5), eager
+        self.layer.build((None, 1))
+        self.built = True
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        ids, *noise = data if isinstance(data, tuple | list) else (data,)
+        drawn = [keras.random.normal(()), keras.random.normal((), seed=self.own)]
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            drawn += [tf.random.normal(())]
+        else:
+            import torch
+
+            drawn += [torch.randn(())]
+        drawn += [random.random(), np.random.random()] if self.eager else []
+        drawn += [x[0, i] for x in noise if len(x.shape) == 2 for i in range(2)]
+        drawn = keras.ops.stack([keras.ops.cast(x, "float64") for x in drawn])
+        return {"ids": keras.ops.convert_to_tensor(ids), "drawn": drawn}
+
+
+class Told(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append({k: np.ravel(keras.ops.convert_to_numpy(v)) for k, v in logs.items()})
+
+
+def draws():
+    """[what a fit's steps got, what they drew] of this rank, with seeds and without."""
+    found = {}
+    ids = np.arange(COUNT, dtype="float64")
+    given = {
+        "sequence": lambda: Shuffled(ids, ids, noise=run != "other seeds"),
+        "arrays": lambda: ids,
+        "divided": lambda: Batches(ids, ids),
+    }
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        def shuffling():
+            yield from np.random.permutation(ids)
+
+        spec = tf.TensorSpec((), tf.float64)
+        counted = tf.data.experimental.assert_cardinality(COUNT)
+        given["dataset"] = lambda: tf.data.Dataset.from_tensor_slices(ids).shuffle(99).batch(BATCH)
+        given["generator"] = lambda: (
+            tf.data.Dataset.from_generator(shuffling, output_signature=spec).apply(counted).batch(BATCH)
+        )
+    for run in ("first", "again", "other seeds"):
+        for kind, make in given.items() if run != "other seeds" else [("sequence", given["sequence"])]:
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(7)
+            if run == "other seeds":
+                random.seed(hk.rank())
+                np.random.seed(hk.rank())
+            eager, told = kind in ("arrays", "generator"), Told()
+            model = Drawing(eager)
+            model.compile("sgd", run_eagerly=eager)
+            hk.distribute(model, shard=kind != "divided")
+            after = []
+            for _ in range(2):
+                model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[told])
+                after += [random.random(), np.random.random(), float(keras.random.normal(()))]
+            for name in ("ids", "drawn"):
+                found[f"own/{run} {kind} {name}"] = np.concatenate([step[name] for step in told.steps])
+            found[f"own/{run} {kind} after"] = np.array(after)
+    return found
 
 
 def tf_data():
@@ -330,6 +433,7 @@ def refused():
         "unseeded data": lambda: fit(two, np.random.default_rng().permuted(x, axis=0), y),
         "unseeded batches": lambda: fit(two, Batches(np.random.default_rng().permuted(x, axis=0), y), batch_size=None),
         "unseeded data to score": lambda: two.evaluate(np.random.default_rng().permuted(x, axis=0), y, verbose=0),
+        "own unseeded order": lambda: fit(two, Shuffled(x, y, np.random.default_rng()), batch_size=None),
         "other batch_size on a rank": lambda: fit(two, x, y, batch_size=BATCH + hk.rank()),
         "other batches on a rank": lambda: fit(two, Batches(x, y, BATCH + hk.rank()), batch_size=None),
         "other network on a rank": lambda: hk.distribute(
@@ -362,6 +466,8 @@ CASES = {
     "two_inputs": two_inputs,
     "class_weight": class_weight,
     "py_dataset": py_dataset,
+    "self_shuffled": self_shuffled,
+    "draws": draws,
     "overflow": overflow,
     "undivided": undivided,
     "callbacks": callbacks,

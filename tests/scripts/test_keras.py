@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 SECONDS = 600  # of a whole world; a case has its own limit
 CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
-    "class_weight", "py_dataset", "overflow", "undivided", "callbacks", "backup", "tf_data", "steps_per_execution",
-    "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
+    "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
+    "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
 ]  # fmt: skip
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved"]
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
     def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = [*ON_TORCH, "stops", "compressed"] if backend == "torch" else []
+            cases = [*ON_TORCH, "stops", "compressed", "draws"] if backend == "torch" else []
             run = launch(size, launcher, [str(HERE / "keras_worker.py"), str(folder), *cases], KERAS_BACKEND=backend)
             assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             names = {path.name.split(".")[0] for path in folder.glob(f"*.{size}.0.npz")}
@@ -94,6 +94,24 @@ def test_masks_differ_and_statistics_agree(results, size, launcher, backend):
     for key in ranks[0]:
         if key != "own/seed":
             np.testing.assert_array_equal(ranks[1][key], ranks[0][key], err_msg=key)
+
+
+@pytest.mark.parametrize(("size", "launcher", "backend"), [*WORLDS, (2, "mpirun", "torch")])
+def test_ranks_draw_other_numbers_for_the_same_order(results, size, launcher, backend):
+    ranks = results(size, launcher, backend)["draws"]
+    for name in {key.rsplit(" ", 1)[0] for key in ranks[0] if key.endswith(" drawn")}:
+        ids, drawn, after = ([rank[f"{name} {k}"] for rank in ranks] for k in ("ids", "drawn", "after"))
+        if "divided" not in name:  # 2 fits of 2 epochs
+            assert sorted(np.concatenate(ids)) == sorted(4 * list(range(500))), name
+        pipeline = 2 * len(ids[0]) * ("generator" in name)  # random and numpy.random stay with the data set's order
+        several = len(set(np.concatenate(drawn))) + pipeline
+        assert several >= 0.99 * sum(map(len, drawn)), f"{name}: {several} of {sum(map(len, drawn))} differ"
+        for rank in ranks:
+            np.testing.assert_array_equal(rank[f"{name} after"], after[0]) if "other" not in name else None
+            if name.startswith("own/first"):
+                again = name.replace("first", "again")
+                np.testing.assert_array_equal(rank[f"{again} drawn"], rank[f"{name} drawn"], err_msg=name)
+                np.testing.assert_array_equal(rank[f"{again} ids"], rank[f"{name} ids"], err_msg=name)
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(results):
@@ -158,6 +176,7 @@ def test_a_compiled_graph_is_told_in_one_line_on_rank_0(results):
         ("unseeded data", "keras.utils.set_random_seed(n)"),
         ("unseeded batches", "keras.utils.set_random_seed(n)"),
         ("unseeded data to score", "keras.utils.set_random_seed(n)"),
+        ("own unseeded order", "Shuffled has other batches on each rank"),
         ("other batch_size on a rank", "batch_size           rank 1: 25"),
         ("other batches on a rank", "batch_size           rank 1: 25"),
         ("other network on a rank", "rank 1"),

@@ -12,6 +12,7 @@ from keras.src.trainers.data_adapters import get_data_adapter
 
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.script import keras_data as data
+from hvd_train.script.draws import Draws
 
 
 def world(size: int) -> list[SimpleNamespace]:
@@ -40,7 +41,7 @@ def parts(kind: str, n: int, batch: int, size: int, epoch: int = 0, **options) -
             "dataset": lambda: tf.data.Dataset.range(n).batch(batch),
         }[kind]()
         options = {"batch": batch, "steps": None, "seed": None} | options
-        mine = data.training(whole, None, None, world=rank, **options)[0]["x"]
+        mine = data.training(whole, None, None, draws=Draws(rank), **options)[0]["x"]
         if kind != "dataset":
             mine.epoch = epoch
             mine = [mine[i] for i in range(len(mine))]
@@ -81,7 +82,7 @@ def test_steps_per_epoch_go_on_where_the_last_epoch_ended():
 def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
     x, y = np.arange(2 * n).reshape(n, 2), {"a": np.arange(n)}
     for rank in world(3):
-        parts = data.training(x, y, None, batch=4, steps=steps, seed=5, world=rank)[0]["x"]
+        parts = data.training(x, y, None, batch=4, steps=steps, seed=5, draws=Draws(rank))[0]["x"]
         parts.epoch = epoch
         pipeline = parts.pipeline()
         for parts.epoch in range(epoch, epoch + 3):
@@ -95,7 +96,7 @@ def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
     y, weight = np.arange(8), np.ones(8)
     for x, weights in ((y, (weight, None)), (np.array([1, None] * 4, object), weight)):
-        parts = data.training(x, (y, y), weights, batch=2, steps=None, seed=None, world=world(2)[0])[0]["x"]
+        parts = data.training(x, (y, y), weights, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))[0]["x"]
         assert parts.pipeline() is None
 
 
@@ -132,7 +133,7 @@ def test_ranks_with_other_arrays_are_told_apart():
 )
 def test_refused(x, kind):
     with pytest.raises(kind):
-        data.training(x, None, None, batch=2, steps=None, seed=None, world=world(3)[0])
+        data.training(x, None, None, batch=2, steps=None, seed=None, draws=Draws(world(3)[0]))
 
 
 X, Y, W = np.ones((8, 3)), np.arange(8), np.linspace(0, 1, 8)
@@ -167,7 +168,7 @@ def test_train_step_gets_what_keras_alone_would_hand_it(given, framework):
     if framework == "torch" and given.startswith("strings"):
         pytest.skip("PyTorch has none")
     x, y, weight = (*GIVEN[given], None, None)[:3]
-    mine = data.training(x, y, weight, batch=2, steps=None, seed=None, world=world(2)[1])[0]["x"]
+    mine = data.training(x, y, weight, batch=2, steps=None, seed=None, draws=Draws(world(2)[1]))[0]["x"]
     if isinstance(mine, data.ArrayParts):
         mine = mine.as_keras(framework == "tensorflow")
     assert handed(framework, (mine,)) == handed(framework, GIVEN[given])

@@ -27,11 +27,11 @@ from hvd_train.core.loop import evaluate as evaluate_batches
 from hvd_train.core.record import Recorder
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import DataSet, open_data
+from hvd_train.data.sources import RESIZED, DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import World, bind, keep_memory, rank_settings, threads, world
-from hvd_train.protocol import Communicator, Compressor, FrontEnd
+from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd
 
 FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
 
@@ -307,6 +307,8 @@ def train(
     trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken)
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *notes]))
+    if communicator.rank == 0 and ":" in config.model.name:
+        _look_at_outputs(job, log)
     kept = keep_memory()  # from here on: what the set-up freed has gone back
     if isinstance(log, RunLog):
         about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
@@ -320,6 +322,17 @@ def train(
     return summary
 
 
+def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:
+    """A model of the user's own may end in softmax, which the loss applies again: it learns, but slowly and worse."""
+    indices = np.arange(min(8, len(job.data.train)))
+    inputs, labels = job.data.train.fetch(indices)
+    logits = job.frontend.predict(job.frontend.place(Batch(inputs, labels, np.ones(len(indices), np.float32), indices)))
+    sums = np.sum(logits, axis=-1, dtype=np.float64)
+    if logits.shape[-1] > 1 and (logits >= 0).all() and np.abs(sums - 1).max() < 0.01:
+        what = "the model gives probabilities (its outputs are not negative and sum to 1), and the loss applies softmax"
+        log.warning(f"{what} again; model.name: {job.config.model.name}; leave its last softmax out")
+
+
 def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:
     c, count = job.config, sum(spec.size for spec in job.frontend.specs())
     lines = [
@@ -328,6 +341,9 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
         f"{job.communicator.size} rank{'s' * (job.communicator.size > 1)}, global batch {trainer.global_batch}, "
         f"{trainer.steps_per_epoch} steps per epoch",
     ]
+    note: str = getattr(job.data.train, "note", "")
+    if note and job.data.name not in RESIZED:  # whose bytes are pixels
+        lines.append(note)
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")

@@ -210,7 +210,7 @@ class NumpyFrontEnd(StateTree):
         self.steps += 1
         names, started = list(self.w), []
         for b, members in enumerate(self.exchange.buckets):
-            flat = np.concatenate([self.sums[names[i]].ravel() for i in members])
+            flat = np.concatenate([self.sums[names[i]].ravel() for i in members]) * unscale
             started.append(self.exchange.start(b, flat, self._exchange_state[b]))
         reduced, self._exchange_state = self.exchange.finish(started)
         for members, flat in zip(self.exchange.buckets, reduced, strict=True):

@@ -122,3 +122,28 @@ def wrong_shape(input_shape, num_classes):
     import torch.nn as nn
 
     return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), 2 * num_classes), nn.Unflatten(1, (2, -1)))
+
+
+def pytorch_softmax(input_shape, num_classes):
+    import torch.nn as nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), num_classes), nn.Softmax(-1))
+
+
+def keras_softmax(input_shape, num_classes):
+    import keras
+
+    layers = [keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes, activation="softmax")]
+    return keras.Sequential(layers)
+
+
+def pytorch_one_output(input_shape, num_classes):
+    import torch.nn as nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), 1))
+
+
+def keras_one_output(input_shape, num_classes):
+    import keras
+
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(1)])

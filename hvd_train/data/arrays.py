@@ -14,6 +14,7 @@ from hvd_train.errors import DataError
 
 SPLIT_SEED = 20200101  # the held-out part is a property of the data, not of a run
 SCAN = 1 << 20  # labels looked at together
+EXACT = 1 << 24  # float32 holds every whole number up to here
 NOISE = 0x5EED  # key of the synthetic noise
 
 
@@ -21,7 +22,8 @@ class Arrays:
     """Inputs (n, ...) and labels, in memory or mapped; ``rows`` chooses a subset.
 
     Labels are (n,) or (n, 1), or one for each place of the inputs: (n, T) for inputs (n, T) or (n, T, ...). uint8
-    inputs are divided by 255, others are taken as they are; (n, h, w) gets a channel axis. Labels are checked once,
+    inputs are divided by 255, unless they are (n, T) with a label at each place: those are ids, as of text. Others are
+    taken as they are; (n, h, w) gets a channel axis. ``numbers`` and ``note`` tell which. Labels are checked once,
     here; inputs when they are fetched. Inputs and labels need only ``shape``, ``dtype``, ``len`` and ``[rows]``.
     """
 
@@ -37,7 +39,6 @@ class Arrays:
         kind = np.dtype(inputs.dtype)
         if kind.kind not in "fuib":
             raise DataError(f"inputs of type {kind}", where=where, fix="store them as uint8 or float32")
-        self._uint8 = kind == np.uint8
         shape = tuple(int(k) for k in inputs.shape[1:])
         self._grey = len(shape) == 2
         self.input_shape = (*shape, 1) if self._grey else shape
@@ -46,6 +47,16 @@ class Arrays:
             fix = "store one whole number per sample, or one per place of the inputs"
             raise DataError(f"labels of shape {labels.shape} for inputs {inputs.shape}", where=where, fix=fix)
         self._label_shape = () if own == (1,) else own
+        self._uint8 = kind == np.uint8 and not (len(shape) == 1 and own == shape and shape != (1,))
+        self._wide = kind.kind in "iu" and kind.itemsize > 2
+        self.numbers, self.note = "as the data hold them", ""
+        if self._uint8:
+            self.numbers = "from 0 to 1 (uint8 divided by 255)"
+            self.note = "inputs are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
+        elif kind == np.uint8:
+            self.note = "inputs are uint8 with a label at each place: taken as ids, not divided by 255"
+        elif kind.kind in "iu":
+            self.note = f"inputs are {kind} and reach the model as float32: to look up ids it casts them (x.long())"
         self.num_classes = _check_labels(labels, where, num_classes) if rows is None else int(num_classes or 0)
         self.fingerprint = self._fingerprint()
 
@@ -63,6 +74,8 @@ class Arrays:
                 whole = np.isfinite(np.sum(inputs))  # cheaper than looking at each; may overflow without a fault
             if not whole:
                 self._check_finite(inputs, rows)
+            if self._wide and np.abs(inputs).max(initial=0) >= EXACT:
+                self._check_exact(taken, inputs, rows)
         labels = self.labels[rows].reshape(-1, *self._label_shape).astype(np.int64)
         return inputs[..., None] if self._grey else inputs, labels
 
@@ -71,6 +84,16 @@ class Arrays:
         if not good.all():
             bad = int(rows[int(np.argmin(good))])
             raise DataError(f"sample {bad} holds NaN or infinity", where=self.where, fix="mend or remove it")
+
+    def _check_exact(self, taken: np.ndarray, inputs: np.ndarray, rows: np.ndarray) -> None:
+        """Two ids must not become one."""
+        same = (inputs.astype(np.float64) == taken) & (np.abs(inputs) < 2.0**63)
+        good = same.reshape(len(inputs), -1).all(axis=1)
+        if not good.all():
+            at = int(np.argmin(good))
+            bad, first = int(rows[at]), int(taken[at].reshape(-1)[int(np.argmin(same[at].reshape(-1)))])
+            what = f"sample {bad} holds {first}: inputs travel in float32, which has whole numbers up to {EXACT:,} only"
+            raise DataError(what, where=self.where, fix="number the ids anew from 0")
 
     def _fingerprint(self) -> str:
         """Over shape, types and evenly spread rows, first and last among them: milliseconds for any size."""
@@ -108,7 +131,8 @@ def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
     """Whole numbers in [0, num_classes); returns num_classes, by default the largest label + 1."""
     kind = np.dtype(labels.dtype)
     if kind.kind not in "iu":
-        raise DataError(f"labels of type {kind}", where=where, fix="store them as whole numbers (int64)")
+        fix = "store classes as whole numbers (int64); for regression take a script with hvd_train.torch or .keras"
+        raise DataError(f"labels of type {kind}, and fit trains classes alone", where=where, fix=fix)
     most, rows = -1, max(1, SCAN // math.prod(labels.shape[1:]))
     for start in range(0, len(labels), rows):
         part = np.asarray(labels[start : start + rows])

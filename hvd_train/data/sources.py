@@ -201,33 +201,69 @@ def _own(config: DataConfig) -> Pair:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"the function failed: {reason}", where=where, fix="look at data.options too") from error
     if not isinstance(made, tuple | list) or len(made) != 2:
-        raise DataError(f"gave {type(made).__name__}", where=where, fix="it must return (train, val)")
+        raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
     return _source(made[0], config, f"{where}, train"), _source(made[1], config, f"{where}, val")
+
+
+ATTRIBUTES = ("__len__", "fetch", "input_shape", "num_classes", "fingerprint")
+WANTED = (
+    "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs float32, labels int64), input_shape "
+    "(of a sample, channels last), num_classes and fingerprint (a text, the same for the same data)"
+)
 
 
 def _source(part: Any, config: DataConfig, where: str) -> Source:
     """Arrays are wrapped; a source of the user's own is tried with one sample, so that faults show here."""
-    if isinstance(part, tuple | list) and len(part) == 2:
-        return Arrays(np.asarray(part[0]), np.asarray(part[1]), where, config.num_classes)
-    wanted = ("__len__", "fetch", "input_shape", "num_classes", "fingerprint")
-    missing = [name for name in wanted if not hasattr(part, name)]
+    if isinstance(part, tuple | list | dict):
+        if isinstance(part, dict) or len(part) != 2:
+            raise DataError(f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays")
+        labels = _array(part[1], "labels", where)
+        inputs = _array(part[0], "inputs", where, len(labels) if labels.ndim else None)
+        return Arrays(inputs, labels, where, config.num_classes)
+    missing = [name for name in ATTRIBUTES if not hasattr(part, name)]
     if missing:
-        fix = "give (inputs, labels) or a hvd_train.protocol.Source"
-        raise DataError(f"{type(part).__name__} has no {', '.join(missing)}", where=where, fix=fix)
+        raise DataError(f"{type(part).__name__} has no {', '.join(missing)}", where=where, fix=WANTED)
     if len(part) == 0:
         raise DataError("the data set is empty", where=where)
     try:
-        inputs, labels = (np.asarray(x) for x in part.fetch(np.zeros(1, np.int64)))
+        fetched = part.fetch(np.zeros(1, np.int64))
     except DataError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"fetch failed: {reason}", where=where) from error
+    if not isinstance(fetched, tuple | list) or len(fetched) != 2:
+        raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
+    inputs, labels = _array(fetched[0], "inputs of fetch", where), _array(fetched[1], "labels of fetch", where)
     found = (inputs.shape, inputs.dtype.name, labels.shape, labels.dtype.name)
     expected = ((1, *part.input_shape), "float32", (1, *labels.shape[1:]), "int64")
     if found != expected:
         raise DataError(f"fetch gives {found} for one index, not {expected}", where=where)
     return part
+
+
+def _array(given: Any, name: str, where: str, count: int | None = None) -> np.ndarray:
+    """One array of all (``count``) samples; what several of them mean is another thing in each model."""
+    several = isinstance(given, dict)
+    if isinstance(given, tuple | list) and len(given) != count:
+        several = any(np.ndim(one) > 0 and len(one) == count for one in given)
+    if several:
+        fix = "join them into one array, or use hvd_train.torch or hvd_train.keras in a script of your own"
+        raise DataError(f"{name} are {_told(given)}, and fit takes one array", where=where, fix=fix)
+    try:
+        return np.asarray(given)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(f"{name} are no array of numbers: {reason}", where=where) from error
+
+
+def _told(given: Any) -> str:
+    """A dict with x, y; a tuple of 3; an int."""
+    if isinstance(given, dict):
+        return f"a dict with {', '.join(map(str, list(given)[:8])) or 'nothing'}"
+    if isinstance(given, tuple | list):
+        return f"a {type(given).__name__} of {len(given)}"
+    return type(given).__name__
 
 
 def _existing(config: DataConfig) -> Path:

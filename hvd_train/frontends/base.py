@@ -302,13 +302,20 @@ def build_model(zoo: str, name: str, options: Mapping[str, Any], input_shape: tu
         raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
 
 
-def unfit(logits: Sequence[int | None], labels: Sequence[int | None]) -> ConfigError:
+def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
+    """Whether logits (n, ..., at least ``num_classes``) belong to labels (n, ...)."""
+    pairs = zip(logits[:-1], labels, strict=False)
+    same = len(logits) == len(labels) + 1 and all(a is None or b is None or a == b for a, b in pairs)
+    return same and (logits[-1] is None or logits[-1] >= num_classes)
+
+
+def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
     """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
     wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
     return ConfigError(
-        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)}",
+        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",
         where="model.name, data.name",
-        fix=f"choose a model that gives ({wanted})",
+        fix=f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid",
     )
 
 

@@ -226,7 +226,7 @@ class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
     def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
-        self.config, self.communicator = config, communicator
+        self.config, self.communicator, self._classes = config, communicator, num_classes
         self.device = _device(config, communicator)
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
@@ -358,7 +358,7 @@ class PyTorchFrontEnd(StateTree):
         self._batchnorm.take(weights)
         with self._mixed:
             logits = self.model(inputs)
-        loss, sums = _sums(logits.to(self.dtype), labels, weights)
+        loss, sums = _sums(logits.to(self.dtype), labels, weights, self._classes)
         (loss * scale).backward()
         return sums
 
@@ -409,7 +409,7 @@ class PyTorchFrontEnd(StateTree):
         self.model.eval()
         with self._mixed:
             logits = self.model(inputs)
-        return _sums(logits.to(self.dtype), labels, weights)[1]
+        return _sums(logits.to(self.dtype), labels, weights, self._classes)[1]
 
     @torch.inference_mode()
     def predict(self, placed) -> np.ndarray:
@@ -468,13 +468,15 @@ class PyTorchFrontEnd(StateTree):
                 self._optimizer.state[flat.weight]["step"].fill_(float(arrays["slots/step"]))
 
 
-def _sums(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, num_classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
 
     Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
     """
-    if logits.shape[:-1] != labels.shape:
-        raise unfit(logits.shape, labels.shape)
+    if logits.shape[:-1] != labels.shape or logits.shape[-1] < num_classes:
+        raise unfit(logits.shape, labels.shape, num_classes)
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     right = (logits.detach().argmax(-1) == labels).to(weights.dtype)
     if labels.dim() > 1:

@@ -25,6 +25,7 @@ from hvd_train.frontends.base import (
     Layout,
     StateTree,
     build_model,
+    fits,
     gpu_index,
     guarded,
     overlaps,
@@ -188,7 +189,7 @@ class _Later:
 class TensorFlowFrontEnd(StateTree):
     def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
-        self.packing = packing(communicator)
+        self.packing, self._classes = packing(communicator), num_classes
         self._device = _device(config, communicator)
         self.dtype = DTYPES.get(config.precision, "float32")
         keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
@@ -320,7 +321,7 @@ class TensorFlowFrontEnd(StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
-            loss, sums = _sums(self._logits(inputs, training=True), labels, weights)
+            loss, sums = _sums(self._logits(inputs, training=True), labels, weights, self._classes)
             scaled = loss * scale
         gradients = tape.gradient(scaled, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
@@ -396,7 +397,7 @@ class TensorFlowFrontEnd(StateTree):
         return self.exchange.truth(self._flat(gradients), self._states())
 
     def _traced_score(self, inputs, labels, weights):
-        return _sums(self._logits(inputs, training=False), labels, weights)[1]
+        return _sums(self._logits(inputs, training=False), labels, weights, self._classes)[1]
 
     def local_state(self) -> Tree:
         self.run_waiting()
@@ -438,13 +439,13 @@ class TensorFlowFrontEnd(StateTree):
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
 
 
-def _sums(logits, labels, weights):
+def _sums(logits, labels, weights, num_classes):
     """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
 
     Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
     """
-    if not logits.shape[:-1].is_compatible_with(labels.shape):
-        error: Any = unfit(logits.shape, labels.shape)
+    if not fits(logits.shape, labels.shape, num_classes):
+        error: Any = unfit(logits.shape, labels.shape, num_classes)
         error.ag_pass_through = True  # else tf.function makes an error of its own of it
         raise error
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)

@@ -274,3 +274,21 @@ def test_predictions_on_a_full_disk(made, tmp_path):
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- models of the user's own whose outputs are no logits
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_outputs_that_are_no_logits(tmp_path, framework):
+    kind = {"pytorch": "pytorch", "tensorflow": "keras"}[framework]
+    names = [f"tests.own_models:{kind}_{end}" for end in ("softmax", "one_output", "dropout")]
+    base = [f"framework={framework}", "steps_per_execution=1", "precision=32"]
+    sets = [[*base, f"model={{name: '{name}'}}"] for name in names]
+    softmax, one, plain = commands(*(fit(tmp_path / str(k), sets=own) for k, own in enumerate(sets)))
+    assert softmax.code == plain.code == 0, softmax.err + plain.err
+    assert softmax.err.count("warning: the model gives probabilities") == 1 and names[0] in softmax.err
+    assert "warning" not in plain.err
+    assert one.code == 2 and one.err.count("\n") == 1, one.err
+    assert "logits of shape (16, 1) for labels of shape (16,) in 10 classes" in one.err
+    assert not (tmp_path / "1").exists()

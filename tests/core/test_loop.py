@@ -73,7 +73,7 @@ def config(**keys):
 def trainer(communicator, c, folder, log=None, compressor=None, resume=False, **options):
     frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
     exchange = Exchange(
-        frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None
+        frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
     frontend.connect(exchange)
     made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog())
@@ -212,6 +212,50 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
         return str(caught.value)
 
     assert len(run_ranks(2, work)) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [("16-mixed", "32"), ("32", "16-mixed"), ("16-mixed", "16-mixed")])
+def test_the_loss_scale_belongs_to_its_precision(tmp_path, size, before, after):
+    """Here arithmetic is exact in every precision, so the run that changes it is the one that does not."""
+    whole = final(size, config(precision=after), tmp_path / "whole")
+    final(size, config(precision=before, max_steps=10), tmp_path / "cut")
+    saved = checkpoint.newest(tmp_path / "cut" / "checkpoints", pytest.fail).progress
+    assert saved.loss_scale == (1.0 if before == "32" else 2.0**16)
+    again = final(size, config(precision=after), tmp_path / "cut", resume=True)
+    assert same(again[1], whole[1])
+    progress = again[3].progress
+    assert progress.loss_scale == (1.0 if after == "32" else 2.0**16)
+    assert progress.good_steps == {"32": 0, "16-mixed": 21 if before == after else 11}[after]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
+    """Residuals of topk and threshold have the same shapes: the name decides, and one line tells."""
+    first = {"exchange": {"compression": "threshold", "threshold": 0.05}}
+
+    def restored(compressor, name, keys):
+        def work(communicator):
+            made = trainer(communicator, config(**keys), tmp_path, compressor=compressor)
+            made.compression = name
+            found = checkpoint.newest(made.folder, pytest.fail) if communicator.rank == 0 else None
+            return made.restore(found), sum(np.abs(x).sum() for x in made.frontend.local_state().values())
+
+        return run_ranks(size, work)
+
+    def train(communicator):
+        made = trainer(communicator, config(**first, max_steps=5), tmp_path, compressor=Threshold(0.05))
+        made.compression = "threshold"
+        made.fit()
+        return None, sum(np.abs(x).sum() for x in made.frontend.local_state().values())
+
+    kept = run_ranks(size, train)
+    assert all(total > 0 for _, total in kept)
+    same_one = restored(Threshold(0.05), "threshold", first)
+    assert [total for _, total in same_one] == [total for _, total in kept] and same_one[0][0] == []
+    for notes, total in restored(make("topk", ratio=0.5), "topk", {"exchange": {"compression": "topk"}}):
+        assert total == 0
+        assert notes == ["what each rank kept to itself (residuals) is left behind: compression threshold -> topk"]
 
 
 # ---- limits and cadence

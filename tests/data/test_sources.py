@@ -647,3 +647,83 @@ def test_own_faults(own, name, words):
 
 def test_own_options_that_do_not_fit(own):
     assert "unexpected keyword argument 'm'" in fault("own_data:pairs", options={"m": 1})
+
+
+# ---- what a user's own function gives
+
+IDS = np.array([[1, 200, 3], [4, 5, 255]] * 4)
+LABELS = np.arange(8) % 2
+
+
+def source_of(inputs, labels=LABELS):
+    """open_data of a function that gives the pair for both parts."""
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: ((inputs, labels), (inputs, labels)))
+    return opened("own_pair:pair").train
+
+
+def test_bytes_are_divided_unless_they_are_ids_and_the_run_says_which():
+    flat = source_of(IDS.astype(np.uint8))
+    assert flat.fetch(np.arange(2))[0].max() == 1 and "divided by 255" in flat.note and "int32" in flat.note
+    ids = source_of(IDS.astype(np.uint8), IDS[:, ::-1])
+    assert np.array_equal(ids.fetch(np.arange(2))[0], IDS[:2]) and "not divided" in ids.note
+    column = source_of(IDS[:, :1].astype(np.uint8), LABELS[:, None])  # one number and one label a sample are no text
+    assert column.fetch(np.arange(2))[0].max() <= 1
+    whole = source_of(IDS)
+    assert np.array_equal(whole.fetch(np.arange(2))[0], IDS[:2]) and "int64" in whole.note and "float32" in whole.note
+    assert source_of(IDS.astype(np.float32)).note == "" and source_of(list(IDS)).note == whole.note
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
+def test_ids_that_float32_cannot_hold_are_refused(dtype):
+    for fine in (1 << 24, 1 << 30):
+        assert source_of(np.full((8, 3), fine, dtype)).fetch(np.arange(8))[0].max() == fine
+    ids = IDS.astype(dtype)
+    ids[5, 1] = (1 << 24) + 1
+    with pytest.raises(DataError, match=r"sample 5 holds 16777217: inputs travel in float32.*16,777,216"):
+        source_of(ids).fetch(np.arange(8))
+    if dtype in (np.int64, np.uint64):
+        ids[5, 1] = np.iinfo(dtype).max
+        with pytest.raises(DataError, match="sample 5 holds"):
+            source_of(ids).fetch(np.arange(8))
+
+
+class OnlyFetch:
+    def fetch(self, indices):
+        return IDS[indices], LABELS[indices]
+
+
+class Fetching(OnlyFetch):
+    input_shape, num_classes, fingerprint = (3,), 2, "x"
+
+    def __init__(self, fetched):
+        self.fetched = fetched
+
+    def __len__(self):
+        return 8
+
+    def fetch(self, indices):
+        return self.fetched
+
+
+OWN_FAULTS = {
+    "dict": (({"a": IDS, "b": IDS}, LABELS), ["inputs are a dict with a, b", "fit takes one array"]),
+    "tuple": (((IDS, IDS[:, :2]), LABELS), ["inputs are a tuple of 2", "fit takes one array"]),
+    "list": (([IDS, IDS], LABELS), ["inputs are a list of 2", "fit takes one array"]),
+    "targets": ((IDS, (LABELS, LABELS)), ["differ in length"]),
+    "regression": ((IDS, LABELS / 2), ["labels of type float64", "fit trains classes alone", "regression"]),
+    "ragged": (([[1], [2, 3]] * 4, LABELS), ["inputs are no array of numbers"]),
+    "weights": ((IDS, LABELS, LABELS), ["gives a tuple of 3", "(inputs, labels)"]),
+    "a dict": ({"x": IDS, "y": LABELS}, ["gives a dict with x, y", "(inputs, labels)"]),
+    "fetch alone": (OnlyFetch(), ["OnlyFetch has no __len__", "input_shape", "num_classes", "fingerprint"]),
+    "fetch of a dict": (Fetching({"x": 1}), ["fetch gives a dict with x"]),
+    "fetch of a dict of inputs": (Fetching(({"x": IDS}, LABELS[:1])), ["inputs of fetch are a dict with x"]),
+    "fetch of whole numbers": (Fetching((IDS[:1], LABELS[:1])), ["int64", "float32"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_FAULTS)
+def test_faults_of_own_data(name):
+    part, words = OWN_FAULTS[name]
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part))
+    text = fault("own_pair:pair")
+    assert all(word in text for word in words) and "own_pair:pair" in text, text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -300,10 +301,13 @@ class PyTorchFrontEnd(StateTree):
         self._started: dict[int, Any] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite = True
-        if self._overlap():
+        # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
+        self._overlapping = None if (overlap := self._overlap()) and self.config.exchange.overlap == "auto" else overlap
+        self._arrivals = Counter[int]()
+        if overlap:
             for b, members in enumerate(exchange.buckets):
                 for i in members:
-                    parameters[i].register_post_accumulate_grad_hook(lambda _, b=b: self._arrived(b))
+                    parameters[i].register_post_accumulate_grad_hook(lambda _, b=b, i=i: self._arrived(b, i))
 
     def _overlap(self) -> bool:
         """Whether exchanges start within backward; a scaled loss waits for all gradients."""
@@ -312,9 +316,12 @@ class PyTorchFrontEnd(StateTree):
         gpu = self.device.type == "cuda"
         return overlaps(self.config.exchange.overlap, self.communicator, gpu, torch.get_num_threads())
 
-    def _arrived(self, bucket: int) -> None:
-        """A gradient of this bucket is final; the last one starts the exchange."""
-        if self._waiting is None:
+    def _arrived(self, bucket: int, i: int) -> None:
+        """Gradient ``i`` of this bucket is final; the last one starts the exchange."""
+        if self._waiting is None or self._overlapping is False:
+            return
+        if self._overlapping is None:
+            self._arrivals[i] += 1
             return
         self._waiting[bucket] -= 1
         if self._waiting[bucket] == 0:
@@ -322,6 +329,11 @@ class PyTorchFrontEnd(StateTree):
         elif self._waiting[bucket] < 0:
             what = "a gradient changed after its exchange had begun: the model runs a part of its backward twice"
             raise ConfigError(what, where="exchange.overlap", fix="set exchange.overlap: false")
+
+    def _decide(self) -> None:
+        """After the first step's backward, on all ranks alike."""
+        own = bytes([max(self._arrivals.values(), default=0) > 1])
+        self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(own))
 
     def _start(self, bucket: int) -> None:
         self._started[bucket] = self.exchange.start(bucket, self._gradient(bucket), self._exchange_state[bucket])
@@ -366,6 +378,8 @@ class PyTorchFrontEnd(StateTree):
         self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
         sums = self.accumulate(placed, scale, seed)
         self._waiting = None
+        if self._overlapping is None:
+            self._decide()
         if self._scaled(unscale):
             self._reduce()
             for group in self._optimizer.param_groups:

@@ -1,0 +1,55 @@
+"""PyTorch's ``overlap: auto`` and a model that runs a part of its backward twice: it stays right, and does not stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_train.compression import make
+from hvd_train.config import Config
+from hvd_train.core.exchange import Exchange
+from hvd_train.errors import ConfigError
+from hvd_train.frontends import pt
+from hvd_train.frontends.serial import Serial
+from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close
+
+
+class Hosts(Serial):
+    """Two ranks that do the same, each on a host of its own."""
+
+    size = 2
+
+    def allreduce_async(self, x, name, op="sum"):
+        return x.mul_(2)
+
+    def allgather_bytes(self, data):
+        return [data, data]
+
+
+def trained(overlap, model="tests.own_models:checkpointed"):
+    exchange = {"overlap": overlap}
+    settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
+    config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
+    frontend = pt.open_frontend(config, Hosts(), SHAPE, CLASSES)
+    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops))
+    early = []
+    start, frontend._start = frontend._start, lambda b: (early.append(frontend._waiting is not None), start(b))
+    for k in range(3):
+        frontend.step(frontend.place(batch(k)), 1 / (2 * ROWS), k, 0.1)
+    return frontend.state(), any(early)
+
+
+def test_auto_falls_back_where_gradients_come_twice():
+    (auto, early), (plain, _) = trained("auto"), trained(False)
+    assert not early
+    close(auto, plain)
+    with pytest.raises(
+        ConfigError, match="a part of its backward twice; exchange.overlap; set exchange.overlap: false"
+    ):
+        trained(True)
+
+
+def test_auto_overlaps_elsewhere():
+    model = "tests.own_models:pytorch_dropout"
+    (auto, early), (plain, never) = trained("auto", model), trained(False, model)
+    assert early and not never
+    close(auto, plain)

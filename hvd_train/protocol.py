@@ -133,7 +133,8 @@ class Ops(Protocol):
         """x - a b^T, which may take the place of ``x``."""
 
     def orthonormal(self, x: Tensor) -> Tensor:
-        """An orthonormal basis of the column space of ``x`` (QR)."""
+        """An orthonormal basis of the column space of ``x`` (QR). What ranks compute after an exchange must have the
+        same bits on all: this, ``matmul`` over a short axis, ``sum_of_squares`` and ``scatter`` know no threads."""
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
         """Entries of ``x`` limited to [-limit, limit]."""

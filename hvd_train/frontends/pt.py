@@ -31,6 +31,7 @@ from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpe
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+ROW = 4096  # entries that one thread adds up, whatever the number of threads
 THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
 
 
@@ -72,7 +73,12 @@ class TorchOps:
         return x.addmm_(a, b.T, alpha=-1)
 
     def orthonormal(self, x):
-        return torch.linalg.qr(x).Q
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # LAPACK's bits depend on their number, and all ranks must find the same basis
+        try:
+            return torch.linalg.qr(x).Q
+        finally:
+            torch.set_num_threads(threads)
 
     def clip(self, x, limit):
         return torch.clamp(x, -limit, limit)
@@ -105,7 +111,12 @@ class TorchOps:
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
 
     def sum_of_squares(self, x):
-        return x.pow(2).sum()
+        """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
+        x = x.reshape(-1).pow(2)
+        while len(x) > ROW:
+            whole = len(x) // ROW * ROW
+            x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
+        return x.sum()
 
     def all_finite(self, x):
         return torch.isfinite(x).all()

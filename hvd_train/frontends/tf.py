@@ -35,6 +35,7 @@ from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpe
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
+ROW = 4096  # entries that one thread adds up, whatever the number of threads
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
@@ -107,7 +108,14 @@ class TensorFlowOps:
         return tf.stack(parts)
 
     def sum_of_squares(self, x):
-        return tf.reduce_sum(tf.square(x))
+        """Rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
+        x = tf.square(tf.reshape(x, [-1]))
+        for _ in range(2):  # 10^11 entries
+            if x.shape[0] is not None and x.shape[0] <= ROW:
+                break
+            whole = tf.size(x) // ROW * ROW
+            x = tf.concat([tf.reduce_sum(tf.reshape(x[:whole], [-1, ROW]), 1), [tf.reduce_sum(x[whole:])]], 0)
+        return tf.reduce_sum(x)
 
     def all_finite(self, x):
         return tf.reduce_all(tf.math.is_finite(x))

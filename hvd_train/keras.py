@@ -15,6 +15,7 @@ import os
 import warnings
 from typing import Any
 
+from hvd_train.frontends.base import gpu_index
 from hvd_train.launch.environment import KERNELS, keep_memory, share_memory, threads, world
 
 os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
@@ -24,7 +25,8 @@ import keras
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
-from hvd_train.script.keras_exchange import OnTensorFlow, OnTorch, Reduction, connect, count_samples
+from hvd_train.script import keras_loss
+from hvd_train.script.keras_exchange import MARK, Changes, OnTensorFlow, OnTorch, Reduction, connect, count_samples
 from hvd_train.script.keras_fit import Rank
 from hvd_train.script.world import exchange_options, open_world
 
@@ -39,15 +41,18 @@ def distribute(
     lr_scaling: str = "none",
     seed: int = 0,
     compression: str = "none",
+    agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
-    """Trains a compiled and built model on all ranks together; returns it.
+    """Trains a compiled and built model on all ranks together; returns it. After another ``compile``, call it again.
 
     After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
     (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
     comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks.
     ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, topk, threshold
-    or powersgd, with the options of that name (``ratio=0.01``). Raises ConfigError on all ranks.
+    or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never), at an
+    epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
+    CommunicationError where they differ. Raises ConfigError on all ranks.
     """
     if keras.backend.backend() not in BACKENDS:
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
@@ -57,13 +62,17 @@ def distribute(
     exchange = together(communicator, lambda: exchange_options(WHERE, compression, options))
     optimizer = model.optimizer
     compressor = make(compression, communicator.size, **exchange.options(compression))
-    model._hvd_train = optimizer._hvd_train = True
+    before = getattr(model, MARK, None)
+    changes = Changes(model._loss_tracker, before.fits if before else 0)
+    if before:
+        before.undo()
+    for owner in (model, optimizer):
+        changes.put(owner, MARK, changes)
     if communicator.size == 1:
         return model
     optimizer.build(model.trainable_variables) if not optimizer.built else None
-    agree(
-        communicator, _facts(model, shard=shard, lr_scaling=lr_scaling, seed=seed, compression=compression, **options)
-    )
+    given = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
+    agree(communicator, _facts(model, **given, agreement_every_n_steps=agreement_every_n_steps, **options))
     if lr_scaling == "linear":
         optimizer.learning_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate)) * communicator.size
     if model.jit_compile:
@@ -71,9 +80,10 @@ def distribute(
         if communicator.rank == 0:
             warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=2)
     reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
-    connect(optimizer, reduction, backend)
-    count_samples(model, reduction, backend)
-    Rank(model, communicator, reduction, shard=shard, seed=seed).align()
+    connect(optimizer, reduction, backend, changes)
+    count_samples(model, reduction, backend, changes)
+    keras_loss.share_losses(model, reduction, changes)
+    Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=agreement_every_n_steps).align()
     model.make_train_function(force=True)
     keep_memory()
     return model
@@ -89,15 +99,21 @@ def size() -> int:
     return world().size
 
 
+def barrier() -> None:
+    """Waits until all ranks are here: before they read what rank 0 has just saved, for example."""
+    open_world(BACKENDS[keras.backend.backend()].framework).barrier()
+
+
 def _check(model: Any, lr_scaling: str, compression: str) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         raise _error("the model is not compiled", "call model.compile(...) first")
     if not model.built or not model.variables:
         raise _error("the model is not built", "call model.build(input_shape), or begin it with keras.Input(shape)")
-    if getattr(model, "_hvd_train", False):
-        raise _error("the model is distributed already", "call hk.distribute once, after the last compile")
-    if getattr(optimizer, "_hvd_train", False):
+    changes = getattr(model, MARK, None)
+    if changes and changes.compiled is model._loss_tracker:
+        raise _error("the model is distributed already", "call hk.distribute once after each compile")
+    if getattr(optimizer, MARK, changes) is not changes:
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
     others = [
         name for name, x in vars(model).items() if isinstance(x, keras.optimizers.Optimizer) and x is not optimizer
@@ -111,6 +127,7 @@ def _check(model: Any, lr_scaling: str, compression: str) -> None:
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
     if compression != "none" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
+    keras_loss.check(model)
     alone = [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]
     if alone:
         raise _error(f"{', '.join(alone)}: synchronized=True has no effect between ranks", "leave it out")
@@ -138,8 +155,6 @@ def _settle_threads() -> None:
         share_memory()
         import tensorflow as tf
 
-        from hvd_train.frontends.base import gpu_index
-
         gpus = tf.config.list_physical_devices("GPU")
         try:
             tf.config.threading.set_intra_op_parallelism_threads(threads("auto", here))
@@ -155,7 +170,7 @@ def _settle_threads() -> None:
 
         torch.set_num_threads(threads("auto", here))
         if torch.cuda.is_available():
-            torch.cuda.set_device(here.local_rank)
+            torch.cuda.set_device(gpu_index(torch.cuda.device_count(), here.local_rank, None))
 
 
 _settle_threads()

@@ -301,6 +301,14 @@ def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
     return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(2)
 
 
+def first_of(x: Any, y: Any, weight: Any) -> Any:
+    """A batch of what a rank's ``fit`` gets: (x, y, ...)."""
+    if isinstance(x, Epochs):
+        return x.part(0, 0)
+    kind = kind_of(x)
+    return (x, y, weight) if kind == "arrays" else x[0] if kind == "sequence" else first_batch(x)
+
+
 def first_batch(data: Any) -> Any:
     return next(iter(data.as_numpy_iterator()), None)
 

@@ -10,6 +10,7 @@ n_r / b. What is compressed waits for it: what one step leaves out must count in
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,30 @@ from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpe
 from hvd_train.script.world import Named
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
+
+
+MARK = "_hvd_train"  # an attribute of a model, and of its optimizer
+
+
+class Changes:
+    """What ``hk.distribute`` changes in instances, never in their classes, and the way back.
+
+    ``compiled``: what each ``compile`` makes anew; ``fits``: calls of ``fit`` so far.
+    """
+
+    def __init__(self, compiled: Any, fits: int = 0) -> None:
+        self.compiled, self.fits = compiled, fits
+        self._back = contextlib.ExitStack()
+        self.undo = self._back.close
+        self.on_undo = self._back.callback
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute of this instance."""
+        if name in vars(owner):
+            self.on_undo(setattr, owner, name, vars(owner)[name])
+        else:
+            self.on_undo(delattr, owner, name)
+        setattr(owner, name, value)
 
 
 class OnTensorFlow:
@@ -114,6 +139,7 @@ class Reduction:
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         named: Any = Named(communicator, next(Reduction._numbers))  # models are given to ``distribute`` in one order
         self._communicator, self._size, self._backend = named, communicator.size, backend
+        self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Plain)
         op = "average" if self._whole else "sum"
         packing = backend.packing(communicator)
@@ -123,6 +149,8 @@ class Reduction:
             for arrays in self._exchange.initial()
         ]
         self.count: Any = None
+        self.stepped: Callable[[], None] = lambda: None  # called after a step of a loop of the user's own
+        self.losses = 0  # of this step that asked for those of the other ranks
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
@@ -151,12 +179,27 @@ class Reduction:
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
 
+    def whole(self, value: Any, weight: Any = None) -> Any:
+        """``value``, this rank's sum or its mean by ``weight`` in all, as a part of that of all ranks: times its share
+        of the weight over its share of the samples, so that the mean over samples is the sum, or the mean, of all."""
+        own = [keras.ops.cast(self.count, "float64")]
+        own += [] if weight is None else [keras.ops.cast(weight, "float64")]
+        sent = keras.ops.stop_gradient(keras.ops.stack(own))
+        name = f"keras.loss{self.losses}"
+        self.losses += 1
+        total = self._communicator.synchronize(self._communicator.allreduce_async(sent, name))
+        factor = total[0] / own[0]
+        if weight is not None:
+            factor = factor * keras.ops.divide_no_nan(own[1], total[1])
+        return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
+
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
             raise ConfigError(
                 f"the optimizer is to update '{variable.path}', which hk.distribute did not see",
                 where="hvd_train.keras",
-                fix="give each model its own optimizer; add layers and set 'trainable' before hk.distribute",
+                fix="give each model its own optimizer; after a change of layers or of 'trainable' call compile and "
+                "hk.distribute again",
             )
         return self._positions[id(variable)]
 
@@ -206,7 +249,7 @@ def _tensor(variable: Any) -> Any:
     return keras.ops.convert_to_tensor(variable.value)
 
 
-def connect(optimizer: Any, reduction: Reduction, backend: Any) -> None:
+def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes) -> None:
     """Puts the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
 
     The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
@@ -216,22 +259,25 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any) -> None:
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = reduction.variables if trainable_variables is None else list(trainable_variables)
-        return apply(reduction(list(grads), variables), trainable_variables)
+        found = apply(reduction(list(grads), variables), trainable_variables)
+        if reduction.count is None and backend.eager():
+            reduction.stepped()
+        return found
 
-    optimizer.apply = backend.untouched(apply_reduced)
+    changes.put(optimizer, "apply", backend.untouched(apply_reduced))
 
 
-def count_samples(model: Any, reduction: Reduction, backend: Any) -> None:
+def count_samples(model: Any, reduction: Reduction, backend: Any, changes: Changes) -> None:
     """Tells the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has."""
     step = model.train_step
 
     def counted_step(data: Any) -> Any:
         backend.draw_apart()
         first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-        reduction.count = keras.ops.shape(first)[0]
+        reduction.count, reduction.losses = keras.ops.shape(first)[0], 0
         try:
             return step(data)
         finally:
             reduction.count = None
 
-    model.train_step = backend.untouched(counted_step)
+    changes.put(model, "train_step", backend.untouched(counted_step))

@@ -11,12 +11,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, agree_on_weights, due, together
+from hvd_train.core.mean import differing, mean
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
 from hvd_train.script import keras_data as data
+from hvd_train.script import keras_loss
 from hvd_train.script.draws import PIPELINE, Draws
-from hvd_train.script.keras_exchange import Reduction
+from hvd_train.script.keras_exchange import Changes, Reduction
 
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -26,6 +29,9 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+APART_FIX = "change weights and settings on all ranks alike: no callback may go by what this rank alone has seen"
+CALL = "call (fit, evaluate and predict are for all ranks)"
+SAVING = ("save", "save_weights", "export")
 BATCH = 32  # Keras' own, where the user gives none
 SEED = "seed_generator_state"
 
@@ -33,33 +39,53 @@ SEED = "seed_generator_state"
 class Rank:
     """A model's ``fit``, ``evaluate`` and ``predict`` on this rank. The model's instance is changed, not its class."""
 
-    def __init__(self, model: Any, world: Communicator, reduction: Reduction, *, shard: bool, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        world: Communicator,
+        reduction: Reduction,
+        changes: Changes,
+        *,
+        shard: bool,
+        seed: int,
+        every: int,
+    ) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
-        self.optimizer = model.optimizer
+        self.optimizer, self.changes = model.optimizer, changes
         self.draws = Draws(world)
-        self.fits = 0
+        self._probed = False  # losses of the user's own
+        self._every, self._steps = every, 0
+        reduction.stepped = lambda: self.trained(1, "optimizer.apply")
         self._scoring = False  # evaluate runs
         self._part = self._part_of_validation = False  # what is scored is only this rank's part
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._logs = model._get_metrics_result_or_logs
-        model.fit, model.evaluate, model.predict = self.fit, self.evaluate, self.predict
-        model._get_metrics_result_or_logs = self.logs
+        self._on_batch = model.train_on_batch
+        for name in ("fit", "evaluate", "predict", "train_on_batch"):
+            changes.put(model, name, getattr(self, name))
+        changes.put(model, "_get_metrics_result_or_logs", self.logs)
+        for name in SAVING if world.rank else ():
+            changes.put(model, name, _left_to_rank_0)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._fit, args, kwargs)
-        self._check()
+        self._begin("model.fit")
         training, facts = together(self.world, lambda: self._training(call))
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
         self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, BATCH)))
-        self.fits += 1
+        self.changes.fits += 1
         passed = call["x"]
         call |= training
+        if not self._probed and keras_loss.needs_probe(self.model):
+            batch = data.first_of(call["x"], call["y"], call["sample_weight"])
+            keras_loss.probe(self.model, batch, self.world)
+        self._probed = True
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
         if isinstance(call["x"], data.ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         kept = PIPELINE if data.kind_of(passed) == "dataset" else ()
-        with warnings.catch_warnings(), self.draws.own(self.fits, kept):
+        with warnings.catch_warnings(), self.draws.own(self.changes.fits, kept):
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -71,8 +97,8 @@ class Rank:
             call, self._part = dict(kwargs), self._part_of_validation
         else:
             call = _bound(self._evaluate, args, kwargs)
-            self._check()
-            call |= self._scored(call["x"], call["y"], call["sample_weight"], call["steps"])
+            self._begin("model.evaluate")
+            call |= self._scored("model.evaluate", call["x"], call["y"], call["sample_weight"], call["steps"])
             call["callbacks"] = self._callbacks(call["callbacks"])
             call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         self._scoring = True
@@ -81,9 +107,16 @@ class Rank:
         finally:
             self._scoring = False
 
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._check("model.train_on_batch")
+        found = self._on_batch(*args, **kwargs)
+        self.trained(1, "model.train_on_batch")
+        return found
+
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._predict, args, kwargs)
-        call["x"] = self._scored(call["x"], None, None, call["steps"])["x"]
+        agree(self.world, {CALL: "model.predict"})
+        call["x"] = self._scored("model.predict", call["x"], None, None, call["steps"])["x"]
         part = self._part
         call["callbacks"] = self._callbacks(call["callbacks"])
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
@@ -129,16 +162,39 @@ class Rank:
                 array[0] = np.uint32(apart).astype(array.dtype)  # int32 on PyTorch
             v.assign(array)
 
+    def trained(self, steps: int, where: str) -> None:
+        """After ``steps`` more steps; now and then the ranks compare their weights."""
+        before, self._steps = self._steps, self._steps + steps
+        if any(due(step, self._every) for step in range(before + 1, self._steps + 1)):
+            self.compare(where)
+
+    def compare(self, where: str) -> None:
+        """Raises the same error on all ranks where their weights or learning rates differ."""
+        if not self._every:
+            return
+        optimizer, weights = self.model.optimizer, self.model.trainable_variables
+        sums: dict[str, int] = {}
+        for k, v in enumerate(weights):
+            sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
+        settings = {f"learning rate of {type(optimizer).__name__}": f"{float(_numpy(optimizer.learning_rate)):.9g}"}
+        agree_on_weights(self.world, sums, where, settings=settings, fix=APART_FIX)
+
     def stops(self, own: bool) -> bool:
         """Whether any rank wants to stop."""
         return any(part == b"1" for part in self.world.allgather_bytes(b"1" if own else b"0"))
 
-    def _check(self) -> None:
-        if self.model.optimizer is not self.optimizer:
+    def _begin(self, where: str) -> None:
+        """All ranks make the same call: what one of them asks for here, another might give for something else."""
+        self._check(where)
+        agree(self.world, {CALL: where})
+
+    def _check(self, where: str) -> None:
+        if self.model._loss_tracker is not self.changes.compiled:
             raise ConfigError(
-                "the model was compiled again after hk.distribute, so its new optimizer trains alone",
-                where="model.fit",
-                fix="call hk.distribute once, after the last compile",
+                "the model was compiled again after hk.distribute, so this rank would train alone",
+                where=where,
+                fix="call hk.distribute(model) after each compile",
+                common=True,
             )
         if self.model.jit_compile:
             self.model.jit_compile = False
@@ -161,20 +217,22 @@ class Rank:
             new["validation_data"] = keras.utils.pack_x_y_sample_weight(*whole)
             new["validation_batch_size"] = call["validation_batch_size"] or batch
         if self.shard:
-            seed = data.pass_seed(self.seed, self.fits) if call["shuffle"] else None
+            seed = data.pass_seed(self.seed, self.changes.fits) if call["shuffle"] else None
             mine, more = data.training(x, y, weight, batch=batch, steps=steps, seed=seed, draws=self.draws)
         else:
             mine, more = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
             new |= {"shuffle": call["shuffle"], "batch_size": call["batch_size"]}
         return new | mine, facts | more
 
-    def _scored(self, x: Any, y: Any, weight: Any, steps: int | None) -> dict[str, Any]:
+    def _scored(self, where: str, x: Any, y: Any, weight: Any, steps: int | None) -> dict[str, Any]:
         self._part = True
         if self.shard:
             (x, y, weight), self._part, facts = together(
                 self.world, lambda: data.scoring(x, y, weight, steps, self.world)
             )
             agree(self.world, facts)
+        self._average_statistics()  # of what train_on_batch has gathered
+        self.compare(where)
         return {"x": x, "y": y, "sample_weight": weight}
 
     def _callbacks(self, given: Any, last: Any = None) -> Any:
@@ -186,9 +244,11 @@ class Rank:
 
     def _average_statistics(self) -> None:
         """Running means and variances are what each rank gathers from its own samples."""
-        own = [v for v in self.model.non_trainable_variables if "float" in v.dtype and not v.path.endswith(SEED)]
-        for v, total in zip(own, self._sum([_numpy(v) for v in own]), strict=True):
-            v.assign(total / self.world.size)
+        own = {str(k): v for k, v in enumerate(self.model.non_trainable_variables) if not v.path.endswith(SEED)}
+        arrays = ((name, keras.ops.convert_to_numpy(v)) for name, v in own.items() if "float" in v.dtype)
+        apart = {name: _numpy(own[name]) for name in differing(arrays, self.world)}
+        for name, value in mean(apart, self.world, self.reduction.ops).items():
+            own[name].assign(value)
 
     def _sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Sums over ranks, in float64 and rank order."""
@@ -211,7 +271,7 @@ class _Alike(keras.callbacks.Callback):
 
     def __init__(self, rank: Rank, parts: Any) -> None:
         super().__init__()
-        self._rank, self._parts = rank, parts
+        self._rank, self._parts, self._batch = rank, parts, -1
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._rank.reduction.stop.assign(0.0)
@@ -219,6 +279,7 @@ class _Alike(keras.callbacks.Callback):
         self._rank.align()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._batch = -1
         if isinstance(self._parts, data.Epochs):
             self._parts.epoch = epoch
 
@@ -229,10 +290,17 @@ class _Alike(keras.callbacks.Callback):
         elif self.model.stop_training:
             self._rank.reduction.stop.assign(1.0)
             self.model.stop_training = False
+        steps, self._batch = batch - self._batch, batch
+        self._rank.trained(steps, "model.fit")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         wish = self.model.stop_training or float(_numpy(self._rank.reduction.stop)) > 0
         self.model.stop_training = self._rank.stops(wish)
+        self._rank.compare(f"model.fit, epoch {epoch + 1}")
+
+
+def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:
+    """Rank 0 writes. Nobody waits for it, as a script may save on rank 0 alone."""
 
 
 def _numpy(x: Any) -> np.ndarray:

@@ -42,9 +42,9 @@ def network(dropout: float = 0.0, batchnorm: bool = False, hidden: int = 32):
     return keras.Sequential([*layers, keras.layers.Dense(10)])
 
 
-def compiled(model=None, optimizer=None, **options):
+def compiled(model=None, optimizer=None, loss=None, **options):
     model = model or network()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = loss or cross_entropy()
     model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], **options)
     return model
 
@@ -75,6 +75,10 @@ def simple(optimizer, hidden=32, exchange=None, **options):
         return trained(model, fit(model, *digits()))
 
     return case
+
+
+def cross_entropy(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
 class TwoInputs(keras.Model):
@@ -137,6 +141,82 @@ def two_inputs():
 def class_weight():
     model = hk.distribute(compiled())
     return trained(model, fit(model, *digits(), class_weight={i: 1 + i / 10 for i in range(10)}))
+
+
+def summed():
+    """A summed loss of 2 outputs, one of which counts more, beside a mean."""
+    x, y = digits()
+    inputs = keras.Input((64,))
+    hidden = keras.layers.Dense(16, "tanh", kernel_regularizer=keras.regularizers.L2(1e-2))(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(10, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+    losses = [cross_entropy(reduction="sum"), keras.losses.MeanSquaredError()]
+    model.compile(SGD(0.001), loss=losses, loss_weights=[0.5, 2.0])
+    history = fit(hk.distribute(model), x, [y, x[:, :1]] if hk.size() == 1 else (y, x[:, :1]))
+    return trained(model, {"loss": history["loss"]})
+
+
+def sequences():
+    """(COUNT, 7) whole numbers from 0, which is masked, to 9: samples differ in how many of them count."""
+    x = np.round(digits()[0][:, 20:27] * 9).astype("int64")
+    return x, (x + np.arange(7)) % 5
+
+
+def reader(kind=keras.Model):
+    inputs = keras.Input((7,), dtype="int64")
+    embedded = keras.layers.Embedding(10, 4, mask_zero=True)(inputs)
+    regularized = keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(1e-2))
+    return kind(inputs, regularized(keras.layers.LSTM(4, return_sequences=True)(embedded)))
+
+
+def reading(loss, kind=keras.Model, weights=False, **options):
+    """``loss`` over masked places; ``weights``: of samples, which differ much from rank to rank."""
+
+    def case():
+        model = reader(kind)
+        model.compile(SGD(0.1), loss=loss(), **options)
+        weight = np.linspace(0.01, 3, COUNT)[:, None] ** 2 if weights else None
+        history = fit(hk.distribute(model), *sequences(), sample_weight=weight)
+        return trained(model, history if kind is keras.Model else None)
+
+    return case
+
+
+def weighted(reduction):
+    def case():
+        model = network()
+        model.compile(SGD(0.05), cross_entropy(reduction=reduction))
+        return trained(model, fit(hk.distribute(model), *digits(), sample_weight=np.linspace(0.01, 3, COUNT) ** 2))
+
+    return case
+
+
+def own_mean(y, found):
+    return keras.ops.mean(cross_entropy(reduction=None)(y, found))
+
+
+def own_sum(y, found):
+    return keras.ops.sum(cross_entropy(reduction=None)(y, found)) / 10
+
+
+def own_root(y, found):
+    return keras.ops.sqrt(own_mean(y, found))
+
+
+def own_losses():
+    """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told."""
+    found = {}
+    for loss in (own_mean, own_sum, own_root):
+        model = network()
+        model.compile(SGD(0.02), loss)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            history = fit(model, *digits(), epochs=1)
+        told = [str(w.message) for w in told if "over samples" in str(w.message)]
+        found[f"own/{loss.__name__}"] = np.array(told)
+        if loss is not own_root:
+            found |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
+    return found
 
 
 class Batches(keras.utils.PyDataset):
@@ -336,8 +416,16 @@ def saved():
     model = hk.distribute(compiled(optimizer=Adam(0.01)))
     fit(model, x, y)
     predicted = model.predict(x[:101], verbose=0)
-    if hk.rank() == 0:
+    if hk.rank() == 0:  # and the others do not wait for it
         model.save(FOLDER / "saved.keras")
+    model.save(FOLDER / "by_all.keras")
+    model.save_weights(FOLDER / "by_all.weights.h5")
+    if TENSORFLOW:
+        model.export(FOLDER / "exported", verbose=False)
+    hk.barrier()
+    read = keras.saving.load_model(FOLDER / "by_all.keras")
+    for own, other in zip(model.get_weights(), read.get_weights(), strict=True):
+        np.testing.assert_array_equal(other, own)
     return trained(model, fit(model, x, y, epochs=1), predicted=predicted)
 
 
@@ -407,8 +495,9 @@ def refused():
     shared = keras.optimizers.SGD(0.1)
     hk.distribute(compiled(optimizer=shared))
     two = hk.distribute(compiled())
-    anew = hk.distribute(compiled())
-    compiled(anew)
+    anew, again = hk.distribute(compiled()), hk.distribute(compiled())
+    compiled(anew, anew.optimizer)
+    compiled(again)
     divided = hk.distribute(compiled(), shard=False)
     lone = compiled()
     lone.second = keras.optimizers.SGD(0.1)
@@ -422,9 +511,12 @@ def refused():
         "not compiled": lambda: hk.distribute(network()),
         "not built": lambda: hk.distribute(compiled(keras.Sequential([keras.layers.Dense(10)]))),
         "compiled again": lambda: fit(anew, x, y),
+        "compiled again, then a batch": lambda: again.train_on_batch(x[:BATCH], y[:BATCH]),
+        "other calls": lambda: fit(two, x, y) if hk.rank() else two.evaluate(x, y, verbose=0),
         "shared optimizer": lambda: hk.distribute(compiled(optimizer=shared)),
         "two optimizers": lambda: hk.distribute(lone),
         "unseen variable": lambda: fit(frozen, x, y),
+        "no reduction": lambda: hk.distribute(compiled(loss=cross_entropy(reduction=None))),
         "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
         "no such compression": lambda: hk.distribute(compiled(), compression="zip"),
         "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
@@ -449,6 +541,96 @@ def refused():
         except TrainError as error:
             told[name] = f"{error.exit_code} {error}"
     return {f"own/{name}": np.array(text) for name, text in told.items()}
+
+
+class OwnPlateau(keras.callbacks.Callback):
+    """A user's own: goes by what this rank alone has seen."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if hk.rank() == 1 and epoch == 1:
+            self.model.optimizer.learning_rate = 0.025
+
+
+def apart():
+    """What ranks are told whose weights or learning rates are not the same."""
+    x, y = digits()
+    models = [hk.distribute(compiled()) for _ in range(4)]
+
+    def on_one(model):
+        if hk.rank() == 1:
+            model.layers[-1].kernel.assign_add(np.full((32, 10), 1e-7))
+
+    def batches(model, count, **options):
+        for _ in range(count):
+            model.train_on_batch(x[:BATCH], y[:BATCH])
+
+    def loop(model):
+        on_one(model)
+        batches(model, 10)
+
+    def rate(model):
+        model.optimizer.learning_rate = 0.1 + 0.1 * hk.rank()
+        batches(model, 2)
+
+    def scored(model):
+        on_one(model)
+        model.predict(x, verbose=0)
+
+    told = {}
+
+    def callback(model):
+        fit(model, x, y, epochs=9, callbacks=[OwnPlateau()])
+
+    for name, misuse in {"callback": callback, "loop": loop, "rate": rate, "scored": scored}.items():
+        try:
+            misuse(models.pop())
+        except TrainError as error:
+            told[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in told.items()}
+
+
+class Fixed(keras.layers.Layer):
+    """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, and ``own``."""
+
+    def build(self, shape):
+        self.fixed = self.add_weight(shape=(99,), dtype="float32", trainable=False)
+        self.own = self.add_weight(shape=(2,), initializer="ones", trainable=False)
+        limit = np.finfo("float32").max
+        self.fixed.assign(np.append(np.random.default_rng(0).normal(size=97), [-limit, limit]).astype("float32"))
+
+    def call(self, x):
+        return x
+
+
+def frozen():
+    """What is equal on all ranks keeps its bits and is not sent at an epoch's end; what differs becomes its mean."""
+    model = keras.Sequential([keras.Input((64,)), Fixed(), keras.layers.Dense(10)])
+    hk.distribute(compiled(model))
+    fixed, own = model.layers[0].fixed, model.layers[0].own
+    before = keras.ops.convert_to_numpy(fixed).copy()
+    fit(model, *digits(), epochs=1)
+    own.assign_add([3.0 * hk.rank(), 0.0])
+    model.predict(digits()[0], verbose=0)
+    return trained(model) | {"same": np.array_equal(keras.ops.convert_to_numpy(fixed), before)}
+
+
+def fine_tuning():
+    """Freeze, fit; unfreeze, compile, distribute, fit; another loss for the same optimizer, fit."""
+    model = network()
+    model.layers[0].trainable = False
+    hk.distribute(compiled(model, SGD(0.1)))
+    first = fit(model, *digits(), epochs=1)
+    model.layers[0].trainable = True
+    hk.distribute(compiled(model, Adam(0.01)))
+    second = fit(model, *digits(), validation_data=digits(99))
+    weights = trained(model)
+    hk.distribute(compiled(model, model.optimizer, cross_entropy(reduction="sum")))
+    model.optimizer.learning_rate = 1e-4
+    third = fit(model, *digits(), epochs=1)
+    found = trained(model, {f"{k}{n}": v for n, fitted in enumerate((first, second, third)) for k, v in fitted.items()})
+    return (
+        found | {f"second/{k}": v for k, v in weights.items()} | {"accuracy": model.evaluate(*digits(), verbose=0)[1]}
+    )
 
 
 SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
@@ -477,13 +659,24 @@ CASES = {
     "compressed": compressed,
     "residual": residual,
     "saved": saved,
+    "fine_tuning": fine_tuning,
+    "frozen": frozen,
+    "summed": summed,
+    "masked": reading(cross_entropy, weights=True),
+    "masked_own_step": reading(cross_entropy, OwnStep),
+    "masked_sum": reading(lambda: cross_entropy(reduction="sum")),
+    "masked_weighted_mean": reading(lambda: cross_entropy(reduction="mean_with_sample_weight"), weights=True),
+    "weighted_mean": weighted("mean_with_sample_weight"),
+    "weighted_batch": weighted("sum_over_batch_size"),
+    "own_losses": own_losses,
 }
 if hk.size() > 1:
-    CASES |= {"refused": refused}
+    CASES |= {"refused": refused, "apart": apart}
 if TENSORFLOW:
     CASES |= {
         "tf_data": tf_data,
         "jit_compile": jit_compile,
+        "masked_steps_per_execution": reading(cross_entropy, steps_per_execution=3),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }
 

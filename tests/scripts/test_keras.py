@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import World
 from hvd_train.launch.local import environment
 from tests.ranks.conftest import ROOT, world_command
 
@@ -18,9 +20,14 @@ CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
     "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
+    "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
+    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning",
 ]  # fmt: skip
 OWN = ("own/", "files")  # what a rank has for itself
-ON_TORCH = ["arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved"]
+ON_TORCH = [
+    "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
+    "own_losses",
+]  # fmt: skip
 
 
 def launch(size: int, launcher: str, program: list[str], **env: str) -> subprocess.CompletedProcess:
@@ -37,7 +44,11 @@ def results(tmp_path_factory):
     def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = [*ON_TORCH, "stops", "compressed", "draws"] if backend == "torch" else []
+            cases = (
+                [*ON_TORCH, "stops", "compressed", "draws", *(["apart"] if size > 1 else [])]
+                if backend == "torch"
+                else []
+            )
             run = launch(size, launcher, [str(HERE / "keras_worker.py"), str(folder), *cases], KERAS_BACKEND=backend)
             assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             names = {path.name.split(".")[0] for path in folder.glob(f"*.{size}.0.npz")}
@@ -159,15 +170,54 @@ def test_a_compiled_graph_is_told_in_one_line_on_rank_0(results):
 
 
 @pytest.mark.parametrize(
+    ("case", "where", "says"),
+    [
+        (
+            "callback",
+            "model.fit, epoch 2",
+            "the ranks differ (learning rate of SGD: 0.1 on rank 0",
+        ),
+        ("loop", "model.train_on_batch", "differ from those of rank"),
+        ("rate", "model.train_on_batch", "(learning rate of SGD: 0.1 on rank 0"),
+        ("scored", "model.predict", "first in sequential"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_ranks_that_came_apart_are_told(results, backend, case, where, says):
+    for rank in results(2, "mpirun", backend)["apart"]:
+        told = str(rank[f"own/{case}"])
+        assert told.startswith("5 ") and says in told and f"; {where}; " in told and "rank 1" in told
+
+
+@pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
+def test_weights_that_are_not_trained(results, size, launcher, backend):
+    """What all ranks hold keeps its bits (a mean of 3 would not, a sum of the largest numbers is none)."""
+    for rank in results(size, launcher, backend)["frozen"]:
+        assert rank["same"]
+        np.testing.assert_allclose(rank["weights/1"], [1 + 1.5 * (size - 1), 1], rtol=1e-12)
+
+
+def test_a_loss_that_cannot_be_joined_is_told(results):
+    for backend in ("tensorflow", "torch"):
+        first, second = results(2, "mpirun", backend)["own_losses"]
+        (line,) = first["own/own_root"]
+        assert line.startswith("the loss own_root is neither a mean nor a sum over samples")
+        assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
+
+
+@pytest.mark.parametrize(
     ("misuse", "says"),
     [
         ("twice", "distributed already"),
         ("not compiled", "call model.compile"),
         ("not built", "call model.build"),
-        ("compiled again", "after the last compile"),
+        ("compiled again", "after each compile"),
+        ("compiled again, then a batch", "after each compile"),
+        ("other calls", "are for all ranks) rank 0: model.evaluate"),
         ("shared optimizer", "its own optimizer"),
         ("two optimizers", "second"),
-        ("unseen variable", "before hk.distribute"),
+        ("unseen variable", "call compile and hk.distribute again"),
+        ("no reduction", "sum_over_batch_size"),
         ("schedule", "hk.size()"),
         ("no such compression", "zip"),
         ("ratio beyond 1", "ratio"),
@@ -188,6 +238,26 @@ def test_refused_on_all_ranks(results, misuse, says):
     for rank in results(2, "mpirun")["refused"]:
         told = str(rank[f"own/{misuse}"])
         assert told.startswith("2 ") and says in told
+
+
+def test_the_gpu_is_chosen_as_fit_does(monkeypatch):
+    """Slurm's --gpus-per-task shows each rank one GPU, which is number 0 to all of them."""
+    import torch
+
+    import hvd_train.keras as hk
+
+    chosen = []
+    monkeypatch.setattr(hk.keras.backend, "backend", lambda: "torch")
+    monkeypatch.setattr(hk, "world", lambda: World(rank=1, size=2, local_rank=1, local_size=2, launcher="srun"))
+    for name, value in {"is_available": lambda: True, "device_count": lambda: 1, "set_device": chosen.append}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    hk._settle_threads()
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK")
+    with pytest.raises(ConfigError, match="local rank 1 has no GPU"):
+        hk._settle_threads()
+    assert chosen == [0]
 
 
 SCRIPT = """

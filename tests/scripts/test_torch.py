@@ -59,7 +59,9 @@ def cases(tmp_path_factory):
     return get
 
 
-WORLDS = [(2, "mpirun"), (3, "mpirun"), (2, "horovodrun")]
+LONG = pytest.mark.long("the other launcher on as many ranks: the same cases over the other transport")
+WORLDS = [(2, "mpirun"), (3, "horovodrun")]
+WORLDS += [pytest.param(world, marks=LONG) for world in ((3, "mpirun"), (2, "horovodrun"))]
 
 
 def furthest(one: Path, other: Path) -> float:

@@ -60,7 +60,7 @@ class Pass:
         share = self._share
         if pt_share.steps() > self._steps:
             pt_draws.start_epoch(mix(share.seed, share.epoch), pt_share.steps(), share.rank)
-        elif share.repeated():
+        elif share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another one", stacklevel=3)
 

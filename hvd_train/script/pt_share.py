@@ -18,6 +18,7 @@ from hvd_train.script import pt_draws
 
 WHERE = "ht.shard"
 OWN = "let each rank draw num_samples / ht.size() of its own, without ht.shard"
+SPLIT = "make and split data with a seed, before ht.distribute"
 PROBES = 64  # rows of a TensorDataset that are compared between ranks
 
 
@@ -45,8 +46,8 @@ class Share(data.Sampler):
     With ``shuffle`` the order is a function of (seed, epoch), where the epoch's number is that of the steps which
     distributed optimizers have made since ``ht.shard`` (a step of each of two counts twice). All ranks share it, so
     whatever one of them looks at by itself shifts nothing. Each pass that begins after a step has an order of its own,
-    also where the pass before was left early; without a step between them two have the same order. A pass that begins
-    in another thread than the main one, where steps may be made meanwhile, is counted by itself.
+    also where the pass before was left early; without a step between them two have the same order. Passes that begin
+    in another thread than this object, where steps may be made meanwhile, are counted by themselves.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Share(data.Sampler):
     ) -> None:
         self.count, self.batch_size, self.shuffle, self.drop_last = count, batch_size, shuffle, drop_last
         self.seed, self.rank, self.size = seed, rank, size
-        self._offset, self._aside = -steps(), 0  # passes in other threads
+        self._offset, self._aside, self._thread = -steps(), 0, threading.get_ident()  # _aside: passes in other threads
         self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
         whole = batch_size * size
         if count < (whole if drop_last else size):
@@ -68,7 +69,7 @@ class Share(data.Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != self._thread:
             self._aside += 1
             epoch = -self._aside
         return (self._indices(k, epoch).tolist() for k in range(len(self)))
@@ -166,10 +167,10 @@ def _content(samples: Any, name: str) -> dict[str, str]:
         return {k: v for i, x in enumerate(samples.datasets) for k, v in _content(x, f"{name}[{i}]").items()}
     if isinstance(samples, data.Subset):
         chosen = hashlib.sha256(np.asarray(samples.indices).astype(np.int64).tobytes()).hexdigest()[:12]
-        return {f"{name}: indices of its Subset": chosen, **_content(samples.dataset, name)}
+        return {f"{name}: indices": f"{chosen}; {SPLIT}", **_content(samples.dataset, name)}
     if type(samples) is data.TensorDataset and len(samples):
         rows = range(0, len(samples), -(-len(samples) // PROBES))
         parts = [x[rows].detach().cpu().contiguous() for x in samples.tensors]
         total = b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in parts)
-        return {f"{name}: tensors": hashlib.sha256(total).hexdigest()[:12]}
+        return {f"{name}: tensors": f"{hashlib.sha256(total).hexdigest()[:12]}; {SPLIT}"}
     return {}

@@ -187,6 +187,7 @@ def test_draws_differ_between_ranks_and_repeat(cases, world):
         rows = [(first + [worker])[place] for first, _, worker in drawn]
         for values in zip(*map(np.ravel, rows), strict=True):
             assert len(set(values)) == len(values)
+    assert len({str(own["sampled"]) for own in facts}) == world[0]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -214,7 +215,7 @@ ERRORS = {
     "option": "ConfigError: ratio: must be <= 1.0, not 2.0; ht.distribute",
     "few": "DataError: . samples are too few for . ranks; ht.shard; start fewer ranks",
     "unequal": "ConfigError: the ranks differ.*\n  samples  .*rank 0: 40",
-    "split": "ConfigError: the ranks differ.*\n  data: indices of its Subset rank 0",
+    "split": "ConfigError: the ranks differ.*\n  data: indices .*rank 0: .*; make and split data with a seed",
     "drawn": "ConfigError: the ranks differ.*\n  data: tensors",
     "plateau": r"CommunicationError: the weights of rank.* differ from .*, first in 1.weight "
     r"\(learning rate of SGD: 0\.\d+ on rank.* 0.* and 0.1 on rank.*1.*\); backward pass 10 of the model; .*ht.sum",
@@ -385,6 +386,35 @@ def test_an_order_is_that_of_the_steps():
     with torch.random.fork_rng():
         loader.batch_sampler.load_state_dict({key: saved[key] for key in ("seed", "epoch")})  # of an older file
         assert order() == first
+
+
+def test_workers_that_persist_follow_the_steps():
+    model = nn.Linear(1, 1)
+    _, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters()))
+    options = dict(batch_size=5, num_workers=1, persistent_workers=True)
+    loader = pt_passes.shared(data.DataLoader(range(40), shuffle=True, **options), 3, 0, 1)
+    orders = []
+    for _ in range(2):
+        next(iter(loader))
+        orders.append(torch.cat(list(loader)).tolist())
+        optimizer.step()
+    shares = pt_share.Share(40, 5, shuffle=True, drop_last=False, seed=3, rank=0, size=1)
+    shares.set_epoch(0)
+    assert orders[0] == [i for batch in shares for i in batch]
+    pt_share.stepped()
+    assert orders[1] == [i for batch in shares for i in batch]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_steps_within_a_compiled_function_count(backend):
+    model = nn.Linear(1, 1)
+    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters()))
+    model(torch.ones(1, 1)).sum().backward()
+    before = pt_share.steps()
+    step = torch.compile(lambda: optimizer.step(), backend=backend)
+    for _ in range(12):
+        step()
+    assert pt_share.steps() == before + 12
 
 
 def test_passes_of_another_thread_are_counted_by_themselves():

@@ -612,6 +612,13 @@ def draws():
     return [run()[:2], run()[:2], run()[2]]
 
 
+def sampled():
+    """Which samples ranks draw with replacement, each its own."""
+    torch.manual_seed(0)
+    ht.distribute(mlp())
+    return list(torch.utils.data.WeightedRandomSampler(torch.ones(1000), 1000 // ht.size()))
+
+
 def waits(folder: Path):
     """A file that rank 0 writes late is there for all behind the barrier."""
     if ht.rank() == 0:
@@ -813,6 +820,7 @@ def main(folder: Path) -> None:
         facts["residual by hand"] = residual_by_hand()
         facts["pickled"] = pickled(folder)
         facts["transfers"] = transfers()
+        facts["sampled"] = sampled()
         facts["errors"] = errors(folder)
     (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))
 

@@ -115,9 +115,9 @@ def distribute(
     are averaged in ``optimizer.step()``, and so is the loss by which LBFGS searches.
 
     Running statistics are averaged with the gradients, or those of batch normalization taken over the global batch with
-    ``sync_batchnorm``; of all other buffers that change, every rank takes rank 0's. torch's generator is set anew on
-    all ranks but the first, so that dropout differs between ranks. The learning rate stays as it is, and batches are
-    each rank's own.
+    ``sync_batchnorm``; of all other buffers that change, every rank takes rank 0's. The generators of torch, NumPy and
+    ``random`` are set anew on all ranks but the first: dropout and augmentation differ between ranks, and repeat from
+    run to run where the script seeds. The learning rate stays as it is, and batches are each rank's own.
 
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
     call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never) the ranks

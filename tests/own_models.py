@@ -73,6 +73,54 @@ def checkpointed(input_shape, num_classes):
     return Checkpointed()
 
 
+def keeping(input_shape, num_classes):
+    """Keeps a tensor from its first forward pass, as positions and masks often are."""
+    import torch
+    import torch.nn as nn
+
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.kept = nn.Conv2d(input_shape[0], 4, 3, padding=1), None
+            self.last = nn.Linear(4 * input_shape[1] * input_shape[2], num_classes)
+
+        def forward(self, x):
+            if self.kept is None:
+                self.kept = torch.ones(input_shape[1:], dtype=x.dtype)
+            return self.last((self.conv(x) * self.kept).flatten(1))
+
+    return Keeping()
+
+
+def pytorch_unused(input_shape, num_classes):
+    import torch.nn as nn
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.never = nn.Linear(int(np.prod(input_shape)), num_classes), nn.Linear(3, 3, bias=False)
+
+        def forward(self, x):
+            return self.last(x.flatten(1))
+
+    return Unused()
+
+
+def keras_unused(input_shape, num_classes):
+    import keras
+
+    class Unused(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.never = self.add_weight(shape=(3, 3), initializer="glorot_uniform", name="never")
+
+        def call(self, x):
+            return x
+
+    own = [keras.layers.Flatten(), Unused(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(input_shape), *own])
+
+
 def broken(input_shape, num_classes):
     raise ValueError("hidden must be even")
 

@@ -19,6 +19,7 @@ from hvd_train.launch.local import command, environment, find_tool
 from hvd_train.report.tables import table
 
 FRAMEWORKS = {"pytorch": ("torch", "horovod.torch"), "tensorflow": ("tensorflow", "horovod.tensorflow")}
+PACKAGES = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}  # one of them is installed
 SECONDS, RANKS = 120, 2
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 # In a process of its own: a broken framework must not take the doctor with it.
@@ -72,8 +73,7 @@ def doctor(verbose: bool) -> int:
     ]
     found = {framework: _look(framework) for framework in FRAMEWORKS}
     for framework, facts in found.items():
-        packages = ("torch",) if framework == "pytorch" else ("tensorflow", "tensorflow-cpu")
-        if _version(*packages) is None:
+        if _version(*PACKAGES[framework]) is None:
             rows.append((framework, "missing", f"run scripts/setup --frameworks {framework}"))
         elif "error" in facts:
             rows.append((framework, facts["error"], "run scripts/setup again"))
@@ -90,9 +90,7 @@ def doctor(verbose: bool) -> int:
     probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
     results = [_probe(framework, tool, verbose) for framework, tool in probes]
     print(table(["framework", "launcher", *SIZES, "verdict"], results))
-    broken = any(
-        _version(*p) and "error" in found[f] for f, p in (("pytorch", ("torch",)), ("tensorflow", ("tensorflow-cpu",)))
-    )
+    broken = any("error" in facts and _version(*PACKAGES[framework]) for framework, facts in found.items())
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
 
 

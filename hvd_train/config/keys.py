@@ -67,7 +67,8 @@ class OptimConfig(Section):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="L2 term (adamw, lamb: decoupled) on all weights; lars, lamb: no biases",
+        description="L2 term (adamw, lamb: decoupled) on all weights, those that no gradient reached too; lars, lamb: "
+        "no biases",
     )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, lamb: decay of the two running means"

@@ -279,7 +279,7 @@ class PyTorchFrontEnd(StateTree):
         self.model.to(memory_format=torch.channels_last)
         images = torch.zeros(2, *shape, dtype=self.dtype, device=self.device)
         try:
-            with torch.inference_mode(), self._mixed:
+            with torch.no_grad(), self._mixed:  # a tensor that the model keeps from here must do for training
                 self.model.eval()(images.to(memory_format=torch.channels_last))
         except RuntimeError:
             self.model.to(memory_format=torch.contiguous_format)
@@ -428,7 +428,7 @@ class PyTorchFrontEnd(StateTree):
         self._forget()
         return figures
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score(self, placed):
         inputs, labels, weights = placed
         self.model.eval()
@@ -436,7 +436,7 @@ class PyTorchFrontEnd(StateTree):
             logits = self.model(inputs)
         return _sums(logits.to(self.dtype), labels, weights, self._classes)[1]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def predict(self, placed) -> np.ndarray:
         self.model.eval()
         with self._mixed:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvd_train.cli import doctor
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
 COMMANDS = ["fit", "eval", "predict", "verify", "export", "compare", "doctor", "config", "models", "data"]
@@ -257,6 +259,19 @@ def test_compare_shows_runs_side_by_side(trained, tmp_path):
     assert last == f"curves: {tmp_path}/new/curves.png"
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert run("compare", str(tmp_path), code=4).stderr == f"error: holds no finished run; {tmp_path}\n"
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu"])
+def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
+    """TensorFlow's build for GPUs has another name."""
+    sound = {"version": "1", "gpus": 0, "mpi": True, "gloo": True, "nccl": False}
+    found = {"pytorch": sound, "tensorflow": {"error": "no libcudart"}}
+    monkeypatch.setattr(doctor, "_version", lambda *names: "1" if package in names or "torch" in names else None)
+    monkeypatch.setattr(doctor, "_look", lambda framework: found[framework])
+    monkeypatch.setattr(doctor, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
+    assert doctor.doctor(False) == 1 and "no libcudart" in capsys.readouterr().out
+    found["tensorflow"] = sound
+    assert doctor.doctor(False) == 0
 
 
 def test_doctor_finds_a_sound_installation():

@@ -234,6 +234,31 @@ def test_averaging_over_one_rank_changes_nothing(framework):
     assert same(frontend.state(), before)
 
 
+def test_a_model_may_keep_a_tensor_from_its_first_forward_pass():
+    """Whether that is the look for the order of channels or an evaluation."""
+    shape = (8, 8, 1)
+    for scored in (False, True):
+        frontend = opened("pytorch", {"name": "tests.own_models:keeping"}, shape=shape)
+        if scored:
+            frontend.model.kept = None
+            frontend.score(frontend.place(batch(shape=shape)))
+        before = frontend.state()
+        stepped(frontend, [batch(shape=shape)])
+        assert not same(frontend.state(), before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_weight_that_no_gradient_reaches_has_a_gradient_of_zero(framework, name):
+    """So it decays, alike in both frameworks and on any number of ranks, where a torch loop of one's own skips it."""
+    own = {"pytorch": "tests.own_models:pytorch_unused", "tensorflow": "tests.own_models:keras_unused"}[framework]
+    frontend = opened(framework, {"name": own}, {"name": name, "lr": 0.1, "weight_decay": 0.1})
+    (key,) = [key for key in weights(frontend) if "never" in key]
+    before = weights(frontend)[key]
+    stepped(frontend, [batch(), batch(1)], rate=0.1)
+    np.testing.assert_allclose(weights(frontend)[key], 0.99**2 * before, rtol=1e-12)
+
+
 # ---- optimizers: PyTorch's documented formulas
 
 OPTIMIZERS = {

@@ -83,6 +83,12 @@ MIXED = {
 SHORT = MLP | {"model.hidden": [96], "global_batch_size": 48, "max_steps": 8}
 # Slots differ between ranks whose weights go apart, and must come back to their own; a checkpoint joins the weights.
 MOMENTUM = {name: {"optim.momentum": 0.9, "checkpoint.every_n_steps": 5} for name in LOOSE}
+CHANGED = {
+    "from-16-mixed": ({"precision": "16-mixed"}, {"precision": 64}),
+    "to-16-mixed": ({"precision": 64}, {"precision": "16-mixed"}),
+    "from-topk": ({"exchange": COMPRESSED["topk"]}, {"exchange": {"compression": "none"}}),
+    "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
+}
 CNN_CUT = CNN | {"max_steps": 12}
 # Layers used or not as the samples have it, on each rank in another way; tied, frozen and sparse ones among them.
 CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
@@ -127,6 +133,12 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
         config = own(f"{name}-cut", SHORT | {"exchange": exchange} | MOMENTUM.get(name, {}))
         made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
         made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})
+    # Gone on with another precision or exchange: nothing of the one before may stay.
+    for name, (before, after) in CHANGED.items():
+        cut = own(f"{name}-cut", SHORT | after)
+        made.append({"name": f"{name}-first", "kind": "train", "config": cut | before | {"max_steps": 5}})
+        allow = [key.partition(".")[0] for key in before]
+        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last", "allow": allow})
     made.append({"name": "dropout", "kind": "train", "config": own("dropout", DROPOUT)})
     cut = own("dropout-cut", DROPOUT)
     made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})

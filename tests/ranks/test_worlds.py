@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -292,3 +294,24 @@ def test_training_with_dropout_resumes_bit_for_bit(worlds, framework, launcher, 
         assert all((first[k] == tree[k]).all() for k in first)
     one = worlds(framework, "", 1).trees("dropout")[0]
     assert size == 1 or distance(one, first)[0] > 1e-6, "its masks are those of the ranks"
+
+
+@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_goes_on_with_another_precision_or_exchange(worlds, framework, launcher, size):
+    """No loss scale and no residual of the one before stays; the exchange is the one that is asked for now."""
+    world = worlds(framework, launcher, size)
+    plain = world.trees("plain")[0]
+    for name, wanted in (
+        ("from-16-mixed", "none"),
+        ("to-16-mixed", "none"),
+        ("from-topk", "none"),
+        ("to-threshold", ""),
+    ):
+        trees = world.trees(f"{name}-rest")
+        assert all((trees[0][k] == tree[k]).all() for tree in trees for k in tree if k.startswith("weights"))
+        assert distance(trees[0], plain)[0] < (0.02 if "mixed" in name else 0.5), (name, distance(trees[0], plain))
+        about = json.loads((world.folder / f"{name}-cut" / "environment.json").read_text())
+        assert about["compression"] == (wanted or "threshold")
+    assert all(result["residual"] == 0 for result in world.json("from-topk-rest"))
+    assert all(result["residual"] > 0 for result in world.json("to-threshold-rest"))

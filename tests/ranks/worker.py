@@ -40,7 +40,7 @@ def job_of(case, module, communicator):
 def train(case, module, communicator, folder):
     """Trains as ``fit`` does; the final tree and the summary are the result."""
     job = job_of(case, module, communicator)
-    summary = run.train(job, case.get("resume"))
+    summary = run.train(job, case.get("resume"), case.get("allow", ()))
     metrics = Path(job.config.run_dir) / "metrics.jsonl"
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]

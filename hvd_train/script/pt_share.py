@@ -85,6 +85,8 @@ class Share(data.Sampler):
 
     def weight(self, k: int) -> float:
         """Samples of this rank's batch k times ranks / samples of global batch k."""
+        if k + 1 < len(self):
+            return 1.0
         start, stop = self._bounds(k)
         return len(self._places(k)) * self.size / (stop - start)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_train.launch.local import command, environment
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,3 +24,20 @@ def test_the_bits_after_an_exchange_do_not_depend_on_threads(framework):
         found.append(json.loads(run.stdout.splitlines()[-1]))
     assert len(found[0]) == 32
     assert not [key for key in found[0] if len({one[key] for one in found}) > 1]
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_ranks_of_unequal_threads_stay_equal(tmp_path, framework):
+    """PowerSGD's basis and LARS' norms, compared after every step."""
+    model = "{name: mlp, hidden: [1024, 1024]}"
+    sets = [f"framework={framework}", f"model={model}", "data.name=digits", "batch_size=20", "max_steps=5"]
+    sets += ["exchange={compression: powersgd, rank: 32}", "gradient_clip_val=0.5", "agreement_every_n_steps=1"]
+    sets += ["optim={name: lars, lr: 1, momentum: 0.9}", "tensorboard=false", "checkpoint.save_last=false"]
+    keys = [word for key in [*sets, "checkpoint.save_top_k=0", f"run_dir={tmp_path}"] for word in ("--set", key)]
+    own = 'OMP_NUM_THREADS=$((1 + OMPI_COMM_WORLD_RANK)) exec "$@"'
+    line = command(2, "mpirun", ["fit", *keys])
+    at = line.index(sys.executable)
+    line = [*line[:at], "bash", "-c", own, "rank", *line[at:]]
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-2000:]

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvd_train.core.folder import Lock
 from hvd_train.launch.local import environment
 
 ROOT = Path(__file__).parents[2]
@@ -209,6 +210,15 @@ def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
     assert done.returncode == 2, done.stderr
     assert "the ranks differ" in done.stderr and "config" in done.stderr
     assert "rank 0" in done.stderr and "rank 1" in done.stderr and done.stderr.count("the ranks differ") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
+    with Lock(tmp_path / "run") as held:
+        before = held.path.read_bytes()
+        code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run"), "--overwrite").end()
+        assert code == 4 and err.count(f"in use by process {os.getpid()} on ") == 1 and "Traceback" not in err, err
+        assert held.path.read_bytes() == before and list((tmp_path / "run").iterdir()) == [held.path]
 
 
 # ---- a rank is lost; the run goes on where it was

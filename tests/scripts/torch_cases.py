@@ -123,7 +123,8 @@ def compiled(before: bool, backend: str):
         model = mlp()
         inner = model
         if before:
-            model = torch.compile(model, backend=backend)
+            # One compilation for all shapes, whose kernels the next world finds in the cache.
+            model = torch.compile(model, backend=backend, dynamic=True)
         model, optimizer = ht.distribute(model, sgd(inner))
         if not before:
             model = torch.compile(model, backend=backend)

@@ -18,9 +18,12 @@ WEIGHTS_FIX = "look for a faulty host or code that depends on the rank; --resume
 NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
-def agree(communicator: Communicator, facts: Mapping[str, str]) -> None:
-    """Raises the same ConfigError on all ranks when a fact differs, with one line per fact and rank group."""
-    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), "agree")]
+def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agree") -> None:
+    """Raises the same ConfigError on all ranks when a fact differs, with one line per fact and rank group.
+
+    ``name``: of the transfer, which a user reads where a rank does not come.
+    """
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), name)]
     rows = []
     for key in dict.fromkeys(k for own in everyone for k in own):
         values = [own.get(key, "(none)") for own in everyone]

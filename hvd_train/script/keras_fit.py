@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_train.core.agreement import agree, agree_on_weights, due, together
 from hvd_train.core.mean import differing, mean
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
 from hvd_train.script import keras_data as data
@@ -30,7 +30,6 @@ WRITERS = (
     keras.callbacks.ProgbarLogger,
 )
 APART_FIX = "change weights and settings on all ranks alike: no callback may go by what this rank alone has seen"
-CALL = "call (fit, evaluate and predict are for all ranks)"
 SAVING = ("save", "save_weights", "export")
 BATCH = 32  # Keras' own, where the user gives none
 SEED = "seed_generator_state"
@@ -69,6 +68,7 @@ class Rank:
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._fit, args, kwargs)
+        self._check("model.fit")
         self._begin("model.fit")
         training, facts = together(self.world, lambda: self._training(call))
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
@@ -97,6 +97,7 @@ class Rank:
             call, self._part = dict(kwargs), self._part_of_validation
         else:
             call = _bound(self._evaluate, args, kwargs)
+            self._check("model.evaluate")
             self._begin("model.evaluate")
             call |= self._scored("model.evaluate", call["x"], call["y"], call["sample_weight"], call["steps"])
             call["callbacks"] = self._callbacks(call["callbacks"])
@@ -115,7 +116,7 @@ class Rank:
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._predict, args, kwargs)
-        agree(self.world, {CALL: "model.predict"})
+        self._begin("model.predict")
         call["x"] = self._scored("model.predict", call["x"], None, None, call["steps"])["x"]
         part = self._part
         call["callbacks"] = self._callbacks(call["callbacks"])
@@ -185,8 +186,14 @@ class Rank:
 
     def _begin(self, where: str) -> None:
         """All ranks make the same call: what one of them asks for here, another might give for something else."""
-        self._check(where)
-        agree(self.world, {CALL: where})
+        try:
+            agree(self.world, {"call": where}, "fit_evaluate_predict")
+        except LostRankError as error:
+            raise LostRankError(
+                "another rank was lost or has ended",
+                where=where,
+                fix="fit, evaluate and predict: call them on all ranks",
+            ) from error
 
     def _check(self, where: str) -> None:
         if self.model._loss_tracker is not self.changes.compiled:

@@ -213,7 +213,7 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
         ("not built", "call model.build"),
         ("compiled again", "after each compile"),
         ("compiled again, then a batch", "after each compile"),
-        ("other calls", "are for all ranks) rank 0: model.evaluate"),
+        ("other calls", "call                 rank 0: model.evaluate"),
         ("shared optimizer", "its own optimizer"),
         ("two optimizers", "second"),
         ("unseen variable", "call compile and hk.distribute again"),
@@ -276,6 +276,25 @@ def test_an_error_is_a_table_without_traceback(tmp_path, launcher):
     assert run.returncode == 2 or launcher == "horovodrun" and run.returncode
     told = run.stdout + run.stderr
     assert told.count("the ranks differ") == 1 and "rank 1: 3" in told and "Traceback" not in told
+
+
+ALONE = """
+import keras, numpy as np, hvd_train.keras as hk
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hk.distribute(model)
+if hk.rank() == 0:
+    model.evaluate(np.zeros((40, 4)), np.zeros((40, 1)), verbose=0)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_evaluate_on_one_rank_alone_ends(tmp_path, launcher):
+    (tmp_path / "script.py").write_text(ALONE)
+    run = launch(2, launcher, [str(tmp_path / "script.py")])
+    told = run.stdout + run.stderr
+    assert run.returncode == 5 and "Traceback" not in told
+    assert "has ended; model.evaluate; fit, evaluate and predict: call them on all ranks" in told
 
 
 def weights(folder: Path, name: str, size: int) -> list[dict]:

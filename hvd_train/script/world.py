@@ -14,7 +14,7 @@ from typing import Any
 
 from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
-from hvd_train.errors import ConfigError, TrainError
+from hvd_train.errors import ConfigError, LostRankError, TrainError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import leave
 from hvd_train.launch.environment import bind, rank_settings, threads, world
@@ -82,7 +82,8 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if isinstance(error, KeyboardInterrupt):
         leave.leave(130)
-    leave.leave_with(_opened[0][1].failure(error) or error if _opened else error)
+    told = isinstance(error, LostRankError)  # which says what this rank did
+    leave.leave_with(error if told or not _opened else _opened[0][1].failure(error) or error)
 
 
 class Named:

@@ -26,7 +26,17 @@ from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
 from hvd_train.script import keras_loss
-from hvd_train.script.keras_exchange import MARK, Changes, OnTensorFlow, OnTorch, Reduction, connect, count_samples
+from hvd_train.script.keras_build import build_at_first, is_built
+from hvd_train.script.keras_exchange import (
+    MARK,
+    Changes,
+    OnTensorFlow,
+    OnTorch,
+    Reduction,
+    connect,
+    count_samples,
+    optimizers_of,
+)
 from hvd_train.script.keras_fit import Rank
 from hvd_train.script.world import exchange_options, open_world
 
@@ -44,7 +54,9 @@ def distribute(
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
-    """Trains a compiled and built model on all ranks together; returns it. After another ``compile``, call it again.
+    """Trains a compiled model on all ranks together; returns it. After another ``compile``, call it again.
+
+    A model that is not built yet is built from the first batch that ``fit`` gets. A model may have several optimizers.
 
     After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
     (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
@@ -60,31 +72,42 @@ def distribute(
     communicator = open_world(backend.framework)
     together(communicator, lambda: _check(model, lr_scaling, compression))
     exchange = together(communicator, lambda: exchange_options(WHERE, compression, options))
-    optimizer = model.optimizer
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
     changes = Changes(model._loss_tracker, before.fits if before else 0)
     if before:
         before.undo()
-    for owner in (model, optimizer):
+    optimizer, *others = optimizers = optimizers_of(model)
+    for owner in (model, *optimizers):
         changes.put(owner, MARK, changes)
     if communicator.size == 1:
         return model
-    optimizer.build(model.trainable_variables) if not optimizer.built else None
     given = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
-    agree(communicator, _facts(model, **given, agreement_every_n_steps=agreement_every_n_steps, **options))
-    if lr_scaling == "linear":
-        optimizer.learning_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate)) * communicator.size
-    if model.jit_compile:
-        model.jit_compile = False
-        if communicator.rank == 0:
-            warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=2)
-    reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
-    connect(optimizer, reduction, backend, changes)
-    count_samples(model, reduction, backend, changes)
-    keras_loss.share_losses(model, reduction, changes)
-    Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=agreement_every_n_steps).align()
-    model.make_train_function(force=True)
+    given |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
+
+    def begin() -> None:
+        optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
+        agree(communicator, _facts(model, **given))
+        if lr_scaling == "linear":
+            for x in optimizers:
+                x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
+        if model.jit_compile:
+            model.jit_compile = False
+            if communicator.rank == 0:
+                warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
+        reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
+        connect(optimizer, reduction, backend, changes)
+        for other in others:
+            connect(other, reduction, backend, changes, reduction.of_others(compressor, communicator))
+        count_samples(model, reduction, backend, changes)
+        keras_loss.share_losses(model, reduction, changes)
+        Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=agreement_every_n_steps).align()
+        model.make_train_function(force=True)
+
+    if is_built(model):
+        begin()
+    else:
+        build_at_first(model, communicator, changes, begin)
     keep_memory()
     return model
 
@@ -108,24 +131,18 @@ def _check(model: Any, lr_scaling: str, compression: str) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         raise _error("the model is not compiled", "call model.compile(...) first")
-    if not model.built or not model.variables:
-        raise _error("the model is not built", "call model.build(input_shape), or begin it with keras.Input(shape)")
     changes = getattr(model, MARK, None)
     if changes and changes.compiled is model._loss_tracker:
         raise _error("the model is distributed already", "call hk.distribute once after each compile")
-    if getattr(optimizer, MARK, changes) is not changes:
+    optimizers = optimizers_of(model)
+    if any(getattr(x, MARK, changes) is not changes for x in optimizers):
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
-    others = [
-        name for name, x in vars(model).items() if isinstance(x, keras.optimizers.Optimizer) and x is not optimizer
-    ]
-    if others:
-        raise _error(f"the model has further optimizers: {', '.join(others)}", "train it with one, given to compile")
     if lr_scaling not in ("none", "linear"):
         raise _error(f"lr_scaling={lr_scaling!r}", "it is none or linear")
-    scheduled = isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule)
-    if lr_scaling == "linear" and scheduled:
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in optimizers):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
-    if compression != "none" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
         raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
     keras_loss.check(model)
     alone = [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]
@@ -134,9 +151,8 @@ def _check(model: Any, lr_scaling: str, compression: str) -> None:
 
 
 def _facts(model: Any, **given: Any) -> dict[str, str]:
-    optimizer = model.optimizer
     facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
-    config = {"optimizer": f"{type(optimizer).__name__} {optimizer.get_config()}"}
+    config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
     return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
         f"hk.distribute({name}=)": str(value) for name, value in given.items()
     }

@@ -94,7 +94,9 @@ class _Keras:
     def __init__(self) -> None:
         from keras.src.random.seed_generator import global_seed_generator
 
+        before = random.getstate()  # Keras seeds a new one from it: weights to come are not to depend on this
         self._generator = global_seed_generator()
+        random.setstate(before)
 
     def get(self) -> Any:
         import keras

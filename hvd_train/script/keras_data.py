@@ -20,6 +20,7 @@ from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
 from hvd_train.script.draws import Draws
 
+BATCH = 32  # Keras' own, where the user gives none
 BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
 DIFFERS = (
     "drawn at random? call keras.utils.set_random_seed(n) first; divided already? hk.distribute(model, shard=False)"

@@ -52,6 +52,15 @@ class Changes:
         setattr(owner, name, value)
 
 
+def optimizers_of(model: Any) -> list[Any]:
+    """The one given to ``compile`` first, then those in attributes of the model, also in their lists and dicts."""
+    found = [model.optimizer]
+    for value in vars(model).values():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        found += [x for x in inner if isinstance(x, keras.optimizers.Optimizer)]
+    return list({id(x): x for x in found}.values())
+
+
 class OnTensorFlow:
     """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
 
@@ -65,6 +74,7 @@ class OnTensorFlow:
         self.tf = tf
         self.ops: Ops = TensorFlowOps()
         self.packing: Callable[[Communicator], Packing] = packing
+        self.lifted = tf.init_scope  # out of the graph that is traced
 
     def untouched(self, function: Callable) -> Callable:
         """Not rewritten by AutoGraph when a user's own tf.function reaches it."""
@@ -104,6 +114,7 @@ class OnTorch:
 
         self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
+        self.lifted = contextlib.nullcontext
 
     def untouched(self, function: Callable) -> Callable:
         return function
@@ -179,6 +190,22 @@ class Reduction:
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
 
+    def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
+        """For an optimizer that tells its variables at its first step: variables -> their own reduction in the same
+        steps as this one's."""
+        made: dict[tuple[int, ...], Reduction] = {}
+
+        def of(variables: list[Any]) -> Reduction:
+            key = tuple(id(v) for v in variables)
+            if key not in made:
+                with self._backend.lifted():
+                    made[key] = Reduction(variables, compressor, communicator, self._backend)
+                made[key].batch, made[key].stop, made[key].stopped = self.batch, self.stop, self.stopped
+            made[key].count = self.count
+            return made[key]
+
+        return of
+
     def whole(self, value: Any, weight: Any = None) -> Any:
         """``value``, this rank's sum or its mean by ``weight`` in all, as a part of that of all ranks: times its share
         of the weight over its share of the samples, so that the mean over samples is the sum, or the mean, of all."""
@@ -249,8 +276,9 @@ def _tensor(variable: Any) -> Any:
     return keras.ops.convert_to_tensor(variable.value)
 
 
-def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes) -> None:
+def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes, of: Any = None) -> None:
     """Puts the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
+    ``of``: variables -> the reduction of a further optimizer.
 
     The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
     """
@@ -259,7 +287,7 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = reduction.variables if trainable_variables is None else list(trainable_variables)
-        found = apply(reduction(list(grads), variables), trainable_variables)
+        found = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
         if reduction.count is None and backend.eager():
             reduction.stepped()
         return found

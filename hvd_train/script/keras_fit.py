@@ -19,7 +19,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.script import keras_data as data
 from hvd_train.script import keras_loss
 from hvd_train.script.draws import PIPELINE, Draws
-from hvd_train.script.keras_exchange import Changes, Reduction
+from hvd_train.script.keras_exchange import Changes, Reduction, optimizers_of
 
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -31,7 +31,6 @@ WRITERS = (
 )
 APART_FIX = "change weights and settings on all ranks alike: no callback may go by what this rank alone has seen"
 SAVING = ("save", "save_weights", "export")
-BATCH = 32  # Keras' own, where the user gives none
 SEED = "seed_generator_state"
 
 
@@ -72,7 +71,7 @@ class Rank:
         self._begin("model.fit")
         training, facts = together(self.world, lambda: self._training(call))
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
-        self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, BATCH)))
+        self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, data.BATCH)))
         self.changes.fits += 1
         passed = call["x"]
         call |= training
@@ -149,7 +148,8 @@ class Rank:
 
         Generators of random numbers start from rank 0's seed plus the rank: masks differ, and repeat from run to run.
         """
-        variables = {id(v): v for v in [*self.model.variables, *self.optimizer.variables]}.values()
+        slots = [v for optimizer in optimizers_of(self.model) for v in optimizer.variables]
+        variables = {id(v): v for v in [*self.model.variables, *slots]}.values()
         arrays = [_numpy(v) for v in variables]
         header = json.dumps({"epoch": self.model._initial_epoch}).encode()
         sent = self.world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
@@ -173,11 +173,14 @@ class Rank:
         """Raises the same error on all ranks where their weights or learning rates differ."""
         if not self._every:
             return
-        optimizer, weights = self.model.optimizer, self.model.trainable_variables
+        weights = self.model.trainable_variables
         sums: dict[str, int] = {}
         for k, v in enumerate(weights):
             sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
-        settings = {f"learning rate of {type(optimizer).__name__}": f"{float(_numpy(optimizer.learning_rate)):.9g}"}
+        settings = {
+            f"learning rate of {type(x).__name__}{f' {k}' * (k > 0)}": f"{float(_numpy(x.learning_rate)):.9g}"
+            for k, x in enumerate(optimizers_of(self.model))
+        }
         agree_on_weights(self.world, sums, where, settings=settings, fix=APART_FIX)
 
     def stops(self, own: bool) -> bool:
@@ -210,7 +213,7 @@ class Rank:
         x, y, weight = call["x"], call["y"], call["sample_weight"]
         validation = call["validation_data"]
         facts: dict[str, str] = {}
-        batch, steps = call["batch_size"] or BATCH, call["steps_per_epoch"]
+        batch, steps = call["batch_size"] or data.BATCH, call["steps_per_epoch"]
         new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
         if call["validation_split"] and validation is None:
             (x, y, weight), validation = data.split(x, y, weight, call["validation_split"])

@@ -240,6 +240,156 @@ def py_dataset():
     return trained(model, history, predicted=model.predict(Batches(x, y), verbose=0))
 
 
+class Autoencoder(keras.Model):
+    """As in Keras' guide: no call, a step of its own for x alone, several losses and trackers; without noise, so that
+    worlds can be compared."""
+
+    def __init__(self):
+        super().__init__()
+        inputs, code = keras.Input((64,)), keras.Input((4,))
+        self.encoder = keras.Model(inputs, [keras.layers.Dense(4)(inputs), keras.layers.Dense(4)(inputs)])
+        self.decoder = keras.Model(code, keras.layers.Dense(64, "sigmoid")(code))
+        self.trackers = [keras.metrics.Mean(name=name) for name in ("total", "kl")]
+
+    @property
+    def metrics(self):
+        return self.trackers
+
+    def losses_of(self, x):
+        mean, log_variance = self.encoder(x)
+        found = self.decoder(mean + keras.ops.exp(log_variance / 2) * keras.ops.sin(mean * 9))
+        kl = keras.ops.mean(keras.ops.square(mean) + keras.ops.exp(log_variance) - log_variance - 1)
+        return keras.ops.mean(
+            keras.ops.sum(keras.losses.binary_crossentropy(x[..., None], found[..., None]), 1)
+        ) + kl, kl
+
+    def train_step(self, data):
+        assert not isinstance(data, tuple | list), data
+        loss, kl = descent(self.optimizer, self.trainable_weights, lambda: self.losses_of(data))
+        for tracker, value in zip(self.trackers, (loss, kl), strict=True):
+            tracker.update_state(value, sample_weight=keras.ops.shape(data)[0])
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+
+def descent(optimizer, weights, losses):
+    """A step down the first of ``losses()``; gives all of them."""
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            found = losses()
+        optimizer.apply(tape.gradient(found[0], weights), weights)
+        return found
+    import torch
+
+    found = losses()
+    gradients = torch.autograd.grad(found[0], [w.value for w in weights])
+    with torch.no_grad():
+        optimizer.apply(gradients, weights)
+    return [x.detach() for x in found]
+
+
+def vae():
+    model = Autoencoder()
+    model.compile(keras.optimizers.Adam(0.01))
+    return trained(hk.distribute(model), fit(model, digits()[0]))
+
+
+class Gan(keras.Model):
+    """As in Keras' guide: two optimizers, given to a compile of its own; the noise is made from the images."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dense(WIDE, "tanh"), keras.layers.Dense(1)]
+        )
+        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "sigmoid")])
+
+    def compile(self, d_optimizer, g_optimizer, loss):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_of = d_optimizer, g_optimizer, loss
+
+    def train_step(self, real):
+        noise = keras.ops.sin(real[:, 20:24] * 50)
+        fake, count = self.generator(noise), keras.ops.shape(real)[0]
+        labels = keras.ops.concatenate([keras.ops.ones((count, 1)), keras.ops.zeros((count, 1))])
+        both = keras.ops.stop_gradient(keras.ops.concatenate([fake, real]))
+        d = descent(
+            self.d_optimizer,
+            self.discriminator.trainable_weights,
+            lambda: [self.loss_of(labels, self.discriminator(both))],
+        )
+        g = descent(
+            self.g_optimizer,
+            self.generator.trainable_weights,
+            lambda: [self.loss_of(labels[count:], self.discriminator(self.generator(noise)))],
+        )
+        return {"d_loss": d[0], "g_loss": g[0]}
+
+
+def gan(**exchange):
+    def case():
+        model = Gan()
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        hk.distribute(model, **exchange)
+        fit(model, digits()[0])
+        return trained(model)
+
+    return case
+
+
+class Endpoint(keras.layers.Layer):
+    """Takes the targets as an input and adds the loss."""
+
+    def call(self, targets, logits):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.add_loss(loss(targets, logits))
+        return keras.ops.softmax(logits)
+
+
+class Late(keras.Model):
+    """Has no weights before it has seen a batch: inputs in a dictionary, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.hidden = keras.layers.Dense(8, "tanh"), keras.layers.Dense(10)
+
+    def call(self, inputs, training=None):
+        found = self.first(inputs["image"])
+        return [self.hidden(keras.ops.concatenate([found, inputs["more"][0]], -1)), found]
+
+
+def unbuilt():
+    """Models without weights, x alone, lists of inputs and of targets, in and out of ``fit``."""
+    x, y = digits()
+    found = {}
+    late = Late()
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), keras.losses.MeanSquaredError()]
+    late.compile(SGD(0.1), losses)
+    hk.distribute(late)
+    inputs, targets = {"image": x, "more": [x[:, :3]]}, [y, x[:, :8]]
+    validation = ({"image": x[:96], "more": [x[:96, :3]]}, [y[:96], x[:96, :8]])
+    found["late"] = trained(late, fit(late, inputs, targets, validation_data=validation, sample_weight=x[:, 3] + 1))
+    found["predicted"] = {str(i): p for i, p in enumerate(late.predict(inputs, verbose=0))}
+    sequential = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(10)])
+    compiled(sequential)
+    hk.distribute(sequential)
+    found["score"] = {"": sequential.evaluate(x, y, verbose=0)}  # its first sight of data
+    found["sequential"] = trained(sequential, fit(sequential, Batches(x, y), batch_size=None))
+    image, label = keras.Input((64,), name="image"), keras.Input((), dtype="int64", name="label")
+    ended = keras.Model({"image": image, "label": label}, Endpoint()(label, keras.layers.Dense(10)(image)))
+    ended.compile(SGD(0.1))
+    hk.distribute(ended)
+    found["endpoint"] = trained(ended, fit(ended, {"image": x, "label": y}))
+    pair = [keras.Input((64,)), keras.Input((3,))]
+    two = keras.Model(pair, keras.layers.Dense(1)(keras.layers.Concatenate()(pair)))
+    two.compile(SGD(0.01), "mse")
+    hk.distribute(two)
+    found["lists"] = trained(two, fit(two, [x, x[:, :3]], y / 10, validation_split=0.2))
+    return {f"{name} {key}": np.asarray(value) for name, case in found.items() for key, value in case.items()}
+
+
 class Shuffled(Batches):
     """Shuffles itself, as is usual, and augments what it gives."""
 
@@ -500,8 +650,7 @@ def refused():
     compiled(anew, anew.optimizer)
     compiled(again)
     divided = hk.distribute(compiled(), shard=False)
-    lone = compiled()
-    lone.second = keras.optimizers.SGD(0.1)
+    unbuilt_alone = hk.distribute(compiled(keras.Sequential([keras.layers.Dense(10)])))
     frozen = network()
     frozen.layers[0].trainable = False
     frozen = hk.distribute(compiled(frozen))
@@ -510,12 +659,11 @@ def refused():
     misuses = {
         "twice": lambda: hk.distribute(two),
         "not compiled": lambda: hk.distribute(network()),
-        "not built": lambda: hk.distribute(compiled(keras.Sequential([keras.layers.Dense(10)]))),
+        "not built": lambda: unbuilt_alone.optimizer.apply([], []),
         "compiled again": lambda: fit(anew, x, y),
         "compiled again, then a batch": lambda: again.train_on_batch(x[:BATCH], y[:BATCH]),
         "other calls": lambda: fit(two, x, y) if hk.rank() else two.evaluate(x, y, verbose=0),
         "shared optimizer": lambda: hk.distribute(compiled(optimizer=shared)),
-        "two optimizers": lambda: hk.distribute(lone),
         "unseen variable": lambda: fit(frozen, x, y),
         "no reduction": lambda: hk.distribute(compiled(loss=cross_entropy(reduction=None))),
         "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
@@ -651,6 +799,10 @@ CASES = {
     "py_dataset": py_dataset,
     "self_shuffled": self_shuffled,
     "draws": draws,
+    "vae": vae,
+    "gan": gan(),
+    "gan_compressed": gan(compression="topk", ratio=0.05),
+    "unbuilt": unbuilt,
     "overflow": overflow,
     "undivided": undivided,
     "callbacks": callbacks,

@@ -21,7 +21,7 @@ CASES = [
     "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
-    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning",
+    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt",
 ]  # fmt: skip
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
@@ -45,7 +45,7 @@ def results(tmp_path_factory):
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
             cases = (
-                [*ON_TORCH, "stops", "compressed", "draws", *(["apart"] if size > 1 else [])]
+                [*ON_TORCH, "stops", "compressed", "gan_compressed", "draws", *(["apart"] if size > 1 else [])]
                 if backend == "torch"
                 else []
             )
@@ -88,7 +88,7 @@ def test_on_torch(results, case):
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend"), [*WORLDS, (2, "mpirun", "torch")])
-@pytest.mark.parametrize("case", ["stops", "compressed"])
+@pytest.mark.parametrize("case", ["stops", "compressed", "gan_compressed"])
 def test_ranks_stay_together(results, case, size, launcher, backend):
     ranks = results(size, launcher, backend)[case]
     for rank in ranks[1:]:
@@ -210,12 +210,11 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
     [
         ("twice", "distributed already"),
         ("not compiled", "call model.compile"),
-        ("not built", "call model.build"),
+        ("not built", "model.build"),
         ("compiled again", "after each compile"),
         ("compiled again, then a batch", "after each compile"),
         ("other calls", "call                 rank 0: model.evaluate"),
         ("shared optimizer", "its own optimizer"),
-        ("two optimizers", "second"),
         ("unseen variable", "call compile and hk.distribute again"),
         ("no reduction", "sum_over_batch_size"),
         ("schedule", "hk.size()"),

@@ -249,6 +249,7 @@ class Autoencoder(keras.Model):
         inputs, code = keras.Input((64,)), keras.Input((4,))
         self.encoder = keras.Model(inputs, [keras.layers.Dense(4)(inputs), keras.layers.Dense(4)(inputs)])
         self.decoder = keras.Model(code, keras.layers.Dense(64, "sigmoid")(code))
+        self.built = not TENSORFLOW  # Keras on PyTorch asks for it, as its guide does
         self.trackers = [keras.metrics.Mean(name=name) for name in ("total", "kl")]
 
     @property
@@ -304,6 +305,7 @@ class Gan(keras.Model):
             [keras.Input((64,)), keras.layers.Dense(WIDE, "tanh"), keras.layers.Dense(1)]
         )
         self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "sigmoid")])
+        self.built = not TENSORFLOW
 
     def compile(self, d_optimizer, g_optimizer, loss):
         super().compile()

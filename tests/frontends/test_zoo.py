@@ -143,7 +143,8 @@ def test_a_sample_counts_by_the_mean_over_its_labels(framework, shape):
     rng = np.random.default_rng(0)
     logits, labels = 3 * rng.normal(size=(*shape, 7)), rng.integers(0, 7, shape)
     weights = np.array([1.0, 0, 1, 1, 0])
-    loss, sums = module(framework)._sums(*map(module(framework).cpu_ops().from_numpy, (logits, labels, weights)))
+    tensors = map(module(framework).cpu_ops().from_numpy, (logits, labels, weights))
+    loss, sums = module(framework)._sums(*tensors, 7)
     found = module(framework).cpu_ops().to_numpy(sums)
     np.testing.assert_allclose(found, expected_sums(logits, labels, weights), rtol=1e-13)
     assert float(loss) == pytest.approx(found[0]) and found.dtype == np.float64

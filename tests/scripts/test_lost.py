@@ -16,7 +16,7 @@ ROOT = HERE.parents[1]
 LIMIT = 3
 SECONDS = 90
 # What rank 0 and rank 1 wait for when they come apart.
-WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("(agree|together)", "keras")}
+WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("fit_evaluate_predict", r"\.counts")}
 CASES = [
     *[("torch", kind, launcher) for kind in ("leaves", "apart") for launcher in ("mpirun", "horovodrun")],
     ("tensorflow", "leaves", "mpirun"),

@@ -107,7 +107,8 @@ def verbs(case, module, communicator, folder):
     out["large"] = communicator.broadcast_bytes(large if rank == 1 else b"", root=1) == large
     out["empty"] = communicator.broadcast_bytes(b"").decode()
     out["bytes"] = [part.decode() for part in communicator.allgather_bytes(b"x" * rank)]
-    out["mean"] = [own_mean(communicator, ops, kind) for kind in (np.float16, np.float32, np.float64)]
+    kinds = (np.float16, np.float32, np.float64) if size > 1 else ()  # one rank differs from nobody
+    out["mean"] = [own_mean(communicator, ops, kind) for kind in kinds]
     communicator.barrier()
     return out
 

@@ -88,9 +88,7 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
         fits = {"input_shape": data.input_shape, "num_classes": data.num_classes}
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
     shape, num_classes = tuple(map(int, fits["input_shape"])), int(fits["num_classes"])
-    scale = (
-        SCALES.get(config.data.name) or snapshot.meta.get("numbers") or "as the data hold them (bytes divided by 255)"
-    )
+    scale = SCALES.get(config.data.name) or snapshot.meta.get("numbers") or STORED
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),

@@ -54,20 +54,21 @@ def _enter() -> None:
 
 def after_failure() -> None:
     """Where no pass runs, or a new one: members that still wait do so since a pass that an error ended."""
-    global _task
-    members, _task = sorted(_waiting, key=lambda member: member.number), None
-    _waiting.clear()
-    for member in members:
+    for member in _taken():
         member.abandon()
 
 
 def _end() -> None:
-    """Models that share a backward pass finish in the same order on every rank."""
+    for member in _taken():
+        member.finish()
+
+
+def _taken() -> list[Member]:
+    """The pass is over. Models that shared it end it in the same order on every rank."""
     global _task
     members, _task = sorted(_waiting, key=lambda member: member.number), None
     _waiting.clear()
-    for member in members:
-        member.finish()
+    return members
 
 
 def _nested() -> bool:

@@ -22,12 +22,9 @@ os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 
 import keras
 
-from hvd_train.compression import make
-from hvd_train.core.agreement import agree, together
-from hvd_train.errors import ConfigError
-from hvd_train.script import keras_loss
-from hvd_train.script.keras_build import build_at_first, is_built
-from hvd_train.script.keras_exchange import (
+from hvd_train.attach import keras_loss
+from hvd_train.attach.keras_build import build_at_first, is_built
+from hvd_train.attach.keras_exchange import (
     MARK,
     Changes,
     OnTensorFlow,
@@ -37,8 +34,11 @@ from hvd_train.script.keras_exchange import (
     count_samples,
     optimizers_of,
 )
-from hvd_train.script.keras_fit import Rank
-from hvd_train.script.world import exchange_options, open_world
+from hvd_train.attach.keras_fit import Rank
+from hvd_train.attach.world import exchange_options, open_world
+from hvd_train.compression import make
+from hvd_train.core.agreement import agree, together
+from hvd_train.errors import ConfigError
 
 WHERE = "hk.distribute"
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}

@@ -24,7 +24,6 @@ from hvd_train.core.agreement import together
 from hvd_train.core.log import NullLog, RunLog, warn
 from hvd_train.core.loop import Trainer, check_tree, data_facts, start_agreement
 from hvd_train.core.loop import evaluate as evaluate_batches
-from hvd_train.core.record import Recorder
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import RESIZED, DataSet, open_data
@@ -191,7 +190,7 @@ def open_job(
 
 
 @contextmanager
-def _job(config: Config, verbose: bool) -> Iterator[Job]:
+def opened(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
     here = world()
     data = open_data(config.data)
@@ -253,22 +252,6 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
 
 
-def record(folder: Path, verbose: bool) -> int:
-    """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
-    paths = sorted(folder.glob("*.yaml"))
-    with _job(load_config(paths[0]), verbose) as first:
-        module = importlib.import_module(FRONTENDS[first.config.framework])
-        for path in paths:
-            config = load_config(path)
-            job = first if path == paths[0] else open_job(config, module, first.communicator, first.data)
-            job.frontend.without_dropout()
-            connect(job, "none")
-            recorder = Recorder(config, job.frontend, job.data.train, job.data.val, folder, NullLog())
-            recorder.restore(None)
-            recorder.record(path.with_suffix(""))
-    return 0
-
-
 def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
     with ExitStack() as stack:
@@ -278,7 +261,7 @@ def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overw
             lock = stack.enter_context(folder.Lock(run_dir))
             folder.bring_back(run_dir)
             folder.check_free(run_dir, resume, overwrite)
-        job = stack.enter_context(_job(config, verbose))
+        job = stack.enter_context(opened(config, verbose))
         train(job, resume, allow_change, overwrite, lock)
     return 0
 
@@ -421,7 +404,7 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
 
 def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
     """Loss and accuracy of a checkpoint over every sample of a split, exactly once; one JSON line on rank 0."""
-    with _job(config, verbose) as job:
+    with opened(config, verbose) as job:
         connect(job, "none")
         _load_weights(job, which)
         result = evaluate_batches(job.frontend, job.loader(split).evaluation())
@@ -437,7 +420,7 @@ def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
 
 def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
     """Writes (samples, ..., num_classes) logits in the data set's order as .npy; N ranks share the work."""
-    with _job(config, verbose) as job:
+    with opened(config, verbose) as job:
         connect(job, "none")
         _load_weights(job, which)
         communicator, total = job.communicator, len(getattr(job.data, split))

@@ -28,6 +28,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_share
+from hvd_train.attach.pt_buffers import Buffers
+from hvd_train.attach.pt_reducer import Reducer
+from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
 from hvd_train.data.order import mix
@@ -37,10 +41,6 @@ from hvd_train.frontends.base import gpu_index, overlaps
 from hvd_train.frontends.pt import TorchOps
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
-from hvd_train.script import pt_backward, pt_draws, pt_files, pt_passes, pt_share
-from hvd_train.script.pt_buffers import Buffers
-from hvd_train.script.pt_reducer import Reducer
-from hvd_train.script.world import exchange_options, open_world
 
 __all__ = ["barrier", "device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
 WHERE = "ht.distribute"

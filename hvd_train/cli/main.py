@@ -244,8 +244,8 @@ def verify(
     hvd-train verify -c job.yaml -np 2                      exit code 0: all equal, 1: something differs
     hvd-train verify -c job.yaml -np 3 --report proof.html  with the loss curves drawn over each other
     """
-    from hvd_train import verify as proof
     from hvd_train.config import load_config
+    from hvd_train.verify import compare as proof
 
     sys.exit(proof.verify(load_config(path, sets), num_proc, steps, launcher, report, verbose))
 
@@ -255,7 +255,9 @@ def verify(
 @verbose_option
 def record(folder: Path, verbose: bool) -> None:
     """One rank of verify."""
-    sys.exit(_run().record(folder, verbose))
+    from hvd_train.verify.record import record as worker
+
+    sys.exit(worker(folder, verbose))
 
 
 @cli.command()
@@ -324,7 +326,7 @@ def compare(run_dirs: tuple[Path, ...], output: Path | None) -> None:
 @verbose_option
 def doctor(verbose: bool) -> None:
     """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed."""
-    from hvd_train.cli import doctor as checks
+    from hvd_train import doctor as checks
 
     sys.exit(checks.doctor(verbose))
 
@@ -333,7 +335,7 @@ def doctor(verbose: bool) -> None:
 @click.option("--framework", type=click.Choice(["pytorch", "tensorflow"]), required=True)
 def probe(framework: str) -> None:
     """One rank of the doctor's allreduce."""
-    from hvd_train.cli import doctor as checks
+    from hvd_train import doctor as checks
 
     sys.exit(checks.probe(framework))
 

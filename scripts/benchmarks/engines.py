@@ -103,7 +103,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
         return float(total[0] / total[2])
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
-    with run._job(config, False) as job:
+    with run.opened(config, False) as job:
         run.connect(job, config.exchange.compression)
         trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), Counting())
         keep_memory()

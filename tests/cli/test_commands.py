@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train.cli import doctor
+from hvd_train import doctor
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_train.config import load_config
 from hvd_train.launch.local import environment
-from hvd_train.verify import verify
+from hvd_train.verify.compare import verify
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["pytorch", "tensorflow"]

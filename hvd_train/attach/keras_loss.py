@@ -13,9 +13,9 @@ from typing import Any
 
 import keras
 
+from hvd_train.attach.keras_exchange import Changes, Reduction
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
-from hvd_train.script.keras_exchange import Changes, Reduction
 
 SAMPLES = 8  # that show what a loss of the user's own is
 FOUND = ("unknown", "mean", "sum", "neither")  # from the least certain on

@@ -19,16 +19,16 @@ from torch import nn
 from torch.utils import data
 
 import hvd_train.torch as ht
+from hvd_train.attach import pt_files, pt_passes, pt_share
+from hvd_train.attach.pt_buffers import bits
+from hvd_train.attach.pt_reducer import Reducer
+from hvd_train.attach.pt_residuals import Residuals
 from hvd_train.compression.plain import Plain
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.local import environment
-from hvd_train.script import pt_files, pt_passes, pt_share
-from hvd_train.script.pt_buffers import bits
-from hvd_train.script.pt_reducer import Reducer
-from hvd_train.script.pt_residuals import Residuals
+from tests.attach import torch_cases
 from tests.ranks.conftest import world_command
-from tests.scripts import torch_cases
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -50,7 +50,7 @@ def cases(tmp_path_factory):
     def get(size: int, launcher: str = "mpirun"):
         if (size, launcher) not in done:
             folder = tmp_path_factory.mktemp(f"{launcher}{size}")
-            run = launch(size, launcher, ["-m", "tests.scripts.torch_cases", str(folder)], ROOT)
+            run = launch(size, launcher, ["-m", "tests.attach.torch_cases", str(folder)], ROOT)
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
             facts = [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(size)]
             done[size, launcher] = folder, facts

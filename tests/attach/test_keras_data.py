@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 
+from hvd_train.attach import keras_data as data
+from hvd_train.attach.draws import Draws
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.script import keras_data as data
-from hvd_train.script.draws import Draws
 
 
 def world(size: int) -> list[SimpleNamespace]:

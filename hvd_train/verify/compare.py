@@ -1,6 +1,6 @@
 """``hvd-train verify``: the same few steps on N ranks and on one, in both frameworks, compared in 64 bits.
 
-Each world is a launched job of its own on the product's own path (``run.record``); this process reads their records.
+Each world is a launched job of its own on the product's own path (``record.py``); this process reads their records.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, resolved_yaml
-from hvd_train.core.difference import TOLERANCE, Row, Runs, findings, rows
-from hvd_train.core.record import Record
 from hvd_train.errors import ConfigError
 from hvd_train.launch import launch
 from hvd_train.launch.environment import world
 from hvd_train.report.tables import table
+from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
+from hvd_train.verify.record import Record
 
 ZOOS = {"pytorch": "pt_models", "tensorflow": "tf_models"}
 NEEDS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "keras")}
@@ -77,7 +77,7 @@ def verify(
     )
     print("\n".join(_text(head, notes, comparisons, config.precision)), flush=True)
     if report is not None:
-        from hvd_train.report.page import write
+        from hvd_train.verify.page import write
 
         curves = {runs.title: (runs.training.losses, own.losses if own else None) for runs, own in worlds.values()}
         sections = [(c.title, cells(c), c.findings) for c in comparisons]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils import data
 
+from hvd_train.attach import pt_draws, pt_share
 from hvd_train.data.order import mix
-from hvd_train.script import pt_draws, pt_share
 
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 

@@ -11,15 +11,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_train.attach import keras_data as data
+from hvd_train.attach import keras_loss
+from hvd_train.attach.draws import PIPELINE, Draws
+from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
 from hvd_train.core.agreement import agree, agree_on_weights, due, together
 from hvd_train.core.mean import differing, mean
 from hvd_train.errors import ConfigError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
-from hvd_train.script import keras_data as data
-from hvd_train.script import keras_loss
-from hvd_train.script.draws import PIPELINE, Draws
-from hvd_train.script.keras_exchange import Changes, Reduction, optimizers_of
 
 WRITERS = (
     keras.callbacks.ModelCheckpoint,

@@ -10,11 +10,11 @@ from typing import Any
 import keras
 from keras.src.backend import compute_output_spec
 
+from hvd_train.attach import keras_data as data
+from hvd_train.attach.keras_exchange import Changes, optimizers_of
 from hvd_train.core.agreement import agree, together
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
-from hvd_train.script import keras_data as data
-from hvd_train.script.keras_exchange import Changes, optimizers_of
 
 FIRST = ("fit", "evaluate", "predict", "train_on_batch")
 FIX = "call it once on a batch, or model.build(input_shape), before hk.distribute"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_train.core.record import Record
 from hvd_train.protocol import Tree
+from hvd_train.verify.record import Record
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # of the largest entry of its kind: a tensor that is all rounding noise is measured against that

@@ -12,9 +12,9 @@ import torch
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hvd_train.attach import pt_draws
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.script import pt_draws
 
 WHERE = "ht.shard"
 OWN = "let each rank draw num_samples / ht.size() of its own, without ht.shard"

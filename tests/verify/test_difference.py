@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvd_train.core.difference import Runs, farthest, findings, rows
-from hvd_train.core.record import Record
+from hvd_train.verify.difference import Runs, farthest, findings, rows
+from hvd_train.verify.record import Record
 
 WEIGHTS = {"weights/a": np.array([[1.0, -2.0], [0.5, 4.0]]), "weights/b": np.zeros(3)}
 

@@ -1,4 +1,4 @@
-"""One rank of a launched world: ``python -m tests.scripts.torch_cases FOLDER`` runs every case as a script would.
+"""One rank of a launched world: ``python -m tests.attach.torch_cases FOLDER`` runs every case as a script would.
 
 Writes FOLDER/NAME.RANK.npz (weights after training) and FOLDER/facts.RANK.json. Cases build their own model each.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train import run
+from hvd_train.config import load_config
+from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.trees import pack, unpack
 from hvd_train.data.loader import Step
@@ -48,6 +52,22 @@ class Recorder(Trainer):
         self.rates.append(rate)
         self.samples.append(np.concatenate([batch.indices for batch in step.micro_batches]).tolist())
         return rate
+
+
+def record(folder: Path, verbose: bool) -> int:
+    """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
+    paths = sorted(folder.glob("*.yaml"))
+    with run.opened(load_config(paths[0]), verbose) as first:
+        module = importlib.import_module(run.FRONTENDS[first.config.framework])
+        for path in paths:
+            config = load_config(path)
+            job = first if path == paths[0] else run.open_job(config, module, first.communicator, first.data)
+            job.frontend.without_dropout()
+            run.connect(job, "none")
+            recorder = Recorder(config, job.frontend, job.data.train, job.data.val, folder, NullLog())
+            recorder.restore(None)
+            recorder.record(path.with_suffix(""))
+    return 0
 
 
 @dataclass(frozen=True)

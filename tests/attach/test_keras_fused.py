@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer, RMSprop
 
-from hvd_train.script.keras_fused import fuse
+from hvd_train.attach.keras_fused import fuse
 
 STEPS = 10
 FUSED = {

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from hvd_train.attach import pt_backward, pt_passes
+from hvd_train.attach.pt_buffers import Buffers, bits
+from hvd_train.attach.pt_residuals import Residuals
+from hvd_train.attach.world import Named
 from hvd_train.core.agreement import agree_on_weights, due
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
-from hvd_train.script import pt_backward, pt_passes
-from hvd_train.script.pt_buffers import Buffers, bits
-from hvd_train.script.pt_residuals import Residuals
-from hvd_train.script.world import Named
 
 # Behind the flags of the parameters; on how many ranks:
 BROKEN = 0  # a gradient that would be compressed is not finite

@@ -18,12 +18,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_train.attach.world import Named
 from hvd_train.compression.plain import Plain
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
-from hvd_train.script.world import Named
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
 
@@ -99,7 +99,7 @@ class OnTensorFlow:
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
     def settle(self, optimizer: Any) -> None:
-        from hvd_train.script.keras_fused import fuse
+        from hvd_train.attach.keras_fused import fuse
 
         fuse(optimizer)
 

@@ -15,10 +15,10 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+from hvd_train.attach.draws import Draws
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
-from hvd_train.script.draws import Draws
 
 BATCH = 32  # Keras' own, where the user gives none
 BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last

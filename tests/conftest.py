@@ -1,23 +1,44 @@
-"""The switch ``--long``: cases marked ``@pytest.mark.long(reason)`` run only with it. And where the time went."""
+"""Which tests run side by side; the switch ``--long``: cases marked ``@pytest.mark.long(reason)`` run only with it;
+and where the time went."""
 
 import gc
 import os
-from collections import Counter
+import tempfile
 
 import pytest
 
 from tests import seconds
 
 SHOWN = 20
-_files: Counter[str] = Counter()
+# The longest first, so that both workers end at about the same time; a file's tests share what they have launched.
+LONGEST = [
+    "ranks/test_worlds",
+    "attach/test_keras.py",
+    "attach/test_torch",
+    "verify/test_verify",
+    "ranks/test_launchers",
+]
 
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the cases marked long as well")
 
 
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the one process, or the one that hands the tests to workers
+        handle, os.environ[seconds.FILE] = tempfile.mkstemp(prefix="hvd-train-test-seconds-")
+        os.close(handle)
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        os.unlink(os.environ.pop(seconds.FILE))
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.location[0]))
         mark = item.get_closest_marker("long")
         if mark is None:
             continue
@@ -31,25 +52,20 @@ def pytest_collection_finish():
     gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _seconds_of_cases(tmp_path_factory):
-    os.environ[seconds.FILE] = str(tmp_path_factory.mktemp("seconds") / "cases.jsonl")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     before = seconds.spent()
     try:
         return (yield)
     finally:
-        _files[item.location[0]] += seconds.spent() - before
+        seconds.tell("", item.location[0], seconds.spent() - before)
 
 
 def pytest_terminal_summary(terminalreporter):
     """A world counts for the file whose test asked for it first."""
-    rows = [(total, name) for name, total in _files.most_common(SHOWN)]
-    rows += [(total, f"  {name}, {ranks} ranks in all") for total, name, ranks in seconds.cases()[:SHOWN]]
+    told = seconds.cases()
+    rows = [row for row in told if not row[1]][:SHOWN] + [row for row in told if row[1]][:SHOWN]
     if rows and rows[0][0] > 20:
         terminalreporter.section("CPU seconds, with those of launched ranks")
-        for total, name in rows:
-            terminalreporter.line(f"{total:7.1f} {name}")
+        for total, worker, name, ranks in rows:
+            terminalreporter.line(f"{total:7.1f} " + (f"  {worker}: {name}, {ranks} ranks in all" if worker else name))

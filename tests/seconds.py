@@ -23,7 +23,7 @@ def spent() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def _tell(worker: str, case: str, seconds: float) -> None:
+def tell(worker: str, case: str, seconds: float) -> None:
     if FILE in os.environ:
         with open(os.environ[FILE], "a") as file:  # one write of one short line: ranks do not mix theirs
             file.write(json.dumps([worker, case, seconds]) + "\n")
@@ -35,18 +35,17 @@ def counted(worker: str, case: str) -> Iterator[None]:
     before = time.process_time()
     if not _told:
         _told.append(worker)
-        _tell(worker, "(start)", before)
+        tell(worker, "(start)", before)
     yield
-    _tell(worker, case, time.process_time() - before)
+    tell(worker, case, time.process_time() - before)
 
 
-def cases() -> list[tuple[float, str, int]]:
-    """(CPU seconds of all ranks, worker and case, how many ranks ran it), largest first."""
-    seconds: Counter[str] = Counter()
-    ranks: Counter[str] = Counter()
-    path = Path(os.environ.get(FILE, "/dev/null"))
-    for line in path.read_text().splitlines() if path.exists() else []:
+def cases() -> list[tuple[float, str, str, int]]:
+    """(CPU seconds of all ranks, worker or "" for a whole file, case or file, how many ranks ran it), largest first."""
+    seconds: Counter[tuple[str, str]] = Counter()
+    ranks: Counter[tuple[str, str]] = Counter()
+    for line in Path(os.environ[FILE]).read_text().splitlines():
         worker, case, one = json.loads(line)
-        seconds[f"{worker}: {case}"] += one
-        ranks[f"{worker}: {case}"] += 1
-    return [(total, name, ranks[name]) for name, total in seconds.most_common()]
+        seconds[worker, case] += one
+        ranks[worker, case] += 1
+    return [(total, *key, ranks[key]) for key, total in seconds.most_common()]

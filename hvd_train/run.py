@@ -21,9 +21,9 @@ from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
 from hvd_train.core import checkpoint, folder
 from hvd_train.core.agreement import together
+from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.log import NullLog, RunLog, warn
 from hvd_train.core.loop import Trainer, check_tree, data_facts, start_agreement
-from hvd_train.core.loop import evaluate as evaluate_batches
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import RESIZED, DataSet, open_data

@@ -79,9 +79,13 @@ def preflight(folder: Path) -> None:
         raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(folder)) from error
 
 
+def place(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
 def save(folder: Path, snapshot: Snapshot) -> Path:
     """Commits ``folder/step-N``; one of the same step is replaced. Old ones are not touched."""
-    final = folder / f"step-{snapshot.step:08d}"
+    final = place(folder, snapshot.step)
     try:
         return _once_more(lambda: _commit(folder, final, snapshot))
     except OSError as error:

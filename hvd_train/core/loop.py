@@ -7,10 +7,9 @@ import itertools
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import NONFINITE_FIX, agree, agree_on_weights, together
+from hvd_train.core.agreement import agree, together
 from hvd_train.core.apart import due
+from hvd_train.core.evaluation import Result, evaluate
+from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
 from hvd_train.core.precision import FIRST_SCALE, next_scale
@@ -29,44 +30,11 @@ from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Source, Tree
 
-WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation and caches settle in them
-
-
-@dataclass(frozen=True)
-class Result:
-    """Mean loss and accuracy over ``samples``."""
-
-    loss: float
-    accuracy: float
-    samples: int
-
-    @classmethod
-    def of(cls, sums: np.ndarray) -> Result:
-        count = max(float(sums[2]), 1.0)
-        return cls(float(sums[0]) / count, float(sums[1]) / count, round(float(sums[2])))
-
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
     """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def global_sums(frontend: FrontEnd, local: np.ndarray) -> np.ndarray:
-    """Adds (3,) sums over ranks, in rank order, in float64: the same bits on every rank."""
-    parts = frontend.communicator.allgather_bytes(np.asarray(local, np.float64).tobytes(), "sums")
-    return np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
-
-
-def evaluate(frontend: FrontEnd, batches: Generator[Batch, None, None]) -> Result:
-    """Every sample of the batches of all ranks once: sums and counts travel, the division comes last."""
-    frontend.average_statistics()
-    sums = np.zeros(3)
-    with closing(batches):
-        for batch in batches:
-            if batch.count:
-                sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
-    return Result.of(global_sums(frontend, sums))
 
 
 class Trainer:
@@ -81,6 +49,7 @@ class Trainer:
         run_dir: Path,
         log: RunLog | NullLog,
         compression: str = "none",
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
@@ -107,11 +76,14 @@ class Trainer:
         self._scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
         self._begun = False  # whether the run folder is written
-        self._apart = False  # whether weights may differ between ranks
-        self._pending: list[Any] = []  # this rank's sums on the device, not yet read
-        self._rates: deque[float] = deque(maxlen=10_000)
-        self._timed, self._warm = 0, False
-        self._open = 0, 0.0  # samples and seconds since the last rate
+        self.apart = False  # whether weights may differ between ranks
+        self._why = ""  # this rank's wish to stop
+        self._speed, lines = Speed(), Lines()
+        self.samples_per_second = self._speed.median
+        self._agreement = Agreement(lines)
+        early = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
+        self._hooks: list[Hook] = [self._speed, lines, self._agreement, *early]
+        self._own = tuple(hooks)  # the user's
 
     def _total(self) -> int:
         per_epoch = min(self.limit, self.steps_per_epoch)
@@ -122,10 +94,30 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Trains to the end; returns the run's summary."""
+        self._call("on_start")
         while not self._finished():
             self._epoch()
         self._begin()
-        return self._summary()
+        summary = self._summary()
+        self._call("on_end", summary)
+        return summary
+
+    def _call(self, event: str, *given: Any) -> None:
+        for hook in self._hooks:
+            getattr(hook, event)(self, *given)
+        for hook in self._own:
+            guarded(hook, event, self, *given)
+
+    def stop(self, why: str) -> None:
+        """Ends the training of all ranks, evaluated and saved as at its end, whichever of them asks: with the epoch if
+        called in ``on_epoch``, else with the next line of the log."""
+        self._why = why
+
+    def _heed(self) -> None:
+        asked = [part for part in self.communicator.allgather_bytes(self._why.encode(), "stop") if part]
+        if asked:
+            self.progress.stopped, self._why = True, ""
+            self.log.message(asked[0].decode())
 
     def _begin(self) -> None:
         """The run folder is touched when training has proved to run: after the first step."""
@@ -147,33 +139,30 @@ class Trainer:
         with closing(self.train_loader.epoch(p.epoch, p.consumed)) as steps:
             clock = time.perf_counter()
             for step in steps:
-                rate = self._step(step)
+                rate, sums = self._step(step)
                 done_in_epoch += 1
                 at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
                 stop = at_end or bool(c.max_steps and p.step >= c.max_steps)
                 save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
-                if not self._begun:
-                    self.frontend.run_waiting()
                 told = stop or save or p.step % c.log_every_n_steps == 0
                 every = c.agreement_every_n_steps
                 compared = stop or save or bool(every and p.step % every == 0)
-                if told or compared:
+                if told or compared or not self._begun:
                     self.frontend.run_waiting()
-                self._time(step.count, time.perf_counter() - clock)
+                taken = Taken(step, rate, sums, time.perf_counter() - clock, told, compared)
                 self._begin()
-                self.log.progress(p.epoch, p.consumed, self.train_size, self.samples_per_second)
+                self._call("on_step", taken)
                 if told:
-                    self._log_train(rate)
-                if compared:
-                    self._agree()
+                    self._heed()
                 if save:
                     self._save()
-                if stop:
+                if stop or p.stopped:
                     break
                 clock = time.perf_counter()
         self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
 
-    def _step(self, step: Step) -> float:
+    def _step(self, step: Step) -> tuple[float, list[Any]]:
+        """(learning rate, this rank's sums of each micro-batch)."""
         p, c = self.progress, self.config
         own = sum(batch.count for batch in step.micro_batches)
         scale = p.loss_scale / (max(own, 1) if c.exchange.own_gradients else step.count)
@@ -188,9 +177,11 @@ class Trainer:
         every = c.exchange.truth_every_n_steps
         if every and p.step % every == 0:
             self._truth(placed, scale, seeds[-1])
-        for batch, seed in zip(earlier, seeds, strict=False):
-            self._pending.append(self.frontend.accumulate(self.frontend.place(batch), scale, seed))
-        self._pending.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
+        sums = [
+            self.frontend.accumulate(self.frontend.place(batch), scale, seed)
+            for batch, seed in zip(earlier, seeds, strict=False)
+        ]
+        sums.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
         if self._scaled:
             self._rescale()
@@ -198,8 +189,8 @@ class Trainer:
             names = due(c.exchange, self.frontend.specs(), p.step)
             if names:
                 self.frontend.average(names)
-            self._apart = True
-        return rate
+            self.apart = True
+        return rate, sums
 
     def _rescale(self) -> None:
         p, finite = self.progress, self.frontend.finite()
@@ -222,61 +213,25 @@ class Trainer:
 
     def _together(self) -> None:
         """Averages weights that were let go apart: before an evaluation, a checkpoint and the end."""
-        if self._apart:
+        if self.apart:
             self.frontend.average()
-            self._apart = False
-            self._agree()
-
-    def _agree(self) -> None:
-        """All ranks must hold the same weights, wherever they have not been let go apart."""
-        if not self.config.agreement_every_n_steps or self._apart or self.communicator.size == 1:
-            return
-        finite = all(np.isfinite(self.frontend.ops.to_numpy(sums)).all() for sums in self._pending)
-        where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
-        agree_on_weights(self.communicator, self.frontend.checksums(), where, finite=finite)
-
-    def _time(self, samples: int, seconds: float) -> None:
-        self._timed += 1
-        self._open = self._open[0] + samples, self._open[1] + seconds
-        if self.frontend.waiting:
-            return
-        if self._timed > WARMUP_STEPS and not self._warm:
-            self._rates.clear()
-            self._warm = True
-        self._rates.append(self._open[0] / max(self._open[1], 1e-9))
-        self._open = 0, 0.0
-
-    def samples_per_second(self) -> float:
-        """Global and steady: the median over training steps after the first 20, evaluation and saving left out."""
-        return float(np.median(self._rates)) if self._rates else 0.0
-
-    def _log_train(self, rate: float) -> None:
-        """One line for the samples since the line before it; so that lines add up by their ``samples``."""
-        p = self.progress
-        local = np.sum([self.frontend.ops.to_numpy(sums) for sums in self._pending], axis=0)
-        self._pending.clear()
-        sums = global_sums(self.frontend, local)
-        result = Result.of(sums)
-        if not math.isfinite(result.loss):
-            where = f"epoch {p.epoch + 1}, up to step {p.step}"
-            raise NonFiniteError(f"the training loss is {result.loss}", where=where, fix=NONFINITE_FIX, common=True)
-        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
-        self.log.train(p.epoch, p.step, result.loss, result.accuracy, result.samples, rate, self.samples_per_second())
+            self.apart = False
+            self._agreement.compare(self)
 
     def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
         p, c = self.progress, self.config
         epoch, train = p.epoch, Result.of(np.array(p.epoch_sums))
         if complete:
             p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, [0.0, 0.0, 0.0]
-        last = self._finished()
         val = None
-        if last or (complete and p.epoch % c.check_val_every_n_epoch == 0):
-            val = self._evaluate()
-            p.val = {"val_loss": val.loss, "val_accuracy": val.accuracy, "val_samples": val.samples}
-            self.log.val(epoch, p.step, val.loss, val.accuracy, val.samples, rate, self.samples_per_second())
-            if complete:  # an interruption within an epoch must not change when training stops
-                self._early_stopping({"train_loss": train.loss, **p.val})
-            last = self._finished()
+        if self._finished() or (complete and p.epoch % c.check_val_every_n_epoch == 0):
+            val = self._validate(epoch, rate)
+        metrics = {"train_loss": train.loss, "train_accuracy": train.accuracy, **(p.val if val else {})}
+        self._call("on_epoch", Epoch(epoch, complete, metrics))
+        self._heed()
+        last = self._finished()
+        if last and not val:
+            val = self._validate(epoch, rate)
         self.log.epoch_line(
             epoch=epoch,
             step=p.step,
@@ -292,24 +247,13 @@ class Trainer:
         if last or (complete and every and p.epoch % every == 0):
             self._save({"train_loss": train.loss, **(p.val if val else {})})
 
-    def _evaluate(self) -> Result:
+    def _validate(self, epoch: int, rate: float) -> Result:
+        p = self.progress
         self._together()
-        batches = self.val_loader.evaluation()
-        return evaluate(self.frontend, _limited(batches, self.config.limit_val_batches))
-
-    def _early_stopping(self, metrics: dict[str, float]) -> None:
-        """All ranks hold the same metrics (summed in rank order), so they decide alike without another collective."""
-        rule, p = self.config.early_stopping, self.progress
-        if rule is None:
-            return
-        value = metrics[rule.monitor] * (1 if rule.mode == "min" else -1)
-        if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
-            p.best, p.waited = value, 0
-            return
-        p.waited += 1
-        if p.waited >= rule.patience:
-            p.stopped = True
-            self.log.message(f"early stopping: {rule.monitor} has not improved for {p.waited} evaluations")
+        val = evaluate(self.frontend, _limited(self.val_loader.evaluation(), self.config.limit_val_batches))
+        p.val = {"val_loss": val.loss, "val_accuracy": val.accuracy, "val_samples": val.samples}
+        self.log.val(epoch, p.step, val.loss, val.accuracy, val.samples, rate, self.samples_per_second())
+        return val
 
     # ---- checkpoints
 
@@ -360,6 +304,7 @@ class Trainer:
         if outcome:
             what, where, fix = json.loads(outcome)
             raise CheckpointError(what, where=where, fix=fix, common=True)
+        self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
 
     def _local(self) -> Tree:
         """What belongs to this rank alone: the compressor's state, and slots of weights that go apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,45 +14,42 @@ import numpy as np
 
 from hvd_train import run
 from hvd_train.config import load_config
+from hvd_train.core.hooks import Hook, Taken
 from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.trees import pack, unpack
-from hvd_train.data.loader import Step
 from hvd_train.protocol import Tree
 
 STAGES = ("first", "last")
 
 
-class Recorder(Trainer):
-    """The product's own loop; notes of each step this rank's sums, the learning rate and the samples."""
+class Recorder(Hook):
+    """Notes of each step this rank's sums, the learning rate and the samples; leaves PATH.RANK.json and, with the
+    trees before the first step and after the last, PATH.RANK.safetensors."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.sums: list[list[float]] = []
-        self.rates: list[float] = []
-        self.samples: list[list[int]] = []
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._notes: dict[str, list[Any]] = {"sums": [], "rates": [], "samples": []}
 
-    def record(self, path: Path) -> None:
-        """Trains from the start to the end and leaves PATH.RANK.json and PATH.RANK.safetensors."""
-        first = self.frontend.state()
-        self.fit()
-        stages = zip(STAGES, (first, self.frontend.state()), strict=True)
+    def on_start(self, trainer: Trainer) -> None:
+        self._first = trainer.frontend.state()
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in taken.sums], axis=0)
+        self._notes["sums"].append(sums.tolist())
+        self._notes["rates"].append(taken.rate)
+        indices = [batch.indices for batch in taken.batch.micro_batches]
+        self._notes["samples"].append(np.concatenate(indices).tolist())
+
+    def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
+        stages = zip(STAGES, (self._first, trainer.frontend.state()), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
-        rank0 = json.loads(self.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
-        rank = self.communicator.rank
+        rank0 = json.loads(trainer.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
+        rank = trainer.communicator.rank
         own = {key: x for key, x in trees.items() if rank == 0 or hashes[key] != rank0[key]}
-        _file(path, rank, "safetensors").write_bytes(pack(own))
-        notes = {"sums": self.sums, "rates": self.rates, "samples": self.samples}
-        _file(path, rank, "json").write_text(json.dumps(notes))
-
-    def _step(self, step: Step) -> float:
-        known = len(self._pending)
-        rate = super()._step(step)
-        self.sums.append(np.sum([self.frontend.ops.to_numpy(sums) for sums in self._pending[known:]], axis=0).tolist())
-        self.rates.append(rate)
-        self.samples.append(np.concatenate([batch.indices for batch in step.micro_batches]).tolist())
-        return rate
+        _file(self._path, rank, "safetensors").write_bytes(pack(own))
+        _file(self._path, rank, "json").write_text(json.dumps(self._notes))
 
 
 def record(folder: Path, verbose: bool) -> int:
@@ -64,9 +62,10 @@ def record(folder: Path, verbose: bool) -> int:
             job = first if path == paths[0] else run.open_job(config, module, first.communicator, first.data)
             job.frontend.without_dropout()
             run.connect(job, "none")
-            recorder = Recorder(config, job.frontend, job.data.train, job.data.val, folder, NullLog())
-            recorder.restore(None)
-            recorder.record(path.with_suffix(""))
+            hooks = [Recorder(path.with_suffix(""))]
+            trainer = Trainer(config, job.frontend, job.data.train, job.data.val, folder, NullLog(), hooks=hooks)
+            trainer.restore(None)
+            trainer.fit()
     return 0
 
 

@@ -81,31 +81,30 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
     """The product's own loop."""
     from hvd_train import run
     from hvd_train.config import Config
+    from hvd_train.core.evaluation import Result, global_sums
+    from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
     from hvd_train.launch.environment import keep_memory
 
-    class Counting(NullLog):
-        counted = 0
+    class Counting(Hook):
+        def __init__(self) -> None:
+            self.open: list = []  # of steps that have not run
 
-        def progress(self, *args) -> None:
-            if trainer.frontend.waiting:
-                return
-            done = trainer.progress.step - self.counted
-            for own in trainer._pending[-done:]:
-                count(partial(mean_over_all, own))
-            self.counted += done
+        def on_step(self, trainer, taken) -> None:
+            self.open += taken.sums
+            if not trainer.frontend.waiting:
+                for own in self.open:
+                    count(partial(mean_over_all, trainer.frontend, own))
+                self.open.clear()
 
-    def mean_over_all(own) -> float:
-        mine = np.asarray(trainer.frontend.ops.to_numpy(own)[:3], np.float64).tobytes()
-        parts = trainer.frontend.communicator.allgather_bytes(mine)
-        total = np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
-        return float(total[0] / total[2])
+    def mean_over_all(frontend, own) -> float:
+        return Result.of(global_sums(frontend, frontend.ops.to_numpy(own))).loss
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
     with run.opened(config, False) as job:
         run.connect(job, config.exchange.compression)
-        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), Counting())
+        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), NullLog(), hooks=[Counting()])
         keep_memory()
         trainer.fit()
 

@@ -14,11 +14,13 @@ from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.exchange import Exchange
+from hvd_train.core.hooks import Hook, Speed
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.core.trees import weights_sha256
 from hvd_train.data.arrays import Arrays
-from hvd_train.errors import CheckpointError, CommunicationError, NonFiniteError
+from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
+from hvd_train.frontends.serial import Serial
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
@@ -70,13 +72,13 @@ def config(**keys):
     return Config.model_validate(settings | keys)
 
 
-def trainer(communicator, c, folder, log=None, compressor=None, resume=False, **options):
+def trainer(communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), **options):
     frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
     frontend.connect(exchange)
-    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog())
+    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks)
     found = checkpoint.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
     return made
@@ -356,6 +358,81 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path, size):
     assert steps_saved(tmp_path) == [3], "what was saved before stays; nothing poisoned is saved"
 
 
+# ---- hooks
+
+
+class Watching(Hook):
+    """Notes what it sees, and asks to stop at an event on one rank."""
+
+    def __init__(self, rank, asked=()):
+        self.rank, self.asked, self.seen, self.evaluated = rank, asked, [], []
+
+    def note(self, trainer, event, number):
+        self.seen.append((event, number))
+        if (event, number) == self.asked:
+            trainer.stop("enough")
+
+    def on_start(self, trainer):
+        self.note(trainer, "start", trainer.progress.step)
+
+    def on_step(self, trainer, taken):
+        assert len(taken.sums) == len(taken.batch.micro_batches) and taken.seconds > 0 and taken.rate == 0.1
+        self.note(trainer, "step", trainer.progress.step)
+
+    def on_epoch(self, trainer, epoch):
+        self.evaluated.append("val_loss" in epoch.metrics)
+        self.note(trainer, "epoch", epoch.number)
+
+    def on_checkpoint(self, trainer, path):
+        assert self.rank or path.is_dir()
+        self.note(trainer, "checkpoint", int(path.name[5:]))
+
+    def on_end(self, trainer, summary):
+        self.note(trainer, "end", summary["steps"])
+
+
+def watched(size, c, folder, asked=(), rank=0):
+    """(hooks of all ranks, summaries); ``rank`` asks to stop."""
+
+    def work(communicator):
+        hook = Watching(communicator.rank, asked if communicator.rank == rank else ())
+        return hook, trainer(communicator, c, folder, hooks=[hook]).fit()
+
+    return zip(*run_ranks(size, work), strict=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_hooks_see_all_that_happens_in_order(tmp_path, size):
+    rule = {"checkpoint": {"every_n_steps": 10}, "check_val_every_n_epoch": 2}
+    hooks, _ = watched(size, config(**rule), tmp_path)
+    steps = [[("step", k) for k in range(first, last + 1)] for first, last in ((1, 7), (8, 10), (11, 14), (15, 20))]
+    saved = [[("checkpoint", k)] for k in (7, 10, 14, 20, 21)]
+    expected = [("start", 0), *steps[0], ("epoch", 0), *saved[0], *steps[1], *saved[1], *steps[2], ("epoch", 1)]
+    expected += [*saved[2], *steps[3], *saved[3], ("step", 21), ("epoch", 2), *saved[4], ("end", 21)]
+    assert [hook.seen for hook in hooks] == [expected] * size
+    assert [hook.evaluated for hook in hooks] == [[False, True, True]] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("asked", "steps"), [(("step", 8), 9), (("step", 9), 9), (("epoch", 1), 14)])
+def test_one_rank_that_asks_to_stop_stops_all(tmp_path, size, asked, steps):
+    """With the next line of the log, or the epoch; evaluated, saved, and not gone on with."""
+    c, log = config(), Recorder()
+    _, summaries = watched(size, c, tmp_path, asked, rank=size - 1)
+    assert [(s["steps"], s["val_samples"]) for s in summaries] == [(steps, VAL)] * size
+    assert final(size, c, tmp_path, resume=True, log=log)[0]["steps"] == steps
+
+
+def test_a_hook_that_raises_is_named(tmp_path):
+    class Broken(Hook):
+        def on_epoch(self, trainer, epoch):
+            raise ValueError("no such column")
+
+    made = trainer(Serial(), config(), tmp_path, hooks=[Broken()])
+    with pytest.raises(ConfigError, match=r"^Broken.on_epoch raised ValueError: no such column; .*test_loop.py:\d+; "):
+        made.fit()
+
+
 # ---- numbers
 
 
@@ -365,17 +442,18 @@ def test_forward_seeds_differ_by_step_micro_batch_and_rank():
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_samples_per_second_leaves_out_the_first_steps(tmp_path):
-    made = final(1, config(), tmp_path)[3]
-    made._rates.clear()
-    made._timed, made._warm = 0, False
+def test_samples_per_second_leaves_out_the_first_steps():
+    speed = Speed()
     for k in range(30):
-        made._time(8, 100.0 if k < 20 else 0.5)
-    assert made.samples_per_second() == pytest.approx(16)
-    for waiting in ([1], [1, 2], []):  # steps that run in one call count together
-        made.frontend.waiting = waiting
-        made._time(8, 0.0 if waiting else 3.0)
-    assert made._rates[-1] == pytest.approx(8)
+        speed.count(8, 100.0 if k < 20 else 0.5, waiting=False)
+    assert speed.median() == pytest.approx(16)
+
+
+def test_steps_that_run_in_one_call_count_together():
+    speed = Speed()
+    for waiting in (True, True, False):
+        speed.count(8, 0.0 if waiting else 3.0, waiting)
+    assert speed.median() == pytest.approx(8)
 
 
 def test_run_folder(tmp_path):

@@ -1,0 +1,182 @@
+"""Hooks: what looks on while the loop trains. The product's own and the user's are called alike, on every rank."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_train.config.keys import EarlyStoppingConfig
+from hvd_train.core.agreement import NONFINITE_FIX, agree_on_weights
+from hvd_train.core.evaluation import Result, global_sums
+from hvd_train.data.loader import Step
+from hvd_train.errors import ConfigError, NonFiniteError, TrainError
+
+if TYPE_CHECKING:
+    from hvd_train.core.loop import Trainer
+
+WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation and caches settle in them
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken; its number is ``trainer.progress.step``.
+
+    batch: this rank's micro-batches and the samples of all ranks; rate: the learning rate; sums: this rank's, of each
+    micro-batch, on the device: to read one waits for the step, and in TensorFlow ends the call of several steps early;
+    seconds: since the step before, without what hooks took; told, compared: whether a line of the log and a comparison
+    of the weights are due.
+    """
+
+    batch: Step
+    rate: float
+    sums: Sequence[Any]
+    seconds: float
+    told: bool
+    compared: bool
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch that ended, or was left (``complete`` False).
+
+    number: from 0; metrics: train_loss, train_accuracy and, where it was evaluated, val_loss, val_accuracy and
+    val_samples, equal on all ranks.
+    """
+
+    number: int
+    complete: bool
+    metrics: Mapping[str, float]
+
+
+class Hook:
+    """Override what you need; ``trainer`` has ``config``, ``progress``, ``frontend`` (with its ``model``),
+    ``communicator`` (``rank``, ``size``), ``log.message(text)``, ``samples_per_second()`` and ``stop(why)``.
+
+    What raises ends the job on all ranks.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step, with the weights that all ranks share."""
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        """After each optimizer step."""
+
+    def on_epoch(self, trainer: Trainer, epoch: Epoch) -> None:
+        """After each epoch and its evaluation, before its checkpoint."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """When rank 0 has written the checkpoint ``path``."""
+
+    def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
+        """When training has come to its end."""
+
+
+def guarded(hook: Hook, event: str, *given: Any) -> None:
+    """Calls a hook of the user's own: what it raises becomes one line that names it."""
+    try:
+        getattr(hook, event)(*given)
+    except TrainError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(hook).__name__}.{event} raised {type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(what, where=f"{frame.filename}:{frame.lineno}", fix="mend the hook") from error
+
+
+# ---- the product's own
+
+
+class Speed(Hook):
+    """Global and steady: the median over training steps after the first 20, evaluation and saving left out."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=10_000)
+        self._steps, self._warm = 0, False
+        self._open = 0, 0.0  # samples and seconds since the last rate
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        self.count(taken.batch.count, taken.seconds, bool(trainer.frontend.waiting))
+
+    def count(self, samples: int, seconds: float, waiting: bool) -> None:
+        """``waiting``: the step has not run; steps that run in one call count together."""
+        self._steps += 1
+        self._open = self._open[0] + samples, self._open[1] + seconds
+        if waiting:
+            return
+        if self._steps > WARMUP_STEPS and not self._warm:
+            self._rates.clear()
+            self._warm = True
+        self._rates.append(self._open[0] / max(self._open[1], 1e-9))
+        self._open = 0, 0.0
+
+    def median(self) -> float:
+        """Samples per second of all ranks; 0 before the first step."""
+        return float(np.median(self._rates)) if self._rates else 0.0
+
+
+class Lines(Hook):
+    """The log: a line for the samples since the line before it; so that lines add up by their ``samples``."""
+
+    def __init__(self) -> None:
+        self.pending: list[Any] = []  # this rank's sums on the device, not yet read
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        p = trainer.progress
+        self.pending += taken.sums
+        trainer.log.progress(p.epoch, p.consumed, trainer.train_size, trainer.samples_per_second)
+        if not taken.told:
+            return
+        local = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in self.pending], axis=0)
+        self.pending.clear()
+        sums = global_sums(trainer.frontend, local)
+        result = Result.of(sums)
+        if not math.isfinite(result.loss):
+            where = f"epoch {p.epoch + 1}, up to step {p.step}"
+            raise NonFiniteError(f"the training loss is {result.loss}", where=where, fix=NONFINITE_FIX, common=True)
+        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
+        speed = trainer.samples_per_second()
+        trainer.log.train(p.epoch, p.step, result.loss, result.accuracy, result.samples, taken.rate, speed)
+
+
+class Agreement(Hook):
+    """All ranks must hold the same weights, wherever they have not been let go apart."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        if taken.compared:
+            self.compare(trainer)
+
+    def compare(self, trainer: Trainer) -> None:
+        if not trainer.config.agreement_every_n_steps or trainer.apart or trainer.communicator.size == 1:
+            return
+        finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._lines.pending)
+        where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
+        agree_on_weights(trainer.communicator, trainer.frontend.checksums(), where, finite=finite)
+
+
+class EarlyStopping(Hook):
+    """``early_stopping``; ``best`` and ``waited`` are kept in the checkpoint's progress."""
+
+    def __init__(self, rule: EarlyStoppingConfig) -> None:
+        self._rule = rule
+
+    def on_epoch(self, trainer: Trainer, epoch: Epoch) -> None:
+        rule, p = self._rule, trainer.progress
+        if not epoch.complete or "val_loss" not in epoch.metrics:
+            return  # an interruption within an epoch must not change when training stops
+        value = epoch.metrics[rule.monitor] * (1 if rule.mode == "min" else -1)
+        if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
+            p.best, p.waited = value, 0
+            return
+        p.waited += 1
+        if p.waited >= rule.patience:
+            trainer.stop(f"early stopping: {rule.monitor} has not improved for {p.waited} evaluations")

@@ -1,3 +1,22 @@
-"""Data-parallel training of PyTorch and Keras 3 / TensorFlow models over Horovod. Importing this loads no framework."""
+"""Data-parallel training of PyTorch and Keras 3 / TensorFlow models over Horovod. Importing this loads no framework.
+
+``hvd_train.launch(function, np=2)`` runs a Python function on ranks of this host; ``hvd_train.world()`` says which of
+them this process is.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["Hook", "launch", "world"]
+
+_PLACES = {"Hook": "core.hooks", "world": "launch.environment"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for is loaded then: the command line's help must not wait for it."""
+    if name == "launch":
+        return import_module("hvd_train.launch")
+    if name in _PLACES:
+        return getattr(import_module(f"hvd_train.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'hvd_train' has no attribute '{name}'")

@@ -60,3 +60,14 @@ class NonFiniteError(TrainError):
     """The loss or a gradient is NaN or infinite."""
 
     exit_code = 6
+
+
+class RankError(TrainError):
+    """A function that ``hvd_train.launch`` ran raised: the error's type and message, the rank, and its traceback."""
+
+    def __init__(self, kind: str, message: str, rank: int, trace: str, exit_code: int) -> None:
+        super().__init__(f"{kind}: {message}", where=f"rank {rank}")
+        self.kind, self.message, self.rank, self.trace, self.exit_code = kind, message, rank, trace, exit_code
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.what}\n\n{self.trace}"

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.launch.environment import world
@@ -30,7 +31,7 @@ def wait_turn() -> None:
         time.sleep(SPEAK_SECONDS)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from hvd_train.errors import CommunicationError, ConfigError
@@ -95,7 +96,8 @@ def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = F
             child.send_signal(number)
 
     # Before the child starts: a signal that comes in between must not end this process alone.
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = {s: signal.signal(s, forward) for s in signals}
     try:
         child = subprocess.Popen(line, env=environment(), start_new_session=True, preexec_fn=_end_with_parent)
         if received:

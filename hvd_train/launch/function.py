@@ -1,0 +1,67 @@
+"""A Python function on N ranks of this host. What it is given and gives back passes through files of this user alone:
+pickles that this process and its own ranks wrote, and nothing of a network."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_train.errors import CommunicationError, ConfigError, RankError
+from hvd_train.launch import local
+from hvd_train.launch.environment import world
+
+WHERE = "hvd_train.launch"
+
+
+def call(
+    function: Callable[..., Any],
+    np: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    launcher: str = "auto",
+) -> list[Any]:
+    """Calls ``function(*args, **kwargs)`` on ``np`` ranks, each a process of its own: their results in rank order.
+
+    The function may come from a notebook or a script, lambdas and closures too; no ``if __name__`` is needed. Raises
+    ``RankError`` for the error of the rank that failed first, ``CommunicationError`` where one was killed, and
+    ``ConfigError`` where nothing can start. No rank outlives the call.
+    """
+    import cloudpickle
+
+    if world().launcher:
+        what = "a rank starts no ranks of its own"
+        raise ConfigError(what, where=f"{WHERE}, started by {world().launcher}", fix="call it in a process of its own")
+    if np < 1:
+        raise ConfigError(f"np={np}: there is at least one rank", where=WHERE)
+    try:
+        packed = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        what = f"the function, or what it holds, cannot be sent to the ranks: {error}"
+        raise ConfigError(what, where=WHERE, fix="open files, sockets and locks inside the function") from error
+    with tempfile.TemporaryDirectory(prefix="hvd-train-launch-") as temporary:
+        folder = Path(temporary)
+        (folder / "path.json").write_text(json.dumps(sys.path))
+        (folder / "call").write_bytes(packed)
+        code = local.launch(np, launcher, [temporary], module="hvd_train.launch.rank")
+        return _results(folder, np, code)
+
+
+def _results(folder: Path, np: int, code: int) -> list[Any]:
+    errors = [json.loads(path.read_text()) for path in folder.glob("error.*.json")]
+    if errors:
+        raise RankError(**min(errors, key=lambda told: told["order"])["error"])
+    if code == 130:
+        raise KeyboardInterrupt
+    if code == 143:
+        raise SystemExit(code)
+    files = [folder / f"result.{rank}" for rank in range(np)]
+    absent = [str(rank) for rank, file in enumerate(files) if not file.exists()]
+    if code or absent:
+        what = f"a rank ended with code {code}, before the function did"
+        raise CommunicationError(what, where=f"rank {', '.join(absent)}", fix="look for os._exit, or too little memory")
+    return [pickle.loads(file.read_bytes()) for file in files]

@@ -1,0 +1,50 @@
+"""``python -m hvd_train.launch.rank FOLDER``: one rank of ``hvd_train.launch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hvd_train.core.folder import put
+from hvd_train.errors import LostRankError, TrainError
+from hvd_train.launch import leave
+from hvd_train.launch.environment import KERNELS, bind, rank_settings, threads, world
+
+
+def main() -> None:
+    import cloudpickle
+
+    folder, here = Path(sys.argv[1]), world()
+    # The function may load a framework before it comes to hvd_train.
+    bind(here)
+    for name, value in (rank_settings(here, "pytorch", threads("auto", here), verbose=True) | KERNELS).items():
+        os.environ.setdefault(name, value)
+    try:
+        sys.path[:] = json.loads((folder / "path.json").read_text())
+        function, args, kwargs = pickle.loads((folder / "call").read_bytes())
+        result = function(*args, **kwargs)
+        (folder / f"result.{here.rank}").write_bytes(cloudpickle.dumps(result))
+    except KeyboardInterrupt:
+        leave.leave(130)
+    except BaseException as error:
+        _tell(folder, here.rank, error)
+
+
+def _tell(folder: Path, rank: int, error: BaseException) -> NoReturn:
+    """The error for the process that called, before this one ends and takes the others with it."""
+    code = error.exit_code if isinstance(error, TrainError) else 1
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
+    told = {"kind": type(error).__name__, "message": str(error), "rank": rank, "trace": trace, "exit_code": code}
+    order = [isinstance(error, LostRankError), time.monotonic()]  # who is told of a loss comes after who was lost
+    put(folder / f"error.{rank}.json", {"order": order, "error": told})
+    leave.leave(code)
+
+
+if __name__ == "__main__":
+    main()

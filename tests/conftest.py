@@ -35,6 +35,7 @@ def pytest_unconfigure(config):
         os.unlink(os.environ.pop(seconds.FILE))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:

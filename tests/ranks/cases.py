@@ -95,7 +95,11 @@ CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
 CHANGING.pop("model.hidden")
 
 
-def cases(framework: str, size: int, folder: Path) -> list[dict]:
+EVERY_SIZE = [*TRAININGS, *APART, "evaluation", "verbs", "average", "adasum-verb"]
+EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]  # on 4 ranks, without --long
+
+
+def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dict]:
     def own(name: str, config: dict) -> dict:
         if name.startswith("norm"):
             config = config | {"model.name": OWN[framework]}
@@ -160,4 +164,4 @@ def cases(framework: str, size: int, folder: Path) -> list[dict]:
             {"name": f"disagree-{n}", "kind": "disagree", "config": own("disagree", MLP), "differs": d}
             for n, d in differences.items()
         ]
-    return made
+    return [one for one in made if everything or size < 4 or one["name"] in EVERY_SIZE]

@@ -38,14 +38,16 @@ def world_command(size: int, launcher: str, program: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory):
+def worlds(tmp_path_factory, request):
     done: dict[tuple, Results] = {}
 
     def get(framework: str, launcher: str, size: int) -> Results:
         key = (framework, launcher if size > 1 else "", size)
         if key not in done:
             folder = tmp_path_factory.mktemp("-".join(map(str, key)))
-            (folder / "cases.json").write_text(json.dumps(cases(framework, size, folder)))
+            (folder / "cases.json").write_text(
+                json.dumps(cases(framework, size, folder, request.config.getoption("--long")))
+            )
             line = world_command(size, launcher, ["-m", "tests.ranks.worker", framework, str(folder)])
             run = subprocess.run(
                 line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False

@@ -283,8 +283,8 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
 def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
     """Each engine of ours against the same one of the checkout ``before``; "ours again" shows the noise.
 
-    Half of the rounds after each order of starting: two copies of the same code differ by up to 5 % as long as they live
-    (seen: the second was the faster one three times of three).
+    Half of the rounds after each order of starting: two copies of the same code differ by up to 5 % as long
+    as they live (seen: the second was the faster one three times of three).
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours") and (not only or e.name in only)]
     found: dict[str, dict] = {}

@@ -1,16 +1,16 @@
 """Data-parallel training of PyTorch and Keras 3 / TensorFlow models over Horovod. Importing this loads no framework.
 
-``hvd_train.launch(function, np=2)`` runs a Python function on ranks of this host; ``hvd_train.world()`` says which of
-them this process is.
+``hvd_train.fit(config, model=, data=, hooks=[...])`` trains; ``hvd_train.launch(function, np=2)`` runs a Python
+function on ranks of this host, and ``hvd_train.world()`` says there which of them this process is.
 """
 
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Hook", "launch", "world"]
+__all__ = ["Hook", "Summary", "fit", "launch", "world"]
 
-_PLACES = {"Hook": "core.hooks", "world": "launch.environment"}
+_PLACES = {"Hook": "core.hooks", "Summary": "api", "fit": "api", "world": "launch.environment"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
 from hvd_train.core import checkpoint, folder
 from hvd_train.core.agreement import together
 from hvd_train.core.evaluation import evaluate as evaluate_batches
+from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog, warn
 from hvd_train.core.loop import Trainer, check_tree, data_facts, start_agreement
 from hvd_train.core.trees import broadcast, without_slots
@@ -198,15 +199,22 @@ def opened(config: Config, verbose: bool) -> Iterator[Job]:
     module = frontend_module(config, settings["threads"], verbose)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
-    try:
+    with telling(communicator):
         yield open_job(config, module, communicator, data, settings)
         communicator.barrier()
+    communicator.close()
+
+
+@contextmanager
+def telling(communicator: Communicator) -> Iterator[None]:
+    """What comes of a lost rank is told as that."""
+    try:
+        yield
     except Exception as error:
         failure = communicator.failure(error)
         if failure is None:
             raise
         raise failure from error
-    communicator.close()
 
 
 def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) -> checkpoint.Snapshot | None:
@@ -254,16 +262,22 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 
 def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
-    with ExitStack() as stack:
-        lock = None
-        if world().rank == 0:
-            run_dir = Path(config.run_dir)
-            lock = stack.enter_context(folder.Lock(run_dir))
-            folder.bring_back(run_dir)
-            folder.check_free(run_dir, resume, overwrite)
-        job = stack.enter_context(opened(config, verbose))
+    with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
         train(job, resume, allow_change, overwrite, lock)
     return 0
+
+
+@contextmanager
+def locked(config: Config, resume: str | None, overwrite: bool) -> Iterator[folder.Lock | None]:
+    """The run folder as rank 0's own, if it is free for this run."""
+    if world().rank:
+        yield None
+        return
+    run_dir = Path(config.run_dir)
+    with folder.Lock(run_dir) as lock:
+        folder.bring_back(run_dir)
+        folder.check_free(run_dir, resume, overwrite)
+        yield lock
 
 
 def train(
@@ -272,6 +286,7 @@ def train(
     allow_change: Sequence[str] = (),
     overwrite: bool = False,
     lock: folder.Lock | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> dict[str, Any]:
     """Runs the training of an opened job; returns the summary, equal on all ranks.
 
@@ -287,7 +302,7 @@ def train(
     if snapshot and wanted == "auto":
         wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
-    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken)
+    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken, hooks)
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *notes]))
     if communicator.rank == 0 and ":" in config.model.name:

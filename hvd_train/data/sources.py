@@ -163,10 +163,13 @@ def catalog() -> dict[str, str]:
     return {name: (kind.__doc__ or "").strip() for name, kind in KINDS.items()}
 
 
-def open_data(config: DataConfig) -> DataSet:
-    """Opens and checks a data set; a DataError names the file or key and the way out."""
-    if ":" in config.name:
-        train, val = _own(config)
+def open_data(config: DataConfig, given: Any = None) -> DataSet:
+    """Opens and checks a data set; a DataError names the file or key and the way out.
+
+    ``given``: the user's (train, val), or the function itself that gives it.
+    """
+    if given is not None or ":" in config.name:
+        train, val = _own(config, given)
     elif config.name in KINDS:
         if config.image_size and config.name not in RESIZED:
             fix = f"leave it out; it is for {', '.join(RESIZED)}"
@@ -183,26 +186,35 @@ def open_data(config: DataConfig) -> DataSet:
     return DataSet(config.name, train, val)
 
 
-def _own(config: DataConfig) -> Pair:
+def _own(config: DataConfig, given: Any) -> Pair:
     """The user's function(**options) -> (train, val), each a Source or an (inputs, labels) pair of arrays."""
-    where = f"data.name: {config.name}"
-    module_name, _, name = config.name.partition(":")
+    where = "data" if given is not None else f"data.name: {config.name}"
+    made = given
+    if given is None or callable(given):
+        made = _called(given or _imported(config.name, where), config, where)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
+    return _source(made[0], config, f"{where}, train"), _source(made[1], config, f"{where}, val")
+
+
+def _imported(path: str, where: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:  # a console script does not look where the user stands
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise DataError(f"cannot be imported: {error}", where=where) from error
+
+
+def _called(function: Callable[..., Any], config: DataConfig, where: str) -> Any:
     try:
-        made = function(**config.options)
+        return function(**config.options)
     except DataError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(f"the function failed: {reason}", where=where, fix="look at data.options too") from error
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
-    return _source(made[0], config, f"{where}, train"), _source(made[1], config, f"{where}, val")
 
 
 ATTRIBUTES = ("__len__", "fetch", "input_shape", "num_classes", "fingerprint")

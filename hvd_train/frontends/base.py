@@ -268,6 +268,9 @@ def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
     return LostRankError("another rank was lost")
 
 
+GIVEN: dict[str, Build] = {}  # models' build functions that were handed over in Python, by model.name
+
+
 def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:
     """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
     module_name, _, function = name.partition(":")
@@ -276,13 +279,13 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
         sys.path.insert(0, os.getcwd())
     target = module_name if function else f"{zoo}.{name}"
     try:
-        module = importlib.import_module(target)
+        module = importlib.import_module(GIVEN[name].__module__ if name in GIVEN else target)
     except ModuleNotFoundError as error:
         if error.name is None or not target.startswith(error.name):
             raise  # the user's module is there, something that it imports is not
         fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
         raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
-    build = getattr(module, function or "build", None)
+    build = GIVEN.get(name) or getattr(module, function or "build", None)
     if not callable(build):
         raise ConfigError(f"'{target}' has no function '{function or 'build'}'", where=where)
     parameters = inspect.signature(build).parameters

@@ -10,6 +10,7 @@ import time
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -211,6 +212,10 @@ class TensorFlowFrontEnd(StateTree):
                 self.model.build((None, *input_shape))
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
+        found = self.model.trainable_variables[0].dtype
+        if found != self.dtype:
+            fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
+            raise ConfigError(f"the model's weights are {found}", where=f"precision: {config.precision}", fix=fix)
         self._batchnorm = tf_batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
@@ -486,8 +491,9 @@ def _device(config: Config, communicator: Communicator) -> str:
 
 def configure(threads: int, seed: int, verbose: bool) -> None:
     """Before the first op: this rank's share of the cores."""
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    with suppress(RuntimeError):  # in a notebook TensorFlow may compute already: its threads stand
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
 def open_frontend(

@@ -1,0 +1,115 @@
+"""``hvd_train.fit``: what ``hvd-train fit`` does, from Python, with a model, data and hooks of the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_train import run
+from hvd_train.attach.world import open_world
+from hvd_train.config import Config, load_config
+from hvd_train.core.hooks import Hook
+from hvd_train.data.sources import open_data
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.base import GIVEN
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Build
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Summary(Mapping[str, Any]):
+    """A run's ``summary.json``, equal on all ranks: ``summary["val_loss"]`` or ``summary.val_loss``."""
+
+    entries: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_") or key not in self.entries:
+            raise AttributeError(f"the summary has {', '.join(self.entries)}; not '{key}'")
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"Summary({', '.join(f'{key}={value!r}' for key, value in self.entries.items())})"
+
+
+def fit(
+    config: Mapping[str, Any] | str | Path | Config,
+    *,
+    model: Any = None,
+    data: Any = None,
+    hooks: Sequence[Hook] = (),
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    overwrite: bool = False,
+    verbose: bool = False,
+) -> Summary:
+    """Trains, alone or as a rank of a launcher's world, and gives the run's summary; the run folder is that of
+    ``hvd-train fit``. Raises the errors of ``hvd_train.errors``, each with what, where and what to do.
+
+    config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
+    function as ``model.name`` takes it; data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
+    function that gives them. All ranks must be given the same. resume, allow_change, overwrite: as ``hvd-train fit``.
+    """
+    if not all(isinstance(hook, Hook) for hook in hooks):
+        strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))
+        raise ConfigError(f"{strange} is no hook", where="hooks", fix="derive it from hvd_train.Hook; give an object")
+    with ExitStack() as stack:
+        settled = stack.enter_context(_settled(config, model, data))
+        lock = stack.enter_context(run.locked(settled, resume, overwrite))
+        opened = open_data(settled.data, None if isinstance(data, str) else data)
+        settings = run.settle(settled, world(), verbose)
+        module = run.frontend_module(settled, settings["threads"], verbose)
+        # Kept open: a launched world cannot be opened twice.
+        communicator = open_world(settled.framework) if world().launcher else Serial()
+        stack.enter_context(run.telling(communicator))
+        job = run.open_job(settled, module, communicator, opened, settings)
+        return Summary(run.train(job, resume, allow_change, overwrite, lock, hooks))
+
+
+@contextmanager
+def _settled(config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any) -> Iterator[Config]:
+    """The configuration with the names of what was handed over, under which the model is found meanwhile."""
+    if isinstance(config, str | Path):
+        config = load_config(Path(config))
+    base = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
+    sections = {key: dict(base.get(key) or {}) for key in ("model", "data")}
+    for key, given in (("model", model), ("data", data)):
+        if given is not None:
+            sections[key]["name"] = given if isinstance(given, str) else _name(given)
+    settled = load_config(base=base | sections)
+    if model is None or isinstance(model, str):
+        yield settled
+        return
+    GIVEN[settled.model.name] = _build(model)
+    try:
+        yield settled
+    finally:
+        del GIVEN[settled.model.name]
+
+
+def _name(given: Any) -> str:
+    """As the configuration would name it; arrays have no place of their own."""
+    named = given if callable(given) and hasattr(given, "__qualname__") else type(given)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _build(model: Any) -> Build:
+    own = ("named_parameters", "trainable_variables")  # PyTorch's, Keras'
+    if not isinstance(model, type) and any(hasattr(model, name) for name in own):
+        return lambda **given: model
+    if not callable(model):
+        fix = "give a torch.nn.Module, a keras.Model, a function that builds one, or a name"
+        raise ConfigError(f"{type(model).__name__} is no model", where="model", fix=fix)
+    return model

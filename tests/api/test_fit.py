@@ -1,0 +1,116 @@
+"""``hvd_train.fit`` from a script or notebook: alone in both frameworks, on 2 ranks, and its errors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import hvd_train
+from hvd_train.errors import CheckpointError, ConfigError, DataError
+
+CLASSES = 3
+rng = np.random.default_rng(0)
+X = rng.normal(size=(90, 6)).astype(np.float32)
+Y = X[:, :CLASSES].argmax(1)
+DATA = (X[:60], Y[:60]), (X[60:], Y[60:])
+
+
+def config(folder, **keys):
+    settings = {"max_epochs": 2, "global_batch_size": 16, "optim": {"lr": 0.1}, "tensorboard": False}
+    return settings | {"run_dir": str(folder)} | keys
+
+
+def built(framework, dtype="float32"):
+    if framework == "pytorch":
+        import torch
+
+        return torch.nn.Linear(6, CLASSES)
+    import keras
+
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES, dtype=dtype)])
+
+
+def answers(model, x):
+    import torch
+
+    found = model(torch.from_numpy(x)) if isinstance(model, torch.nn.Module) else model(x)
+    return np.asarray(found.detach() if hasattr(found, "detach") else found)
+
+
+class Losses(hvd_train.Hook):
+    def __init__(self):
+        self.found = []
+
+    def on_epoch(self, trainer, epoch):
+        self.found.append(epoch.metrics["val_loss"])
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_built_model_is_trained_in_place(tmp_path, framework):
+    """Twice in one process, as in a notebook; what the caller holds is what was evaluated."""
+    model, losses = built(framework), Losses()
+    for name in ("first", "second"):
+        given = config(tmp_path / name, framework=framework)
+        summary = hvd_train.fit(given, model=model, data=DATA, hooks=[losses])
+        assert summary == json.loads((tmp_path / name / "summary.json").read_text())
+    assert len(losses.found) == 4 and losses.found[-1] == summary["val_loss"] < losses.found[0]
+    right = answers(model, DATA[1][0]).argmax(1) == DATA[1][1]
+    assert right.mean() == summary.val_accuracy > 0.5
+
+
+def test_functions_and_names(tmp_path):
+    """Closures for the model and the data; a file for the configuration; a model of the zoo by its name."""
+    import torch
+
+    def network(input_shape, num_classes, width=4):
+        return torch.nn.Sequential(torch.nn.Linear(*input_shape, width), torch.nn.Linear(width, num_classes))
+
+    given = config(tmp_path / "1", model={"width": 5}, data={"options": {"count": 40}})
+    summary = hvd_train.fit(given, model=network, data=lambda count: ((X[:count], Y[:count]), DATA[1]))
+    assert summary.train_samples == 2 * 40 and summary.model.endswith("test_functions_and_names.<locals>.network")
+    (tmp_path / "job.yaml").write_text(f"max_steps: 1\ntensorboard: false\nrun_dir: {tmp_path / '2'}\n")
+    assert hvd_train.fit(tmp_path / "job.yaml", model="mlp", data=DATA).steps == 1
+
+
+def on_ranks(np, folder, framework):
+    """(val_loss, weights' hash, seen by each rank) of a training in 64 bits."""
+
+    def work():
+        losses = Losses()
+        keys = config(folder, framework=framework, precision=64, optim={"lr": 0.1, "momentum": 0.9})
+        first = hvd_train.fit(keys | {"model": {"name": "mlp", "hidden": [8]}}, data=DATA, hooks=[losses])
+        again = hvd_train.fit(keys | {"max_epochs": 3}, data=DATA, model="mlp", overwrite=True)
+        return losses.found, first.val_loss, first.weights_sha256, again.epochs
+
+    return hvd_train.launch(work, np=np)
+
+
+@pytest.mark.parametrize(
+    "framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("the same code under another record"))]
+)
+def test_two_ranks_are_one(tmp_path, framework):
+    one, two = (on_ranks(np, tmp_path / str(np), framework) for np in (1, 2))
+    assert two[0] == two[1] and two[0][3] == 3
+    np.testing.assert_allclose(two[0][0], one[0][0], rtol=1e-9)
+
+
+def test_mistakes_are_the_command_lines_own(tmp_path):
+    given = config(tmp_path / "run", max_steps=1)
+    with pytest.raises(ConfigError, match=r"optim\.lrr: unknown key; did you mean 'optim\.lr'\?"):
+        hvd_train.fit(given | {"optim": {"lrr": 1}})
+    with pytest.raises(ConfigError, match="str is no hook; hooks; "):
+        hvd_train.fit(given, hooks=["print"])
+    with pytest.raises(ConfigError, match="int is no model; model; "):
+        hvd_train.fit(given, model=3)
+    with pytest.raises(DataError, match=r"gave a tuple of 3; data; it must return \(train, val\)"):
+        hvd_train.fit(given, data=(X, Y, X))
+    with pytest.raises(ConfigError, match=r"the model's weights are float32; precision: 64; build it in a function"):
+        hvd_train.fit(given | {"framework": "tensorflow", "precision": 64}, model=built("tensorflow"), data=DATA)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    summary = hvd_train.fit(given, model=built("pytorch"), data=DATA)
+    with pytest.raises(AttributeError, match="the summary has framework, .*; not 'val_f1'"):
+        _ = summary.val_f1
+    with pytest.raises((CheckpointError, ConfigError), match="--overwrite"):
+        hvd_train.fit(given, model=built("pytorch"), data=DATA)

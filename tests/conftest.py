@@ -10,7 +10,7 @@ import pytest
 from tests import seconds
 
 SHOWN = 20
-# The longest first, so that both workers end at about the same time; a file's tests share what they have launched.
+# The longest first, so that both workers end at about the same time.
 LONGEST = [
     "ranks/test_worlds",
     "attach/test_keras.py",
@@ -35,11 +35,9 @@ def pytest_unconfigure(config):
         os.unlink(os.environ.pop(seconds.FILE))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.location[0]))
         mark = item.get_closest_marker("long")
         if mark is None:
             continue

@@ -3,8 +3,18 @@
 import torch.nn as nn
 
 
+def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
+    """Raises ValueError for samples that are no images, or with a side below ``least``."""
+    sides = tuple(input_shape[1:])
+    if len(sides) != 2 or min(sides) < least:
+        found = " x ".join(map(str, sides)) or "vectors"
+        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {found}")
+
+
 class Block(nn.Module):
     """(n, into, height, width) -> (n, out, height / stride, width / stride)."""
+
+    growth = 1  # out, in widths of the stage
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -24,34 +34,39 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(n, channels, height, width) -> logits (n, num_classes); each stage after the first halves the sides."""
+    """(n, channels, height, width) -> logits (n, num_classes); each stage after the first halves the sides.
 
-    def __init__(self, input_shape: tuple[int, int, int], num_classes: int, width: int, blocks: list[int]) -> None:
+    The stem keeps an image's sides, or, where it is for ``large`` ones, leaves a quarter of them.
+    """
+
+    def __init__(
+        self, channels: int, num_classes: int, width: int, blocks: list[int], block: type = Block, large: bool = False
+    ) -> None:
         super().__init__()
-        sides = tuple(input_shape[1:])
-        if len(sides) != 2 or min(sides) < 8:
-            found = " x ".join(map(str, sides)) or "vectors"
-            raise ValueError(f"the ResNet needs images of at least 8 x 8, not {found}")
-        self.stem = nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False)
+        side, stride = (7, 2) if large else (3, 1)
+        self.stem = nn.Conv2d(channels, width, side, stride, padding=side // 2, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(3, 2, padding=1) if large else nn.Identity()
         self.blocks, into = nn.Sequential(), width
         for stage, count in enumerate(blocks):
+            out = block.growth * width << stage
             for k in range(count):
-                self.blocks.append(Block(into, width << stage, 2 if stage and k == 0 else 1))
-                into = width << stage
+                self.blocks.append(block(into, out, 2 if stage and k == 0 else 1))
+                into = out
         self.head = nn.Linear(into, num_classes)
 
     def forward(self, x):
-        x = self.blocks(self.relu(self.norm(self.stem(x))))
+        x = self.blocks(self.pool(self.relu(self.norm(self.stem(x)))))
         return self.head(x.mean((2, 3)))
 
 
 def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 2, 2)) -> ResNet:
-    return ResNet(input_shape, num_classes, width, list(blocks))
+    need_images(input_shape, 8, "ResNet")
+    return ResNet(input_shape[0], num_classes, width, list(blocks))
 
 
-def neutral(model: ResNet) -> dict[str, tuple]:
+def neutral(model: nn.Module) -> dict[str, tuple]:
     names = {"running_mean": "mean", "running_var": "variance", "bias": "bias"}
     axes = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}  # of convolution, dense and all else
     table = {}

@@ -1,10 +1,20 @@
 """ResNet-18 for small images (He et al. 2015): 3 x 3 stem, four stages of basic blocks (11.2 million weights)."""
 
+from collections.abc import Callable
+
 import keras
 from keras import layers
 
 
-def _conv(x, out: int, side: int, stride: int, name: str):
+def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
+    """Raises ValueError for samples that are no images, or with a side below ``least``."""
+    sides = tuple(input_shape[:-1])
+    if len(sides) != 2 or min(sides) < least:
+        found = " x ".join(map(str, sides)) or "vectors"
+        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {found}")
+
+
+def conv(x, out: int, side: int, stride: int, name: str):
     """A convolution whose padding is the same on all sides, as in PyTorch; 'same' pads a strided one otherwise."""
     if side > 1 and stride > 1:
         x = layers.ZeroPadding2D(side // 2, name=f"{name}.pad")(x)
@@ -12,32 +22,33 @@ def _conv(x, out: int, side: int, stride: int, name: str):
     return layers.Conv2D(out, side, stride, padding, use_bias=False, name=name)(x)
 
 
-def _norm(x, name: str):
+def norm(x, name: str):
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)(x)
 
 
-def _block(x, out: int, stride: int, name: str):
-    """(n, height, width, into) -> (n, height / stride, width / stride, out)."""
-    y = layers.ReLU(name=f"{name}.relu1")(_norm(_conv(x, out, 3, stride, f"{name}.conv1"), f"{name}.norm1"))
-    y = _norm(_conv(y, out, 3, 1, f"{name}.conv2"), f"{name}.norm2")
-    if stride != 1 or x.shape[-1] != out:
-        x = _norm(_conv(x, out, 1, stride, f"{name}.conv3"), f"{name}.norm3")
+def _block(x, width: int, stride: int, name: str):
+    """(n, height, width, into) -> (n, height / stride, width / stride, width)."""
+    y = layers.ReLU(name=f"{name}.relu1")(norm(conv(x, width, 3, stride, f"{name}.conv1"), f"{name}.norm1"))
+    y = norm(conv(y, width, 3, 1, f"{name}.conv2"), f"{name}.norm2")
+    if stride != 1 or x.shape[-1] != width:
+        x = norm(conv(x, width, 1, stride, f"{name}.conv3"), f"{name}.norm3")
     return layers.ReLU(name=f"{name}.relu2")(layers.Add(name=f"{name}.add")([y, x]))
+
+
+def staged(x, num_classes: int, width: int, blocks: list[int], block: Callable):
+    """What follows the stem: (n, height, width, channels) -> logits (n, num_classes)."""
+    plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]
+    for i, (out, stride) in enumerate(plan):
+        x = block(x, out, stride, f"blocks.{i}")
+    return layers.Dense(num_classes, name="head")(layers.GlobalAveragePooling2D(name="pool")(x))
 
 
 def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 2, 2)) -> keras.Model:
     """(n, height, width, channels) -> logits (n, num_classes); each stage after the first halves the sides."""
-    sides = tuple(input_shape[:-1])
-    if len(sides) != 2 or min(sides) < 8:
-        found = " x ".join(map(str, sides)) or "vectors"
-        raise ValueError(f"the ResNet needs images of at least 8 x 8, not {found}")
+    need_images(input_shape, 8, "ResNet")
     inputs = keras.Input(input_shape)
-    x = layers.ReLU(name="relu")(_norm(_conv(inputs, width, 3, 1, "stem"), "norm"))
-    plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]
-    for i, (out, stride) in enumerate(plan):
-        x = _block(x, out, stride, f"blocks.{i}")
-    x = layers.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(inputs, layers.Dense(num_classes, name="head")(x), name="resnet")
+    x = layers.ReLU(name="relu")(norm(conv(inputs, width, 3, 1, "stem"), "norm"))
+    return keras.Model(inputs, staged(x, num_classes, width, blocks, _block), name="resnet")
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

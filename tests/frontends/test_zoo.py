@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -17,10 +19,14 @@ from tests.frontends.test_contract import FRAMEWORKS, module
 
 ROWS = 6
 RESNET = {"name": "resnet", "width": 2}
+RESNET50 = {"name": "resnet50", "width": 2, "blocks": [1, 1, 1, 2]}
+PYRAMID = {"name": "pyramidnet", "width": 3, "blocks": [2, 1, 1], "alpha": 7}
 GPT = {"name": "gpt", "width": 12, "depth": 2, "heads": 3}
 ZOO = {  # model, shape of a sample, classes
     "resnet": (RESNET, (9, 11, 2), 3),
     "resnet square": (RESNET | {"blocks": [1, 2, 1]}, (8, 8, 1), 3),
+    "resnet50": (RESNET50, (32, 37, 3), 3),
+    "pyramidnet": (PYRAMID, (9, 10, 2), 3),
     "thin": ({"name": "thin", "depth": 6, "width": 5}, (4, 3, 2), 3),
     "thin flat": ({"name": "thin", "depth": 2, "width": 5}, (7,), 3),
     "gpt": (GPT, (10,), 11),
@@ -83,21 +89,33 @@ def test_both_zoos_hold_the_same_network(name):
         assert not key.endswith(("kernel", "embedding")) or (after[0][key] != before[key]).any(), key
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_sizes_of_the_zoo(framework):
-    """The numbers of weights that the models' first lines tell."""
-    expected = [({"name": "resnet"}, (32, 32, 3), 10, 11_173_962, 62), ({"name": "gpt"}, (128,), 256, 842_496, 52)]
-    for model, shape, classes, size, tensors in [*expected, ({"name": "thin"}, (32, 32, 3), 10, 307_754, 400)]:
-        if framework == "pytorch":
-            import importlib
+SIZES = {  # model: shape of a sample, classes, weights, tensors
+    "resnet": ((32, 32, 3), 10, 11_173_962, 62),
+    "resnet50": ((224, 224, 3), 1000, 25_557_032, 161),
+    # Stem 3 * 16 * 9 and its norm 2 * 16, then 51 blocks of 2 a + 9 a b + 2 b + 9 b b + 2 b weights, where a and b go
+    # from 16, 21 to 266, 271 in steps of 5: 24 249 684 together; the last norm 2 * 271 and the head 271 * 10 + 10.
+    "pyramidnet": ((32, 32, 3), 10, 24_253_410, 3 + 51 * 8 + 4),
+    "gpt": ((128,), 256, 842_496, 52),
+    "thin": ((32, 32, 3), 10, 307_754, 400),
+}
 
-            built = importlib.import_module(f"pt_models.{model['name']}")
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_sizes_of_the_zoo(framework, name):
+    """The numbers of weights that the models' first lines tell."""
+    module(framework)
+    shape, classes, size, tensors = SIZES[name]
+    if framework == "pytorch":
+        import torch
+
+        with torch.device("meta"):
             own = (shape[2], *shape[:2]) if len(shape) == 3 else shape
-            sizes = [p.numel() for p in built.build(own, classes).parameters()]
-        else:
-            specs = opened(framework, model, shape, classes, precision=32).specs()
-            sizes = [spec.size for spec in specs]
-        assert (sum(sizes), len(sizes)) == (size, tensors)
+            weights = [p.numel() for p in import_module(f"pt_models.{name}").build(own, classes).parameters()]
+    else:
+        model = import_module(f"tf_models.{name}").build(shape, classes)
+        weights = [math.prod(v.shape) for v in model.trainable_variables]
+    assert (sum(weights), len(weights)) == (size, tensors)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -188,8 +206,9 @@ def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, mode
         ({"name": "gpt", "width": 32, "depth": 3}, (16,), 64),
         ({"name": "thin", "depth": 60, "width": 16}, (6, 6, 1), 3),
         ({"name": "resnet", "width": 4}, (8, 8, 1), 3),
+        (PYRAMID | {"alpha": 20}, (8, 8, 1), 3),
     ],
-    ids=["gpt", "thin", "resnet"],
+    ids=["gpt", "thin", "resnet", "pyramidnet"],
 )
 def test_the_first_weights_are_sane_and_training_goes_down(framework, model, shape, classes):
     frontend = opened(framework, model, shape, classes, precision=32, optim={"name": "adam", "lr": 3e-3})
@@ -245,7 +264,7 @@ def test_the_keras_gpt_works_under_mixed_precision(kind):
         keras.config.set_dtype_policy(before[0])
 
 
-@pytest.mark.parametrize("name", ["resnet", "thin", "gpt"])
+@pytest.mark.parametrize("name", ["resnet", "resnet50", "pyramidnet", "thin", "gpt"])
 def test_keras_saves_and_loads_the_models(name):
     model, shape, classes = ZOO[name]
     frontend = opened("tensorflow", model, shape, classes)
@@ -263,6 +282,8 @@ def test_keras_saves_and_loads_the_models(name):
     [
         ({"name": "resnet"}, (7, 9, 3), "at least 8 x 8, not 7 x 9"),
         ({"name": "resnet"}, (64,), "needs images"),
+        ({"name": "resnet50"}, (32, 31, 3), "ResNet-50 needs images of at least 32 x 32, not 32 x 31"),
+        ({"name": "pyramidnet"}, (3, 8, 3), "PyramidNet needs images of at least 4 x 4, not 3 x 8"),
         ({"name": "thin", "depth": 1}, (4,), "at least 2, not 1"),
         ({"name": "gpt"}, (8, 8, 1), "one axis, tokens"),
         ({"name": "gpt", "width": 10, "heads": 4}, (8,), "width 10 is no multiple of heads 4"),

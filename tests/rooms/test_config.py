@@ -214,7 +214,7 @@ def test_example_files_are_valid():
     from pathlib import Path
 
     files = sorted(Path("scripts/configs").glob("*.yaml"))
-    assert [file.stem for file in files] == ["demo", "fashion_mnist", "tiny"]
+    assert [file.stem for file in files] == ["demo", "fashion_mnist", "pyramidnet", "resnet50", "tiny"]
     for file in files:
         load_config(file)
         assert yaml.safe_load(file.read_text())

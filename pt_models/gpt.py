@@ -4,6 +4,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+def attend(qkv, heads: int, **mask):
+    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width)."""
+    n, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = qkv.view(n, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()
+    return F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).reshape(n, length, width)
+
+
 class Block(nn.Module):
     """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
 
@@ -19,12 +26,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        n, length, width = x.shape
-        # The last axis of qkv is (query key value, heads, width / heads).
-        qkv = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
+        x = x + self.dropout(self.out(attend(self.qkv(self.norm1(x)), self.heads, is_causal=True)))
         return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
 
 
@@ -55,13 +57,13 @@ def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int
     return GPT(input_shape, num_classes, width, depth, heads, dropout)
 
 
-def neutral(model: GPT) -> dict[str, tuple]:
+def neutral(model: nn.Module) -> dict[str, tuple]:
     table = {}
     for path, x in model.named_parameters():
         layer, _, own = path.rpartition(".")
         if own == "bias" or x.ndim == 1:
             table[path] = (f"{layer}.{'bias' if own == 'bias' else 'scale'}", None, None, tuple(x.shape))
-        elif layer in ("tokens", "positions"):
+        elif isinstance(model.get_submodule(layer), nn.Embedding):
             table[path] = (f"{layer}.embedding", None, None, tuple(x.shape))
         else:
             table[path] = (f"{layer}.kernel", None, (1, 0), (x.shape[1], x.shape[0]))

@@ -47,21 +47,31 @@ class Positions(layers.Layer):
 
 @keras.saving.register_keras_serializable("hvd_train")
 class CausalAttention(layers.Layer):
-    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width)."""
+    """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width).
+
+    No place sees later ones.
+    """
 
     def __init__(self, heads: int, **keys) -> None:
         super().__init__(**keys)
         self.heads = heads
 
     def call(self, qkv):
+        length = qkv.shape[1]
+        return self.attend(qkv, ops.triu(ops.full((length, length), HIDDEN, self.wide), 1))
+
+    @property
+    def wide(self) -> str:
+        """Half floats are added up in 32 bits, as PyTorch does."""
+        return keras.backend.result_type(self.compute_dtype, "float32")
+
+    def attend(self, qkv, mask):
+        """``mask``: scores to add, of a shape that broadcasts to (n, heads, T, T)."""
         length, width = qkv.shape[1], qkv.shape[2] // 3
         split = ops.reshape(qkv, (-1, length, 3, self.heads, width // self.heads))
         q, k, v = ops.unstack(ops.transpose(split, (2, 0, 3, 1, 4)), 3)
-        # Half floats are added up in 32 bits, as PyTorch does.
-        wide = keras.backend.result_type(self.compute_dtype, "float32")
         scores = ops.matmul(q * (1 / math.sqrt(width // self.heads)), ops.swapaxes(k, 2, 3))
-        later = ops.triu(ops.full((length, length), HIDDEN, wide), 1)
-        shares = ops.softmax(ops.cast(scores, wide) + later)
+        shares = ops.softmax(ops.cast(scores, self.wide) + mask)
         mixed = ops.matmul(ops.cast(shares, self.compute_dtype), v)
         return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, length, width))
 
@@ -80,13 +90,13 @@ def _block(x, heads: int, dropout: float, name: str):
     y = layers.Dropout(dropout, name=f"{name}.dropout1")(layers.Dense(width, name=f"{name}.out")(y))
     x = layers.Add(name=f"{name}.add1")([x, y])
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}.norm2")(x)
-    y = layers.Activation(_gelu, name=f"{name}.gelu")(layers.Dense(4 * width, name=f"{name}.fc1")(y))
+    y = layers.Activation(gelu, name=f"{name}.gelu")(layers.Dense(4 * width, name=f"{name}.fc1")(y))
     y = layers.Dropout(dropout, name=f"{name}.dropout2")(layers.Dense(width, name=f"{name}.fc2")(y))
     return layers.Add(name=f"{name}.add2")([x, y])
 
 
 @keras.saving.register_keras_serializable("hvd_train")
-def _gelu(x):
+def gelu(x):
     """x Phi(x). Not ``ops.gelu``: TensorFlow rounds its square root of 2 to 32 bits, which 64 bits show as 5e-9."""
     return 0.5 * x * (1 + ops.erf(x * math.sqrt(0.5)))
 

@@ -4,13 +4,19 @@ import keras
 from keras import layers
 
 
+def perceptron(x, units: list[int], prefix: str = ""):
+    """(n, k) -> (n, units[-1])."""
+    for i, count in enumerate(units):
+        activation = "relu" if i + 1 < len(units) else None
+        x = layers.Dense(count, activation=activation, name=f"{prefix}fc{i + 1}")(x)
+    return x
+
+
 def build(input_shape, num_classes, hidden: list[int] = (128,)) -> keras.Model:
     """(n, *input_shape) -> logits (n, num_classes)."""
     inputs = keras.Input(input_shape)
-    x = layers.Flatten(name="flatten")(inputs)
-    for i, units in enumerate(hidden):
-        x = layers.Dense(units, activation="relu", name=f"fc{i + 1}")(x)
-    return keras.Model(inputs, layers.Dense(num_classes, name=f"fc{len(hidden) + 1}")(x), name="mlp")
+    flat = layers.Flatten(name="flatten")(inputs)
+    return keras.Model(inputs, perceptron(flat, [*hidden, num_classes]), name="mlp")
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

@@ -1,0 +1,36 @@
+"""An autoencoder of dense layers: one multi-layer perceptron to a short code, another back to the input."""
+
+import math
+
+import torch.nn as nn
+
+from pt_models import mlp
+
+
+class Autoencoder(nn.Module):
+    """(n, *input_shape) -> the same."""
+
+    def __init__(self, input_shape: tuple[int, ...], hidden: list[int], code: int) -> None:
+        super().__init__()
+        self.encoder = mlp.MLP(input_shape, code, hidden)
+        self.decoder = mlp.MLP((code,), math.prod(input_shape), hidden[::-1])
+        self.shape = tuple(input_shape)
+
+    def forward(self, x):
+        x = self.decoder(self.encoder(x))
+        if len(self.shape) != 3:
+            return x.view(-1, *self.shape)
+        channels, height, width = self.shape
+        return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # the neutral order, as the kernel's
+
+
+def build(input_shape, hidden: list[int] = (128,), code: int = 32) -> Autoencoder:
+    return Autoencoder(input_shape, list(hidden), code)
+
+
+def neutral(model: Autoencoder) -> dict[str, tuple]:
+    return {
+        f"{part}.{own}": (f"{part}.{name}", *rest)
+        for part in ("encoder", "decoder")
+        for own, (name, *rest) in mlp.neutral(getattr(model, part)).items()
+    }

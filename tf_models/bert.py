@@ -1,0 +1,73 @@
+"""BERT (Devlin et al. 2018), small: masked words and next sentence (6.5 million weights and 257 a word)."""
+
+import keras
+from keras import layers, ops
+
+from tf_models.gpt import HIDDEN, CausalAttention, Positions, Tokens, gelu, neutral
+
+__all__ = ["build", "neutral"]
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class Attention(CausalAttention):
+    """All places see one another, except tokens (n, T) that are 0: padding."""
+
+    def call(self, qkv, tokens):
+        return self.attend(qkv, HIDDEN * ops.cast(ops.equal(tokens, 0)[:, None, None], self.wide))
+
+    def compute_output_shape(self, qkv_shape, tokens_shape):
+        return super().compute_output_shape(qkv_shape)
+
+
+@keras.saving.register_keras_serializable("hvd_train")
+class Bias(layers.Layer):
+    """x (..., k) + a learned (k,)."""
+
+    def build(self, input_shape):
+        self.bias = self.add_weight(shape=input_shape[-1:], initializer="zeros", name="bias")
+
+    def call(self, x):
+        return x + self.bias
+
+
+def _norm(x, name: str):
+    return layers.LayerNormalization(epsilon=1e-12, name=name)(x)
+
+
+def _block(x, tokens, heads: int, dropout: float, name: str):
+    """(n, T, width) and tokens (n, T) -> (n, T, width); layer norm comes after each part."""
+    width = x.shape[-1]
+    y = Attention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(x), tokens)
+    y = layers.Dropout(dropout, name=f"{name}.dropout1")(layers.Dense(width, name=f"{name}.out")(y))
+    x = _norm(layers.Add(name=f"{name}.add1")([x, y]), f"{name}.norm1")
+    y = layers.Activation(gelu, name=f"{name}.gelu")(layers.Dense(4 * width, name=f"{name}.fc1")(x))
+    y = layers.Dropout(dropout, name=f"{name}.dropout2")(layers.Dense(width, name=f"{name}.fc2")(y))
+    return _norm(layers.Add(name=f"{name}.add2")([x, y]), f"{name}.norm2")
+
+
+def build(
+    input_shape, num_classes, width: int = 256, depth: int = 8, heads: int = 8, dropout: float = 0.1
+) -> keras.Model:
+    """Tokens and segments (n, T), whole numbers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
+
+    Token 0 is padding, which nobody attends to; segments are 0 for sentence A and 1 for B; "next" is told by the first
+    place. Logits of words are products with the tokens' own embedding.
+    """
+    if not (isinstance(input_shape, dict) and set(input_shape) == {"tokens", "segments"}):
+        raise ValueError(f"the BERT needs the inputs tokens and segments, not {input_shape}")
+    if not (isinstance(num_classes, dict) and set(num_classes) == {"words", "next"}):
+        raise ValueError(f"the BERT needs the labels words and next, not {num_classes}")
+    if width % heads:
+        raise ValueError(f"width {width} is no multiple of heads {heads}")
+    inputs = {name: keras.Input(shape, dtype="int64", name=name) for name, shape in input_shape.items()}
+    tokens = Tokens(num_classes["words"], width, name="token")
+    segments = Tokens(2, width, name="segment")(inputs["segments"])
+    x = Positions(name="position")(tokens(inputs["tokens"]))
+    x = _norm(layers.Add(name="add")([x, segments]), "norm")
+    x = layers.Dropout(dropout, name="dropout")(x)
+    for i in range(depth):
+        x = _block(x, inputs["tokens"], heads, dropout, f"blocks.{i}")
+    y = layers.Activation(gelu, name="gelu")(layers.Dense(width, name="transform")(x))
+    words = Bias(name="words")(tokens(_norm(y, "transform_norm"), reverse=True))
+    pooled = layers.Dense(width, activation="tanh", name="pooler")(x[:, 0])
+    return keras.Model(inputs, {"words": words, "next": layers.Dense(2, name="next")(pooled)}, name="bert")

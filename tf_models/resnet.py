@@ -1,7 +1,5 @@
 """ResNet-18 for small images (He et al. 2015): 3 x 3 stem, four stages of basic blocks (11.2 million weights)."""
 
-from collections.abc import Callable
-
 import keras
 from keras import layers
 
@@ -35,7 +33,7 @@ def _block(x, width: int, stride: int, name: str):
     return layers.ReLU(name=f"{name}.relu2")(layers.Add(name=f"{name}.add")([y, x]))
 
 
-def staged(x, num_classes: int, width: int, blocks: list[int], block: Callable):
+def staged(x, num_classes: int, width: int, blocks: list[int], block):
     """What follows the stem: (n, height, width, channels) -> logits (n, num_classes)."""
     plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]
     for i, (out, stride) in enumerate(plan):

@@ -1,4 +1,5 @@
-"""A rank of a launched world, or the one process that it is compared with: ``keras_worker.py FOLDER [CASE ...]``.
+"""A rank of a launched world, or the one process that it is compared with: ``keras_worker.py FOLDER [CASE ...]``;
+``-CASE``: all but these.
 
 Each case is a small Keras script of a user's; results go to FOLDER/CASE.SIZE.RANK.npz. The global batch is the same for
 every world size.
@@ -23,6 +24,7 @@ from tests.seconds import counted
 
 GLOBAL = 48
 BATCH = GLOBAL // hk.size()  # a rank
+DRAWN = 2 * GLOBAL + 20  # samples of the case that looks at random numbers
 COUNT = 500  # 500 = 10 global batches of 48 and a rest of 20, which 3 ranks share 7, 7, 6
 SECONDS = 120  # of one case: a hang ends with a traceback that says where
 WIDE = 128  # a layer that is large enough to be compressed
@@ -458,7 +460,7 @@ class Told(keras.callbacks.Callback):
 def draws():
     """[what a fit's steps got, what they drew] of this rank, with seeds and without."""
     found = {}
-    ids = np.arange(COUNT, dtype="float64")
+    ids = np.arange(DRAWN, dtype="float64")
     given = {
         "sequence": lambda: Shuffled(ids, ids, noise=run != "other seeds"),
         "arrays": lambda: ids,
@@ -471,7 +473,7 @@ def draws():
             yield from np.random.permutation(ids)
 
         spec = tf.TensorSpec((), tf.float64)
-        counted = tf.data.experimental.assert_cardinality(COUNT)
+        counted = tf.data.experimental.assert_cardinality(DRAWN)
         given["dataset"] = lambda: tf.data.Dataset.from_tensor_slices(ids).shuffle(99).batch(BATCH)
         given["generator"] = lambda: (
             tf.data.Dataset.from_generator(shuffling, output_signature=spec).apply(counted).batch(BATCH)
@@ -842,7 +844,8 @@ if TENSORFLOW:
 if __name__ == "__main__":
     keras.config.set_floatx("float64")
     gc.freeze()  # clear_session collects, a third of a second for what the imports left
-    for name in sys.argv[2:] or CASES:
+    left_out = {name[1:] for name in sys.argv[2:] if name.startswith("-")}
+    for name in [name for name in sys.argv[2:] if name[0] != "-"] or [name for name in CASES if name not in left_out]:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)

@@ -15,8 +15,8 @@ from hvd_train.core.hooks import Hook
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import GIVEN
+from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.environment import world
 from hvd_train.protocol import Build
 
 
@@ -69,12 +69,12 @@ def fit(
         settled = stack.enter_context(_settled(config, model, data))
         lock = stack.enter_context(run.locked(settled, resume, overwrite))
         opened = open_data(settled.data, None if isinstance(data, str) else data)
-        settings = run.settle(settled, world(), verbose)
-        module = run.frontend_module(settled, settings["threads"], verbose)
+        rank = settle(settled.framework, settled.threads, verbose)
+        rank.module.configure(rank.threads)
         # Kept open: a launched world cannot be opened twice.
-        communicator = open_world(settled.framework) if world().launcher else Serial()
+        communicator = open_world(settled.framework) if rank.world.launcher else Serial()
         stack.enter_context(run.telling(communicator))
-        job = run.open_job(settled, module, communicator, opened, settings)
+        job = run.open_job(settled, rank.module, communicator, opened, rank.settings)
         return Summary(run.train(job, resume, allow_change, overwrite, lock, hooks))
 
 

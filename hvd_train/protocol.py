@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from hvd_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from hvd_train.config import Config
 
 Tensor = Any
 Handle = Any
@@ -214,7 +217,10 @@ class FrontEnd(Protocol):
     ops: Ops
     communicator: Communicator
     packing: Packing
-    waiting: Sequence[Any]  # steps that were handed in and have not run: they do when enough are there
+
+    @property
+    def waiting(self) -> Sequence[Any]:
+        """Steps that were handed in and have not run: they do when enough are there."""
 
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors, in the same order on every rank."""
@@ -265,6 +271,25 @@ class FrontEnd(Protocol):
 
     def average_statistics(self) -> None:
         """Averages the running statistics alone: they are what each rank gathers for itself."""
+
+
+class FrontEndModule(Protocol):
+    """The module that a framework's record names (hvd_train/frameworks.py); loading it loads the framework."""
+
+    def configure(self, threads: int) -> None:
+        """Before the first tensor: this rank's share of the cores."""
+
+    def open_frontend(
+        self, config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
+    ) -> FrontEnd: ...
+
+    def horovod(self, expected_size: int) -> Communicator:
+        """Not yet opened; ``expected_size``: the ranks that the launcher started."""
+
+    def cpu_ops(self) -> Ops: ...
+
+    def gpus(self) -> int:
+        """How many the framework sees."""
 
 
 class Exchange(Protocol):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
 import platform
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,11 +26,11 @@ from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import RESIZED, DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.environment import World, bind, keep_memory, rank_settings, threads, world
-from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd
-
-FRONTENDS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
+from hvd_train.launch.environment import keep_memory, world
+from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule
 
 
 @dataclass
@@ -56,62 +53,6 @@ class Job:
             size=communicator.size,
             seed=c.seed,
         )
-
-
-def settle(config: Config, here: World, verbose: bool) -> dict[str, Any]:
-    """Sets what frameworks and Horovod read when they load, where the user has set nothing; returns what holds."""
-    bind(here)
-    chosen = rank_settings(here, config.framework, threads(config.threads, here), verbose)
-    by = {name: "user" if name in os.environ else "hvd_train" for name in chosen}
-    for name, value in chosen.items():
-        os.environ.setdefault(name, value)
-    return {
-        "host": platform.node(),
-        "launcher": here.launcher or "none",
-        "ranks": here.size,
-        "ranks_on_this_host": here.local_size,
-        "cores": os.cpu_count(),
-        "cores_of_rank_0": sorted(os.sched_getaffinity(0)),
-        "threads": threads(config.threads, here),
-        "environment": {name: {"value": os.environ[name], "chosen_by": by[name]} for name in chosen},
-    }
-
-
-def frontend_module(config: Config, count: int, verbose: bool) -> Any:
-    """Loads the framework, after the settings that it reads only then."""
-    try:
-        with _without_noise(verbose):
-            module = importlib.import_module(FRONTENDS[config.framework])
-    except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("torch", "tensorflow", "keras"):
-            raise
-        fix = f"run scripts/setup --frameworks {config.framework}"
-        raise ConfigError(
-            f"{config.framework} is not installed", where=f"framework: {config.framework}", fix=fix
-        ) from error
-    module.configure(count, config.seed, verbose)
-    return module
-
-
-@contextmanager
-def _without_noise(verbose: bool) -> Iterator[None]:
-    """TensorFlow writes to descriptor 2 while it loads, whatever its log level; shown if loading fails."""
-    if verbose:
-        yield
-        return
-    sys.stderr.flush()
-    real = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            kept.seek(0)
-            os.write(real, kept.read())
-            raise
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
 
 
 def connect(job: Job, compression: str) -> str:
@@ -161,20 +102,17 @@ def _check_adasum(communicator: Communicator) -> None:
 
 
 def _versions(config: Config) -> dict[str, str]:
-    names = {"pytorch": ["torch"], "tensorflow": ["tensorflow", "keras"]}[config.framework] + ["horovod", "numpy"]
-    found = {"hvd_train": __version__, "python": platform.python_version()}
-    for name in names:
-        for package in (name, f"{name}-cpu"):
-            try:
-                found[name] = importlib.metadata.version(package)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
+    names = (*FRAMEWORKS[config.framework].packages, "horovod", "numpy")
+    found = {name: number for name in names if (number := version(name))}
+    return {"hvd_train": __version__, "python": platform.python_version(), **found}
 
 
 def open_job(
-    config: Config, module: Any, communicator: Communicator, data: DataSet, settings: dict[str, Any] | None = None
+    config: Config,
+    module: FrontEndModule,
+    communicator: Communicator,
+    data: DataSet,
+    settings: dict[str, Any] | None = None,
 ) -> Job:
     """Builds the model on every rank and makes the ranks agree on all that training rests on."""
     frontend = together(
@@ -193,14 +131,13 @@ def open_job(
 @contextmanager
 def opened(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
-    here = world()
     data = open_data(config.data)
-    settings = settle(config, here, verbose)
-    module = frontend_module(config, settings["threads"], verbose)
-    communicator = module.horovod(here.size) if here.size > 1 else Serial()
+    rank = settle(config.framework, config.threads, verbose)
+    rank.module.configure(rank.threads)
+    communicator = rank.communicator()
     communicator.open()
     with telling(communicator):
-        yield open_job(config, module, communicator, data, settings)
+        yield open_job(config, rank.module, communicator, data, rank.settings)
         communicator.barrier()
     communicator.close()
 

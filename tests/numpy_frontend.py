@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -175,6 +176,9 @@ class NumpyFrontEnd(StateTree):
     def specs(self):
         return [TensorSpec(n, x.shape, "float64") for n, x in self.w.items()]
 
+    def without_dropout(self):
+        pass  # it has none
+
     def connect(self, exchange):
         self.exchange = exchange
         self._exchange_state = [tuple(map(np.array, s)) for s in exchange.initial()]
@@ -257,3 +261,40 @@ class NumpyFrontEnd(StateTree):
                 self.slots[name.partition("/")[2]] = np.array(array)
             else:
                 self.statistic = np.array(array)
+
+
+# ---- what a framework's record asks of its module (protocol.FrontEndModule)
+
+
+def configure(threads):
+    pass
+
+
+def open_frontend(config, communicator, input_shape, num_classes):
+    return NumpyFrontEnd(communicator, math.prod(input_shape), num_classes, config.optim.momentum)
+
+
+def horovod(expected_size):
+    import torch
+
+    from hvd_train.frontends.pt import HorovodTorch
+
+    class HorovodNumpy(HorovodTorch):
+        def allreduce_async(self, x, name, op="sum"):
+            return super().allreduce_async(torch.from_numpy(np.array(x)), name, op)
+
+        def allgather_async(self, x, name):
+            return super().allgather_async(torch.from_numpy(np.array(x)), name)
+
+        def synchronize(self, handle):
+            return super().synchronize(handle).numpy()
+
+    return HorovodNumpy(expected_size)
+
+
+def cpu_ops():
+    return NumpyOps()
+
+
+def gpus():
+    return 0

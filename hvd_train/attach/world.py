@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import json
-import os
 import re
 import sys
 from types import TracebackType
@@ -15,12 +13,10 @@ from typing import Any
 from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, LostRankError, TrainError
-from hvd_train.frontends.serial import Serial
+from hvd_train.frontends.rank import settle
 from hvd_train.launch import leave
-from hvd_train.launch.environment import bind, rank_settings, threads, world
+from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Handle, Tensor
-
-COMMUNICATORS = {"pytorch": "hvd_train.frontends.pt", "tensorflow": "hvd_train.frontends.tf"}
 
 
 @functools.cache
@@ -33,14 +29,8 @@ def open_world(framework: str) -> Communicator:
     if _opened:  # Horovod is opened once a process, by one framework
         what = f"this process trains with {_opened[0][0]} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
-    here = world()
-    bind(here)
-    count = threads("auto", here)
-    for name, value in rank_settings(here, framework, count, verbose=True).items():
-        os.environ.setdefault(name, value)
+    communicator = settle(framework, verbose=True).communicator()
     sys.excepthook = _end
-    module = importlib.import_module(COMMUNICATORS[framework])
-    communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
     _opened.append((framework, communicator))
     atexit.register(_close)

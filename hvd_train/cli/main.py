@@ -11,6 +11,7 @@ import click
 
 from hvd_train import __version__
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS
 
 
 class Commands(click.Group):
@@ -267,7 +268,10 @@ def record(folder: Path, verbose: bool) -> None:
 @checkpoint_option
 @trust_option
 @click.option(
-    "--to", required=True, type=click.Choice(["pytorch", "keras", "onnx", "safetensors"]), help="The file's format."
+    "--to",
+    required=True,
+    type=click.Choice([*(f.format for f in FRAMEWORKS.values() if f.format), "onnx", "safetensors"]),
+    help="The file's format.",
 )
 @click.option(
     "-o",
@@ -332,7 +336,7 @@ def doctor(verbose: bool) -> None:
 
 
 @cli.command(hidden=True)
-@click.option("--framework", type=click.Choice(["pytorch", "tensorflow"]), required=True)
+@click.option("--framework", type=click.Choice(list(FRAMEWORKS)), required=True)
 def probe(framework: str) -> None:
     """One rank of the doctor's allreduce."""
     from hvd_train import doctor as checks

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
+
+from hvd_train.frameworks import FRAMEWORKS
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -22,6 +25,26 @@ def rule(problems: list[tuple[str, str]]) -> None:
     if problems:
         text = "; ".join(f"{key}: {what}" for key, what in problems)
         raise PydanticCustomError("combination", "{text}", {"text": text, "problems": problems})
+
+
+class OneOf:
+    """As Literal, of names that may become more."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
+
+    def words(self) -> str:
+        return "|".join(self._names)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def _check(self, value: Any) -> str:
+        if value not in [*self._names]:
+            *first, last = (repr(name) for name in self._names)
+            expected = " or ".join([", ".join(first), last])
+            raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
+        return value
 
 
 class ModelConfig(Section):
@@ -190,7 +213,7 @@ def _precision(value: Any) -> Any:
 
 
 class Config(Section):
-    framework: Literal["pytorch", "tensorflow"] = Field("pytorch", description="which front-end trains")
+    framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="which front-end trains")
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
     batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from hvd_train.config.keys import Config
+from hvd_train.config.keys import Config, OneOf
 
 
 def resolved_yaml(config: Config) -> str:
@@ -33,7 +33,8 @@ def explain(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[s
             rows += explain(kind, f"{prefix}{name}.")
             continue
         default = "null" if field.default is None else json.dumps(field.default)
-        rows.append((prefix + name, _words(field.annotation), default, field.description or ""))
+        names = next((kind.words() for kind in field.metadata if isinstance(kind, OneOf)), "")
+        rows.append((prefix + name, names or _words(field.annotation), default, field.description or ""))
     return rows
 
 

@@ -61,7 +61,7 @@ class Meta(_Part):
     """Of the run; a later version may say more."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-    framework: Literal["pytorch", "tensorflow"] | None = None
+    framework: Text | None = None
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     config: dict[str, Any] | None = None
     compression: Text | None = None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import (
     HorovodCommunicator,
@@ -123,7 +124,7 @@ class TorchOps:
 
 
 class HorovodTorch(HorovodCommunicator):
-    module = "horovod.torch"
+    module = PYTORCH.horovod
 
     @guarded
     def allreduce_async(self, x, name, op="sum"):
@@ -251,7 +252,7 @@ class PyTorchFrontEnd(StateTree):
         cpu = self.device.type == "cpu"
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
-        model, module = build_model("pt_models", config.model.name, options, own_shape, num_classes)
+        model, module = build_model(PYTORCH.zoo, config.model.name, options, own_shape, num_classes)
         self.model = model.to(self.device, self.dtype)
         self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
@@ -531,8 +532,7 @@ def _device(config: Config, communicator: Communicator) -> torch.device:
     return torch.device("cuda", index)
 
 
-def configure(threads: int, seed: int, verbose: bool) -> None:
-    """Before the first tensor: this rank's share of the cores."""
+def configure(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
@@ -548,3 +548,7 @@ def horovod(expected_size: int) -> HorovodTorch:
 
 def cpu_ops() -> TorchOps:
     return TorchOps(torch.device("cpu"))
+
+
+def gpus() -> int:
+    return torch.cuda.device_count()

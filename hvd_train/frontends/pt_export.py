@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import ONNX_LOAD, Exported, Trained, onnx_packages, unfit_for
 
@@ -18,7 +19,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, t
     """(the trained model for evaluation, the module that builds it, two samples of zeros), all on the CPU."""
     given, name = trained.input_shape, trained.config.model.name
     shape = (given[2], *given[:2]) if len(given) == 3 else given
-    model, module = build_model("pt_models", name, trained.config.model.options, shape, trained.num_classes)
+    model, module = build_model(PYTORCH.zoo, name, trained.config.model.options, shape, trained.num_classes)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     table = module.neutral(model) if hasattr(module, "neutral") else {}
     # Batch normalization's counter is in no checkpoint where no arithmetic uses it.

@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import (
     HorovodCommunicator,
@@ -129,7 +130,7 @@ class HorovodTensorFlow(HorovodCommunicator):
     found its steps to be faster, takes it in a loop, and what they exchange must meet.
     """
 
-    module = "horovod.tensorflow"
+    module = TENSORFLOW.horovod
 
     def __init__(self, expected_size: int) -> None:
         super().__init__(expected_size)
@@ -207,7 +208,7 @@ class TensorFlowFrontEnd(StateTree):
         keras.utils.set_random_seed(config.seed)
         options = dict(config.model.options)
         with tf.device(self._device):
-            self.model, module = build_model("tf_models", config.model.name, options, input_shape, num_classes)
+            self.model, module = build_model(TENSORFLOW.zoo, config.model.name, options, input_shape, num_classes)
             if not self.model.built:
                 self.model.build((None, *input_shape))
         if not self.model.trainable_variables:
@@ -489,8 +490,7 @@ def _device(config: Config, communicator: Communicator) -> str:
     return "/GPU:0"
 
 
-def configure(threads: int, seed: int, verbose: bool) -> None:
-    """Before the first op: this rank's share of the cores."""
+def configure(threads: int) -> None:
     with suppress(RuntimeError):  # in a notebook TensorFlow may compute already: its threads stand
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
@@ -508,3 +508,7 @@ def horovod(expected_size: int) -> HorovodTensorFlow:
 
 def cpu_ops() -> TensorFlowOps:
     return TensorFlowOps()
+
+
+def gpus() -> int:
+    return len(tf.config.list_physical_devices("GPU"))

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import ONNX_LOAD, Exported, Trained, onnx_packages, unfit_for
 
@@ -20,7 +21,7 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], tuple[i
     keras.utils.clear_session()  # Keras numbers its layers: names must be those of the training
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
-    model, module = build_model("tf_models", name, trained.config.model.options, shape, trained.num_classes)
+    model, module = build_model(TENSORFLOW.zoo, name, trained.config.model.options, shape, trained.num_classes)
     if not model.built:
         model.build((None, *shape))
     logits = model(np.zeros((2, *shape), dtype), training=False)

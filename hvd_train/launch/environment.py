@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS
 
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
-# Read while TensorFlow loads, which takes oneDNN by itself only where it finds AVX-512 VNNI. With AVX2 alone its other
-# kernels need 2.3 times as long for a step of the wide MLP, 1.5 for SINGA's CNN, 1.9 for ResNet-18.
-KERNELS = {"TF_ENABLE_ONEDNN_OPTS": "1"} if platform.machine() == "x86_64" else {}
 
 # launcher: variables of (rank, world size, local rank, local size)
 LAUNCHERS = {
@@ -126,10 +123,8 @@ def threads(config_threads: int | str, here: World) -> int:
 def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dict[str, str]:
     """Environment of one rank, before any framework is loaded; set it by ``setdefault``: the user's word stands."""
     settings = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-    if framework == "tensorflow":
-        settings |= {"KERAS_BACKEND": "tensorflow", **KERNELS}
-        if not verbose:
-            settings |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+    record = FRAMEWORKS[framework]
+    settings |= {**record.settings, **({} if verbose else record.quiet)}
     if here.size > 1:
         settings |= {
             # Fusing by arrival time would change the order of sums from run to run with three or more ranks.

@@ -8,20 +8,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch import launch
 from hvd_train.launch.environment import world
 from hvd_train.report.tables import table
 from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
 from hvd_train.verify.record import Record
 
-ZOOS = {"pytorch": "pt_models", "tensorflow": "tf_models"}
-NEEDS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "keras")}
 SHOWN = 24  # rows of a table in the terminal; the page has all
 REASON = (
     f"tolerance: {TOLERANCE:g} of a tensor's largest entry, in 64 bits: sums in another order move it by about 1e-13, "
@@ -87,14 +85,14 @@ def verify(
 
 
 def _frameworks(config: Config) -> tuple[list[str], list[str]]:
-    """(what to compare, notes): the configuration's framework, and the other if it is installed and has the model."""
-    (other,) = ZOOS.keys() - {config.framework}
-    name = config.model.name
-    if not (name.isidentifier() and all(find_spec(f"{zoo}.{name}") for zoo in ZOOS.values())):
-        return [config.framework], [f"the model is in {config.framework} alone: only the ranks are compared"]
-    if not all(find_spec(package) for package in NEEDS[other]):
-        return [config.framework], [f"{other} is not installed: only the ranks are compared"]
-    return [config.framework, other], []
+    """(what to compare, notes): the configuration's framework, and all others that are installed and have the model."""
+    own, name = FRAMEWORKS[config.framework], config.model.name
+    others = [other for other in FRAMEWORKS.values() if other is not own and own.has(name) and other.has(name)]
+    found = [own.name, *(other.name for other in others if other.installed())]
+    rest = "" if len(found) > 1 else ": only the ranks are compared"
+    if not others:
+        return found, [f"the model is in {own.name} alone{rest}"]
+    return found, [f"{other.name} is not installed{rest}" for other in others if not other.installed()]
 
 
 def _notes(config: Config) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from hvd_train.core.hooks import Hook, Taken
 from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.trees import pack, unpack
+from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.protocol import Tree
 
 STAGES = ("first", "last")
@@ -56,7 +56,7 @@ def record(folder: Path, verbose: bool) -> int:
     """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
     paths = sorted(folder.glob("*.yaml"))
     with run.opened(load_config(paths[0]), verbose) as first:
-        module = importlib.import_module(run.FRONTENDS[first.config.framework])
+        module = FRAMEWORKS[first.config.framework].load()
         for path in paths:
             config = load_config(path)
             job = first if path == paths[0] else run.open_job(config, module, first.communicator, first.data)

@@ -31,7 +31,7 @@ import psutil
 import tables
 from engines import MODELS, RANKS, ROOT
 
-from hvd_train.launch.environment import KERNELS
+from hvd_train.frameworks import KERNELS
 from hvd_train.launch.local import command, environment, find_tool
 
 START_SECONDS, SETTLE_SECONDS = 180, 0.3

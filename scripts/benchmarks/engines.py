@@ -113,17 +113,17 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
     import importlib
 
-    from hvd_train import run
     from hvd_train.config import Config
     from hvd_train.data.loader import Loader
     from hvd_train.data.sources import open_data
+    from hvd_train.frameworks import FRAMEWORKS
     from hvd_train.frontends.serial import Serial
 
     config = Config.model_validate(settings(framework, work, {}))
     data = open_data(config.data)
     held.append(data)  # as a loader of theirs would
-    module = importlib.import_module(run.FRONTENDS[framework])
-    module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")), 0, False)
+    module = FRAMEWORKS[framework].load()
+    module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
     frontend = module.open_frontend(config, Serial(), data.input_shape, data.num_classes)
     loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
     batches = []

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hvd_train.errors import ConfigError
+from hvd_train.frameworks import KERNELS
 from hvd_train.launch import environment
 from hvd_train.launch.environment import World, bind, rank_settings, threads, world
 
@@ -139,7 +140,7 @@ def test_rank_settings(monkeypatch):
     gloo = rank_settings(World(0, 2, 0, 2, "horovodrun"), "tensorflow", 1, verbose=False)
     assert gloo["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert gloo["TF_CPP_MIN_LOG_LEVEL"] == "3" and gloo["KERAS_BACKEND"] == "tensorflow"
-    assert gloo.items() >= environment.KERNELS.items()
+    assert gloo.items() >= KERNELS.items()
     mpi = rank_settings(World(0, 2, 0, 2, "mpirun"), "tensorflow", 1, verbose=True)
     assert mpi["HOROVOD_CYCLE_TIME"] == "0.1" and "TF_CPP_MIN_LOG_LEVEL" not in mpi
     assert all(isinstance(value, str) for value in mpi.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import sys
@@ -25,6 +24,7 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
+from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import rank_settings, world
 from tests.seconds import counted
@@ -196,8 +196,8 @@ def main() -> int:
     here = world()
     for name, value in rank_settings(here, framework, 1, verbose=False).items():
         os.environ.setdefault(name, value)
-    module = importlib.import_module(run.FRONTENDS[framework])
-    module.configure(1, 0, False)
+    module = FRAMEWORKS[framework].load()
+    module.configure(1)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()
     gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left

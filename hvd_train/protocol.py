@@ -310,4 +310,31 @@ class Exchange(Protocol):
     def truth(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor: ...
 
 
+class Synchronizer(Protocol):
+    """How N ranks are one model, ``exchange.mode``; called on all ranks alike."""
+
+    @property
+    def own_gradients(self) -> bool:
+        """A rank's gradient is the mean over its own samples, instead of its part of the global mean."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the ranks' weights may differ now."""
+
+    def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
+        """What each step hands its gradients to. ``alone``: where they stay on their rank."""
+
+    def stepped(self, frontend: FrontEnd, step: int) -> None:
+        """After step number ``step`` (from 1)."""
+
+    def converge(self, frontend: FrontEnd) -> None:
+        """Makes weights that went apart the same on all ranks: before an evaluation, a checkpoint and the end."""
+
+    def local_state(self, frontend: FrontEnd) -> Tree:
+        """What a checkpoint must keep of this rank alone."""
+
+    def load_local(self, frontend: FrontEnd, tree: Mapping[str, np.ndarray]) -> None:
+        """Takes a tree of ``local_state`` (empty: there is none), after the front-end has its weights."""
+
+
 Build = Callable[..., Any]  # a zoo's or a user's model function: build(input_shape=, num_classes=, **options)

@@ -58,7 +58,7 @@ class Job:
 def connect(job: Job, compression: str) -> str:
     """Puts the exchange between front-end and network; returns which compression ``auto`` took, or the given one."""
     from hvd_train.compression import make
-    from hvd_train.core import auto
+    from hvd_train.core import auto, synchronizers
     from hvd_train.core.exchange import Clip
     from hvd_train.core.exchange import Exchange as GradientExchange
 
@@ -75,19 +75,20 @@ def connect(job: Job, compression: str) -> str:
         if communicator.rank == 0 and seconds:
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
             print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
-    frontend.connect(
-        GradientExchange(
+
+    def build(over: Communicator) -> GradientExchange:
+        return GradientExchange(
             specs,
             frontend.packing,
             compressor(compression),
-            # Where weights are averaged instead, gradients stay on their rank.
-            communicator if exchange.mode == "allreduce" else Serial(),
+            over,
             frontend.ops,
             Clip(config.gradient_clip_val, config.gradient_clip_algorithm),
             op="adasum" if exchange.op == "adasum" else "sum",
             world=communicator,
         )
-    )
+
+    frontend.connect(synchronizers.make(exchange).exchange(build, communicator, Serial()))
     return compression
 
 

@@ -186,11 +186,6 @@ class ExchangeConfig(Section):
         """What a compressor takes."""
         return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(compression, ())}
 
-    @property
-    def own_gradients(self) -> bool:
-        """Each rank's gradient is the mean over its own samples, instead of its part of the global mean."""
-        return self.mode != "allreduce" or self.op == "adasum"
-
 
 class CheckpointConfig(Section):
     every_n_epochs: Count = Field(1, description="save at the end of every n-th epoch; 0: only at the end of training")

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, synchronizers
 from hvd_train.core.agreement import agree, together
-from hvd_train.core.apart import due
 from hvd_train.core.evaluation import Result, evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
@@ -76,7 +75,7 @@ class Trainer:
         self._scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
         self._begun = False  # whether the run folder is written
-        self.apart = False  # whether weights may differ between ranks
+        self.synchronizer = synchronizers.make(config.exchange)
         self._why = ""  # this rank's wish to stop
         self._speed, lines = Speed(), Lines()
         self.samples_per_second = self._speed.median
@@ -165,7 +164,7 @@ class Trainer:
         """(learning rate, this rank's sums of each micro-batch)."""
         p, c = self.progress, self.config
         own = sum(batch.count for batch in step.micro_batches)
-        scale = p.loss_scale / (max(own, 1) if c.exchange.own_gradients else step.count)
+        scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
         # The rate follows the place in the epoch, so that it means the same after a resume on another world size.
         position = p.epoch * self.schedule.steps_per_epoch + p.consumed // self.global_batch
         rate = self.schedule.rate(position)
@@ -185,11 +184,7 @@ class Trainer:
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
         if self._scaled:
             self._rescale()
-        if c.exchange.mode != "allreduce":
-            names = due(c.exchange, self.frontend.specs(), p.step)
-            if names:
-                self.frontend.average(names)
-            self.apart = True
+        self.synchronizer.stepped(self.frontend, p.step)
         return rate, sums
 
     def _rescale(self) -> None:
@@ -212,10 +207,9 @@ class Trainer:
         self.log.truth(self.progress.epoch, self.progress.step, dot / length if length else 1.0, sent, plain)
 
     def _together(self) -> None:
-        """Averages weights that were let go apart: before an evaluation, a checkpoint and the end."""
-        if self.apart:
-            self.frontend.average()
-            self.apart = False
+        """One model on all ranks: before an evaluation, a checkpoint and the end."""
+        if self.synchronizer.apart:
+            self.synchronizer.converge(self.frontend)
             self._agreement.compare(self)
 
     def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
@@ -307,11 +301,8 @@ class Trainer:
         self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
 
     def _local(self) -> Tree:
-        """What belongs to this rank alone: the compressor's state, and slots of weights that go apart."""
-        own = self.frontend.local_state()
-        if self.config.exchange.mode != "allreduce":
-            own |= {k: v for k, v in self.frontend.state().items() if k.startswith("slots/")}
-        return own
+        """What belongs to this rank alone: the compressor's state and the synchronizer's."""
+        return self.frontend.local_state() | self.synchronizer.local_state(self.frontend)
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
@@ -348,7 +339,7 @@ class Trainer:
         tree = without_slots(self.frontend.state()) if first else snapshot.tree if snapshot else {}
         for piece in broadcast(communicator, tree):
             self.frontend.load(piece)
-        self.frontend.load({k: v for k, v in mine.items() if k.startswith("slots/")})
+        self.synchronizer.load_local(self.frontend, mine)
         return notes
 
     def _go_on(self, progress: Progress, found: dict[str, Any]) -> list[str]:

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from hvd_train.core.folder import put
 from hvd_train.errors import LostRankError, TrainError
+from hvd_train.frameworks import KERNELS
 from hvd_train.launch import leave
-from hvd_train.launch.environment import KERNELS, bind, rank_settings, threads, world
+from hvd_train.launch.environment import bind, rank_settings, threads, world
 
 
 def main() -> None:

@@ -1,0 +1,17 @@
+"""All weights are averaged after every so many steps (Stich 2019, "Local SGD Converges Fast ...")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvd_train.core.synchronizers.averaging import Averaging
+from hvd_train.protocol import TensorSpec
+
+
+class LocalSGD(Averaging):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:
+        return [spec.name for spec in specs] if step % self.steps == 0 else []

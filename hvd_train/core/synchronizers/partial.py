@@ -1,0 +1,30 @@
+"""After each step a part of the weights is averaged, the next one in turn (Apache SINGA's partial synchronization)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hvd_train.core.synchronizers.averaging import Averaging
+from hvd_train.protocol import TensorSpec
+
+
+def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
+    """Names in ceil(1 / fraction) consecutive parts of about equal numbers of entries; a tensor is never cut."""
+    count = math.ceil(1 / fraction - 1e-9)
+    total, done = sum(spec.size for spec in specs), 0
+    found: list[list[str]] = [[] for _ in range(count)]
+    for spec in specs:
+        found[min(count - 1, done * count // total)].append(spec.name)
+        done += spec.size
+    return [part for part in found if part]
+
+
+class Partial(Averaging):
+    def __init__(self, fraction: float) -> None:
+        super().__init__()
+        self.fraction = fraction
+
+    def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:
+        cycle = parts(specs, self.fraction)
+        return cycle[(step - 1) % len(cycle)]

@@ -1,0 +1,83 @@
+"""Which weights are averaged when: every weight in turn, and all of them with fraction 1 or every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_train.config.keys import ExchangeConfig
+from hvd_train.core.synchronizers import make
+from hvd_train.core.synchronizers.partial import parts
+from hvd_train.protocol import TensorSpec
+from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+
+SPECS = [TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate((100, 1, 50, 200, 3, 3, 400, 10))]
+NAMES = [spec.name for spec in SPECS]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 0.3, 0.5, 1.0])
+def test_every_weight_is_in_one_part(fraction):
+    found = parts(SPECS, fraction)
+    assert [name for part in found for name in part] == NAMES
+    assert len(found) <= -(-1 // fraction)
+
+
+def test_equal_tensors_make_equal_parts():
+    specs = [TensorSpec(str(i), (10,), "float32") for i in range(12)]
+    assert [len(part) for part in parts(specs, 0.25)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 1.0])
+def test_partial_goes_round(fraction):
+    partial = make(ExchangeConfig(mode="partial", partial_fraction=fraction))
+    cycle = len(parts(SPECS, fraction))
+    for first in (1, 5, 1000):
+        seen = [name for step in range(first, first + cycle) for name in partial.due(SPECS, step)]
+        assert sorted(seen) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_local_sgd_averages_all_every_so_many_steps(every):
+    local = make(ExchangeConfig(mode="local_sgd", local_steps=every))
+    for step in range(1, 10):
+        assert local.due(SPECS, step) == (NAMES if step % every == 0 else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "op", "travel", "own"),
+    [
+        ("allreduce", "average", True, False),
+        ("allreduce", "adasum", True, True),
+        ("partial", "average", False, True),
+        ("local_sgd", "average", False, True),
+    ],
+)
+def test_gradients_travel_or_weights_do(mode, op, travel, own):
+    made = make(ExchangeConfig(mode=mode, op=op))
+    assert made.exchange(lambda over: over, "world", "alone") == ("world" if travel else "alone")
+    assert made.own_gradients == own
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "partial", "local_sgd"])
+def test_weights_that_went_apart_come_together_once(mode):
+    """Three ranks, each with its own weights and slots after two steps."""
+
+    def work(communicator):
+        frontend, made = NumpyFrontEnd(communicator, 5, 3), make(ExchangeConfig(mode=mode))
+        first = frontend.state()
+        frontend.slots["w"] += communicator.rank
+        for step in (1, 2):
+            made.stepped(frontend, step)
+        kept = made.local_state(frontend)
+        if made.apart:
+            made.converge(frontend)
+        return made.apart, first, frontend.state(), kept
+
+    apart, first, last, kept = zip(*run_ranks(3, work), strict=True)
+    assert not any(apart)
+    if mode == "allreduce":
+        assert all((a["weights/w"] == b["weights/w"]).all() for a, b in zip(first, last, strict=True)) and not any(kept)
+    else:
+        np.testing.assert_allclose(last[0]["weights/w"], np.mean([tree["weights/w"] for tree in first], 0), rtol=1e-12)
+        assert all((tree["weights/w"] == last[0]["weights/w"]).all() for tree in last)
+        assert [tree["slots/momentum/w"][0, 0] for tree in kept] == [0, 1, 2]

@@ -128,6 +128,12 @@ class Ops(Protocol):
         """Indices (m,) of the entries of the flat ``x`` that are > bound; m depends on the data."""
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Flat tensors, one after the other."""
+
+    def cut(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """The flat ``x`` in parts of these sizes, which add up to its own."""
+
     def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
         """A flat tensor of zeros into which values are added (an index may occur several times)."""
 
@@ -300,6 +306,12 @@ class Exchange(Protocol):
         """Indices into ``specs()``; each bucket travels as one flat tensor."""
 
     def initial(self) -> list[tuple[np.ndarray, ...]]: ...
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def split(self, flats: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]: ...
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> Any: ...
 

@@ -38,6 +38,12 @@ class NumpyOps:
     def take(self, x, indices):
         return x[indices]
 
+    def join(self, parts):
+        return np.concatenate(parts)
+
+    def cut(self, x, sizes):
+        return np.split(x, np.cumsum(sizes)[:-1])
+
     def scatter(self, length, indices, values):
         out = np.zeros(length, values.dtype)
         np.add.at(out, indices, values)
@@ -212,18 +218,12 @@ class NumpyFrontEnd(StateTree):
         if self.steps == self.poison_at:
             sums = sums * [np.nan, 1, 1]
         self.steps += 1
-        names, started = list(self.w), []
-        for b, members in enumerate(self.exchange.buckets):
-            flat = np.concatenate([self.sums[names[i]].ravel() for i in members]) * unscale
-            started.append(self.exchange.start(b, flat, self._exchange_state[b]))
-        reduced, self._exchange_state = self.exchange.finish(started)
-        for members, flat in zip(self.exchange.buckets, reduced, strict=True):
-            ends = np.cumsum([self.w[names[i]].size for i in members])
-            for i, part in zip(members, np.split(flat, ends[:-1]), strict=True):
-                n = names[i]
-                self.slots[n] = self.momentum * self.slots[n] + part.reshape(self.w[n].shape)
-                self.w[n] = self.w[n] - learning_rate * self.slots[n]
-                self.sums[n] = np.zeros_like(self.w[n])
+        flats = self.exchange.join([x * unscale for x in self.sums.values()])
+        reduced, self._exchange_state = self.exchange.reduce(flats, self._exchange_state)
+        for n, gradient in zip(self.w, self.exchange.split(reduced), strict=True):
+            self.slots[n] = self.momentum * self.slots[n] + gradient
+            self.w[n] = self.w[n] - learning_rate * self.slots[n]
+            self.sums[n] = np.zeros_like(self.w[n])
         return sums
 
     def _measure(self, batch, scale, seed):

@@ -71,7 +71,7 @@ class _Started:
 
 
 class Exchange:
-    """Joins gradients over ranks. One instance per front-end; ``start`` for each bucket, then ``finish`` once.
+    """Joins gradients over ranks. One per front-end; ``reduce``, or ``start`` for each bucket, then ``finish`` once.
 
     ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
     Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel plain beside a compressor.
@@ -116,6 +116,28 @@ class Exchange:
             self._compressors[b].initial(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
         ]
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the order of the specs -> each bucket's flat one; what is alone in its bucket is not copied."""
+        flats = []
+        for members in self.buckets:
+            parts = [self._ops.reshape(tensors[i], (-1,)) for i in members]
+            flats.append(parts[0] if len(parts) == 1 else self._ops.join(parts))
+        return flats
+
+    def split(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The way back: each bucket's flat tensor -> tensors in the order and the shapes of the specs."""
+        found: dict[int, Tensor] = {}
+        for members, flat in zip(self.buckets, flats, strict=True):
+            sizes = [self._specs[i].size for i in members]
+            parts = self._ops.cut(flat, sizes) if len(members) > 1 else [flat]
+            for i, part in zip(members, parts, strict=True):
+                found[i] = self._ops.reshape(part, self._specs[i].shape)
+        return [found[i] for i in range(len(self._specs))]
+
+    def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]:
+        """All buckets at once: ``start``, then ``finish``."""
+        return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
         """Starts the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
@@ -169,8 +191,7 @@ class Exchange:
         meter = _Meter(self._communicator, ops)
         other = copy.copy(self)
         other._communicator, other._clip = meter, Clip()  # type: ignore[assignment]
-        started = [other.start(b, g + 0, states[b]) for b, g in enumerate(gradients)]
-        decoded, _ = other.finish(started)
+        decoded, _ = other.reduce([g + 0 for g in gradients], states)
         figures = [0.0] * 5
         for b, (gradient, d) in enumerate(zip(gradients, decoded, strict=True)):
             e = self._communicator.synchronize(self._communicator.allreduce_async(gradient + 0, f"truth{b}"))

@@ -61,6 +61,12 @@ class TorchOps:
     def take(self, x, indices):
         return x[indices]
 
+    def join(self, parts):
+        return torch.cat(list(parts))
+
+    def cut(self, x, sizes):
+        return torch.split(x, list(sizes))
+
     def scatter(self, length, indices, values):
         return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
 

@@ -14,9 +14,9 @@ import hvd_train
 PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
-    "errors": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2, "launch": 2,
-    "frontends": 3, "report": 3, "run": 4, "attach": 4, "doctor": 5, "verify": 5, "export": 5, "api": 5, "torch": 5,
-    "keras": 5, "cli": 6, "__main__": 7, "__init__": 0,
+    "errors": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2, "launch": 3,
+    "report": 3, "frontends": 4, "run": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6, "export": 6, "torch": 6,
+    "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

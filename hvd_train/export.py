@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hvd_train import __version__
 from hvd_train.config import Config
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, files
 from hvd_train.core.log import warn
 from hvd_train.core.trees import without_slots
 from hvd_train.data.sources import open_data
@@ -130,13 +128,8 @@ def _check_place(output: Path, to: str, overwrite: bool) -> None:
 
 
 def _write(output: Path, content: bytes) -> None:
-    """Whole or not at all: under another name first."""
-    partial = output.with_name(f"{output.name}.partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, output)
+        files.put(output, content)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"the export cannot be written: {error.strerror}", where=str(output)) from error

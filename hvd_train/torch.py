@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from hvd_train.attach.pt_buffers import Buffers
 from hvd_train.attach.pt_reducer import Reducer
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
+from hvd_train.core import files
 from hvd_train.core.agreement import agree, together
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
@@ -207,20 +207,10 @@ def save(path: str | os.PathLike, **parts: Any) -> None:
     if rank():
         return
     data = pt_files.pack({name: _state_of(part) for name, part in parts.items()})
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        files.put(Path(path), data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"the checkpoint cannot be written: {error.strerror}", where=str(path)) from error
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from hvd_train.config import Config
+from hvd_train.core.files import sync, write
 from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
 from hvd_train.core.trees import pack, unpack, without_slots
 from hvd_train.errors import CheckpointError
@@ -73,7 +74,7 @@ def preflight(folder: Path) -> None:
     probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(probe, b"probe")
+        write(probe, b"probe")
         probe.unlink()
     except OSError as error:
         raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(folder)) from error
@@ -117,7 +118,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
         files = {}
         for part, tree in parts.items():
             content = pack(tree)
-            _write(temporary / f"{part}.safetensors", content)
+            write(temporary / f"{part}.safetensors", content)
             files[f"{part}.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         manifest = {
             "format": FORMAT,
@@ -128,35 +129,20 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
             "meta": snapshot.meta,
             "files": files,
         }
-        _write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
-        _sync(temporary)
+        write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
+        sync(temporary)
         before = [final] if final.exists() else []
         if before:
             before = [final.with_name(f"{final.name}.was-{secrets.token_hex(4)}")]
             os.rename(final, before[0])
         os.rename(temporary, final)
-        _sync(folder)
+        sync(folder)
         for path in before:
             _remove(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

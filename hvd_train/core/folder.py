@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, files
 from hvd_train.errors import CheckpointError, ConfigError
 
 NAME = "lock"
@@ -120,10 +120,7 @@ class Lock:
     def _ticket(self) -> Path:
         """The lock's content under a name of its own; its time is the file system's."""
         ticket = self.path.with_name(f"{NAME}.{self._own.token}")
-        with open(ticket, "x", encoding="utf-8") as stream:
-            stream.write(self._own.model_dump_json())
-            stream.flush()
-            os.fsync(stream.fileno())
+        files.write(ticket, self._own.model_dump_json().encode())
         return ticket
 
     def _take(self, path: Path, ticket: Path) -> Holder | None:
@@ -147,9 +144,7 @@ class Lock:
             try:
                 found = _read(path)
                 if found is not None and found.token == holder.token:
-                    second = path.with_name(f"{ticket.name}.next")
-                    second.write_text(self._own.model_dump_json(), encoding="utf-8")
-                    os.replace(second, path)
+                    files.put(path, self._own.model_dump_json().encode())
             finally:
                 gate.unlink(missing_ok=True)
 
@@ -266,8 +261,5 @@ def _move(paths: Sequence[Path], to: Path) -> None:
 
 
 def put(path: Path, values: dict[str, Any] | str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
     text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    files.put(path, text.encode())

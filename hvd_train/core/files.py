@@ -1,0 +1,36 @@
+"""Files that are whole or not there, also after a kill or a power cut: written aside, then renamed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def put(path: Path, content: bytes) -> None:
+    """``path`` with this content, in place of what was there. Raises OSError, and then leaves nothing behind."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary, content)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write(path: Path, content: bytes) -> None:
+    """A new file, which is on the disk when this returns."""
+    with open(path, "xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(folder: Path) -> None:
+    """What was renamed in it is on the disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

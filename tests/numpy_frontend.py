@@ -235,11 +235,6 @@ class NumpyFrontEnd(StateTree):
     def predict(self, batch):
         return self._forward(batch)[1]
 
-    def load_local(self, tree):
-        self._exchange_state = [
-            tuple(np.array(tree[f"{b}/{k}"]) for k in range(len(s))) for b, s in enumerate(self._exchange_state)
-        ]
-
     def _weights(self):
         return self.w.items()
 

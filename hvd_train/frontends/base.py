@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.config import Config
+from hvd_train.core.initial import first_weight
 from hvd_train.core.mean import differing, mean
 from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
@@ -58,6 +60,14 @@ class Layout:
         return np.ascontiguousarray(own).reshape(self.own_shape)
 
 
+def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
+    """Of tensors by their own names; one that the model's ``table`` leaves out keeps its name and its axes."""
+    return {
+        own: Layout.of(shape, table.get(own, (own.replace("/", "."), None, None, shape)))
+        for own, shape in shapes.items()
+    }
+
+
 class StateTree(ABC):
     """``state`` and ``load`` over a subclass' own arrays.
 
@@ -96,12 +106,24 @@ class StateTree(ABC):
     def _weights(self) -> Iterable[tuple[str, np.ndarray]]:
         """(own name, trainable weight as it lies in memory, not copied where that can be helped)."""
 
+    def _first_weights(self, names: Iterable[str], seed: int) -> Iterator[tuple[str, np.ndarray]]:
+        """(own name, first weight in its own axis order)."""
+        for own in names:
+            layout = self.layouts[own]
+            yield own, layout.from_neutral(first_weight(layout.name, layout.shape, seed))
+
     def local_state(self) -> Tree:
         return {
             f"{b}/{k}": self.ops.to_numpy(x)
             for b, state in enumerate(self._exchange_state)
             for k, x in enumerate(state)
         }
+
+    def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
+        self._exchange_state = [
+            tuple(self.ops.from_numpy(tree[f"{b}/{k}"]) for k in range(len(state)))
+            for b, state in enumerate(self._exchange_state)
+        ]
 
     @abstractmethod
     def _keys(self) -> list[str]:
@@ -333,6 +355,16 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
     # A rank that is not bound shares all cores, one that is bound to a socket those of the socket.
     own = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
     return gpu or communicator.local_size < communicator.size or own > threads
+
+
+def gpu_of(config: Config, communicator: Communicator, visible: int, framework: str) -> int | None:
+    """The GPU of this rank among the ``visible`` ones; None: it computes on the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not visible):
+        return None
+    if not visible:
+        fix = "set device: cpu, or see 'hvd-train doctor'"
+        raise ConfigError(f"this {framework} sees no GPU", where="device: cuda", fix=fix)
+    return gpu_index(visible, communicator.local_rank, config.devices)
 
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:

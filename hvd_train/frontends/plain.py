@@ -13,7 +13,7 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core.loop import check_tree
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.base import Layout
+from hvd_train.frontends.base import layouts_of
 from hvd_train.protocol import Tree
 
 
@@ -36,10 +36,7 @@ class Trained:
 
     def own(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
         """The arrays under a model's own names and in its own axis order; they must be its tensors, all of them."""
-        layouts = {
-            name: Layout.of(shape, table.get(name, (name.replace("/", "."), None, None, shape)))
-            for name, shape in shapes.items()
-        }
+        layouts = layouts_of(shapes, table)
         check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
         return {name: x.from_neutral(self.arrays[x.name]) for name, x in layouts.items()}
 

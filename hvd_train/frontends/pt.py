@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,17 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.config import Config
-from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import (
     HorovodCommunicator,
-    Layout,
     StateTree,
     build_model,
-    gpu_index,
+    gpu_of,
     guarded,
+    layouts_of,
     overlaps,
     unfit,
 )
@@ -263,7 +262,7 @@ class PyTorchFrontEnd(StateTree):
         self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.layouts = {n: Layout.of(t.shape, table.get(n, (n, None, None, t.shape))) for n, t in named.items()}
+        self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
@@ -271,9 +270,7 @@ class PyTorchFrontEnd(StateTree):
         self._channels_last = self._takes_channels_last(own_shape)
         self._flats: list[Flat] = []
         if table:
-            for name in self._trainable:
-                layout = self.layouts[name]
-                self._set({name: layout.from_neutral(first_weight(layout.name, layout.shape, config.seed))})
+            self._set(self._first_weights(self._trainable, config.seed))
 
     def _takes_channels_last(self, shape: tuple[int, ...]) -> bool:
         """Whether images and kernels lie channels last: a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
@@ -449,12 +446,6 @@ class PyTorchFrontEnd(StateTree):
         with self._mixed:
             return self.ops.to_numpy(self.model(placed[0]).to(self.dtype))
 
-    def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
-        self._exchange_state = [
-            tuple(self.ops.from_numpy(tree[f"{b}/{k}"]) for k in range(len(state)))
-            for b, state in enumerate(self._exchange_state)
-        ]
-
     def _slots(self) -> dict[str, torch.Tensor]:
         """Own key -> view into the optimizer's flat slots, or its scalar step count."""
         found: dict[str, torch.Tensor] = {}
@@ -483,10 +474,10 @@ class PyTorchFrontEnd(StateTree):
             sizes = [math.prod(shape) for shape in flat.shapes]
             yield from zip(flat.names, (x.numpy() for x in flat.weight.detach().cpu().split(sizes)), strict=True)
 
-    def _set(self, weights: Mapping[str, np.ndarray]) -> None:
-        with torch.no_grad():
-            for name, array in weights.items():
-                self._trainable[name].copy_(torch.from_numpy(array))
+    @torch.no_grad()
+    def _set(self, weights: Iterable[tuple[str, np.ndarray]]) -> None:
+        for name, array in weights:
+            self._trainable[name].copy_(torch.from_numpy(array))
 
     @torch.no_grad()
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -527,13 +518,9 @@ def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
 
 
 def _device(config: Config, communicator: Communicator) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    index = gpu_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
+    if index is None:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "this PyTorch sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'"
-        )
-    index = gpu_index(torch.cuda.device_count(), communicator.local_rank, config.devices)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

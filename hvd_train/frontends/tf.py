@@ -18,18 +18,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.core.initial import first_weight
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import (
     HorovodCommunicator,
-    Layout,
     StateTree,
     build_model,
     fits,
-    gpu_index,
+    gpu_of,
     guarded,
+    layouts_of,
     overlaps,
     unfit,
 )
@@ -230,14 +229,10 @@ class TensorFlowFrontEnd(StateTree):
         # A generator's state is no weight: broadcasting or comparing it would give all ranks the same dropout masks.
         self._seeds = [v for path, v in fixed.items() if path.endswith("seed_generator_state")]
         self._fixed = {path: v for path, v in fixed.items() if not path.endswith("seed_generator_state")}
-        self.layouts = {
-            path: Layout.of(v.shape, table.get(path, (path.replace("/", "."), None, None, tuple(v.shape))))
-            for path, v in {**self._trainable, **self._fixed}.items()
-        }
+        self.layouts = layouts_of({path: tuple(v.shape) for path, v in (self._trainable | self._fixed).items()}, table)
         if table:
-            for path, variable in self._trainable.items():
-                layout = self.layouts[path]
-                variable.assign(layout.from_neutral(first_weight(layout.name, layout.shape, config.seed)))
+            for path, weight in self._first_weights(self._trainable, config.seed):
+                self._trainable[path].assign(weight)
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
@@ -468,16 +463,11 @@ def _view(variable) -> np.ndarray:
 
 def _device(config: Config, communicator: Communicator) -> str:
     gpus = tf.config.list_physical_devices("GPU")
-    if config.device == "cpu" or (config.device == "auto" and not gpus):
-        tf.config.set_visible_devices([], "GPU")
+    index = gpu_of(config, communicator, len(gpus), "TensorFlow")
+    tf.config.set_visible_devices([] if index is None else [gpus[index]], "GPU")
+    if index is None:
         return "/CPU:0"
-    if not gpus:
-        raise ConfigError(
-            "this TensorFlow sees no GPU", where="device: cuda", fix="set device: cpu, or see 'hvd-train doctor'"
-        )
-    gpu = gpus[gpu_index(len(gpus), communicator.local_rank, config.devices)]
-    tf.config.set_visible_devices([gpu], "GPU")
-    tf.config.experimental.set_memory_growth(gpu, True)
+    tf.config.experimental.set_memory_growth(gpus[index], True)
     return "/GPU:0"
 
 

@@ -34,6 +34,7 @@ from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core import files
 from hvd_train.core.agreement import agree, together
+from hvd_train.core.mean import ordered_sum
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends import pt_batchnorm
@@ -87,8 +88,7 @@ def sum(*values: Any) -> Any:
     own = np.array([float(value) for value in values])
     if pt_backward.here() < 0:
         pt_backward.after_failure()
-    parts = [np.frombuffer(part) for part in _world().allgather_bytes(own.tobytes(), "ht.sum")]
-    total = np.sum(parts, axis=0).tolist()
+    total = ordered_sum(own, _world(), "ht.sum").tolist()
     return total[0] if len(values) == 1 else total
 
 

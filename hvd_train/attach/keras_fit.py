@@ -16,7 +16,7 @@ from hvd_train.attach import keras_loss
 from hvd_train.attach.draws import PIPELINE, Draws
 from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
 from hvd_train.core.agreement import agree, agree_on_weights, due, together
-from hvd_train.core.mean import differing, mean
+from hvd_train.core.mean import differing, mean, ordered_sum
 from hvd_train.errors import ConfigError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
@@ -265,9 +265,7 @@ class Rank:
         if not arrays:
             return []
         flat = np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
-        parts = self.world.allgather_bytes(flat.tobytes())
-        total = sum((np.frombuffer(part, np.float64) for part in parts[1:]), np.frombuffer(parts[0], np.float64))
-        pieces = np.split(total, np.cumsum([a.size for a in arrays])[:-1])
+        pieces = np.split(ordered_sum(flat, self.world), np.cumsum([a.size for a in arrays])[:-1])
         return [piece.reshape(a.shape).astype(a.dtype) for piece, a in zip(pieces, arrays, strict=True)]
 
     def _gather(self, own: np.ndarray) -> np.ndarray:

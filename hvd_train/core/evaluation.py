@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_train.core.mean import ordered_sum
 from hvd_train.protocol import Batch, FrontEnd
 
 
@@ -25,12 +26,6 @@ class Result:
         return cls(float(sums[0]) / count, float(sums[1]) / count, round(float(sums[2])))
 
 
-def global_sums(frontend: FrontEnd, local: np.ndarray) -> np.ndarray:
-    """Adds (3,) sums over ranks, in rank order, in float64: the same bits on every rank."""
-    parts = frontend.communicator.allgather_bytes(np.asarray(local, np.float64).tobytes(), "sums")
-    return np.sum([np.frombuffer(part, np.float64) for part in parts], axis=0)
-
-
 def evaluate(frontend: FrontEnd, batches: Generator[Batch, None, None]) -> Result:
     """Every sample of the batches of all ranks once."""
     frontend.average_statistics()
@@ -39,4 +34,4 @@ def evaluate(frontend: FrontEnd, batches: Generator[Batch, None, None]) -> Resul
         for batch in batches:
             if batch.count:
                 sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
-    return Result.of(global_sums(frontend, sums))
+    return Result.of(ordered_sum(sums, frontend.communicator))

@@ -14,7 +14,8 @@ import numpy as np
 
 from hvd_train.config.keys import EarlyStoppingConfig
 from hvd_train.core.agreement import NONFINITE_FIX, agree_on_weights
-from hvd_train.core.evaluation import Result, global_sums
+from hvd_train.core.evaluation import Result
+from hvd_train.core.mean import ordered_sum
 from hvd_train.data.loader import Step
 from hvd_train.errors import ConfigError, NonFiniteError, TrainError
 
@@ -135,7 +136,7 @@ class Lines(Hook):
             return
         local = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in self.pending], axis=0)
         self.pending.clear()
-        sums = global_sums(trainer.frontend, local)
+        sums = ordered_sum(local, trainer.communicator)
         result = Result.of(sums)
         if not math.isfinite(result.loss):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"

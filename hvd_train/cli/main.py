@@ -385,6 +385,22 @@ def data() -> None:
     click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).")
 
 
+@cli.command()
+@click.argument("topic", required=False)
+def guide(topic: str | None) -> None:
+    """Read the guide: a page, or the list of them.
+
+    hvd-train guide first-run
+    """
+    from hvd_train.cli import guide as pages
+    from hvd_train.report.tables import table
+
+    if topic is None:
+        click.echo(table(["hvd-train guide", "what"], [[name, pages.title(name)] for name in pages.ORDER]))
+    else:
+        pages.show(pages.page(topic))
+
+
 def main() -> None:
     """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
     from hvd_train.launch import leave

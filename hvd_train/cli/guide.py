@@ -1,0 +1,36 @@
+"""The pages of ``hvd_train/guide``: Markdown in the package, so that they are where the program is."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import hvd_train
+from hvd_train.errors import ConfigError
+
+PAGES = Path(hvd_train.__file__).parent / "guide"
+ORDER = (
+    "first-run", "model-and-data", "own-script", "python-api", "results", "performance", "errors",
+    "how-it-is-built", "extending",
+)  # fmt: skip
+
+
+def title(topic: str) -> str:
+    return page(topic).split("\n", 1)[0].removeprefix("# ")
+
+
+def page(topic: str) -> str:
+    if topic not in ORDER:
+        near = difflib.get_close_matches(topic, ORDER, 1)
+        fix = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ORDER)}"
+        raise ConfigError(f"the guide has no page '{topic}'", where="hvd-train guide", fix=fix)
+    return (PAGES / f"{topic}.md").read_text(encoding="utf-8")
+
+
+def show(text: str) -> None:
+    """As the terminal can; a pipe gets plain text."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    console.print(Markdown(text), width=min(console.width, 120))

@@ -1,0 +1,140 @@
+"""README and guide: every command is parsed, every configuration validated, every block of Python run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_train.cli import guide
+from hvd_train.cli.main import cli
+from hvd_train.config import load_config
+from hvd_train.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}
+LAUNCHERS = {"mpirun", "horovodrun", "srun"}
+THEIRS = ("apt install dataset-fashion-mnist", "source .venv/bin/activate", "pip install ")
+WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages tell
+LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(text, kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    """(page, command line) of all shell blocks, and of what stands in backticks and needs nothing filled in."""
+    for name, text in PAGES.items():
+        for block in blocks(text, "sh"):
+            for line in block.splitlines():
+                yield name, line
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        for span in re.findall(r"`((?:\.venv/bin/)?hvd-train [^`]+)`", prose):
+            if not re.search(r"[A-Z]{3}|\.\.\.", span):
+                yield name, span
+
+
+def parse(words):
+    """The command line's own parser, without running the command."""
+    name, command, rest = cli.resolve_command(cli.make_context("hvd-train", list(words), resilient_parsing=True), words)
+    return command.make_context(name, rest).params
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()))
+def test_commands(page, line):
+    words = shlex.split(line, comments=True)
+    if not words or line.startswith(THEIRS):
+        return
+    if words[0] in LAUNCHERS:
+        words = words[words.index("hvd-train") :]
+    words[0] = words[0].removeprefix(".venv/bin/")
+    if words[0] == "hvd-train":
+        if ">" in words:
+            words = words[: words.index(">")]
+        if "FRAMEWORK" in line:
+            words = [word.replace("FRAMEWORK", "tensorflow") for word in words]
+        assert words[1] in cli.commands
+        given = parse(words[1:]) if len(words) > 2 else {}  # a command's name alone is a word
+        path = given.get("path")
+        assert path is None or str(path) in WRITTEN or (ROOT / path).exists()
+        if given.get("sets"):
+            load_config(path if path and (ROOT / path).exists() else None, given["sets"])
+        return
+    script = ROOT / words[0]
+    assert script.exists(), line
+    for option in words[1:]:
+        assert not option.startswith("--") or option.split("=")[0] in help_of(script), option
+
+
+def help_of(script):
+    """What it says of itself; scripts/test hands its words to pytest."""
+    return script.read_text() + (ROOT / "tests" / "conftest.py").read_text()
+
+
+def test_configurations(tmp_path):
+    found = [block for text in PAGES.values() for block in blocks(text, "yaml")]
+    assert found
+    for block in found:
+        (tmp_path / "job.yaml").write_text(block)
+        load_config(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    folder = ROOT if page == "README" else guide.PAGES
+    for target in LINK.findall(PAGES[page]):
+        assert target.startswith("https://") or (folder / target).exists(), target
+
+
+# What the blocks of a page build on.
+BEFORE = {
+    "own-script": """
+import torch, numpy as np
+model, optimizer = (m := torch.nn.Linear(3, 2)), torch.optim.SGD(m.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 3)), 4, shuffle=True)
+""",
+}
+BEFORE["README"] = BEFORE["own-script"]
+AFTER = {"model-and-data": "network((1, 8, 8), 4)(torch.from_numpy(squares()[0][0][:2]).permute(0, 3, 1, 2))"}
+KERAS = """
+import hvd_train.keras as hk
+import keras, numpy as np
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+x, y, xv, yv = np.zeros((8, 3)), np.zeros((8, 2)), np.zeros((4, 3)), np.zeros((4, 2))
+"""
+
+
+def test_python(tmp_path):
+    """All blocks of a page in turn, as in a notebook; the pages in one process, Keras' in another."""
+    torch_code, keras_code = [], []
+    for name, text in PAGES.items():
+        torch_code.append(BEFORE.get(name, ""))
+        for block in blocks(text, "python"):
+            if "hvd_train.keras" in block:
+                block = block.replace("loss=...", "loss='mse'").replace("callbacks=[...]", "callbacks=[]")
+                keras_code.append(KERAS + block.replace("epochs=5", "epochs=1").replace('metrics=["accuracy"]', ""))
+            else:
+                torch_code.append(block.replace("np=2", "np=1"))  # the same, cheaper
+        torch_code.append(AFTER.get(name, ""))
+    for code in (torch_code, keras_code):
+        assert len(code) > 1
+        (tmp_path / "blocks.py").write_text("\n".join(dict.fromkeys(code)))  # the README repeats some
+        line = [sys.executable, "blocks.py"]
+        run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_the_command():
+    listed = CliRunner().invoke(cli, ["guide"]).output
+    assert all(f"{name} " in listed for name in guide.ORDER)
+    assert {path.stem for path in guide.PAGES.glob("*.md")} == set(guide.ORDER)
+    shown = CliRunner().invoke(cli, ["guide", "errors"]).output
+    assert "When things go wrong" in shown and "NonFiniteError" in shown and "|---|" not in shown
+    with pytest.raises(ConfigError, match="the guide has no page 'error'; hvd-train guide; did you mean 'errors'"):
+        guide.page("error")

@@ -21,7 +21,8 @@ from hvd_train.core.agreement import together
 from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog, warn
-from hvd_train.core.loop import Trainer, check_tree, data_facts, start_agreement
+from hvd_train.core.loop import Trainer, start_agreement
+from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import RESIZED, DataSet, open_data

@@ -7,16 +7,15 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, synchronizers
+from hvd_train.core import checkpoint, saving, synchronizers
 from hvd_train.core.agreement import agree, together
 from hvd_train.core.evaluation import Result, evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
@@ -24,10 +23,10 @@ from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
-from hvd_train.core.trees import broadcast, pack, unpack, weights_sha256, without_slots
+from hvd_train.core.trees import weights_sha256
 from hvd_train.data.loader import Loader, Step
-from hvd_train.errors import CheckpointError, NonFiniteError
-from hvd_train.protocol import Batch, FrontEnd, Source, Tree
+from hvd_train.errors import NonFiniteError
+from hvd_train.protocol import Batch, FrontEnd, Source
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -63,17 +62,17 @@ class Trainer:
             val, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
         )
         self.train_size, self.val_size = len(train), len(val)
-        self._fits = {
+        self.fits = {
             "input_shape": list(train.input_shape),
             "num_classes": max(train.num_classes, val.num_classes),
             "numbers": getattr(train, "numbers", ""),
         }
-        self._data = data_facts(train, val)
+        self.data = saving.data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = config.limit_train_batches or self.steps_per_epoch
         self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
-        self._scaled = config.precision == "16-mixed"
-        self.progress = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
+        self.scaled = config.precision == "16-mixed"
+        self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         self._begun = False  # whether the run folder is written
         self.synchronizer = synchronizers.make(config.exchange)
         self._why = ""  # this rank's wish to stop
@@ -182,7 +181,7 @@ class Trainer:
         ]
         sums.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
-        if self._scaled:
+        if self.scaled:
             self._rescale()
         self.synchronizer.stepped(self.frontend, p.step)
         return rate, sums
@@ -255,111 +254,19 @@ class Trainer:
     def folder(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def _save(self, metrics: dict[str, float] | None = None) -> None:
-        """Rank 0 writes; every rank learns whether it could, so that all go on or all stop."""
-        c, communicator = self.config, self.communicator
-        if not (c.checkpoint.save_last or c.checkpoint.save_top_k):
-            return
-        self._together()
-        self.frontend.average_statistics()
-        local = []
-        for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
-            part = communicator.broadcast_bytes(pack(self._local()) if root == communicator.rank else b"", root)
-            local += [unpack(part)] if communicator.rank == 0 else []
-        outcome = ""
-        if communicator.rank == 0:
-            meta = {
-                "framework": c.framework,
-                "world_size": communicator.size,
-                "config": c.model_dump(mode="json"),
-                "compression": self.compression,
-                **self._fits,
-                "data": self._data,
-                "progress": asdict(self.progress),
-                "monitor": metrics or {},
-            }
-            p = self.progress
-            try:
-                self.log.check()
-                checkpoint.save(
-                    self.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, self.frontend.state(), local, meta)
-                )
-                rule = c.checkpoint
-                checkpoint.prune(
-                    self.folder,
-                    save_top_k=rule.save_top_k,
-                    save_last=rule.save_last,
-                    monitor=rule.monitor,
-                    mode=rule.mode,
-                )
-            except CheckpointError as error:
-                outcome = json.dumps([error.what, error.where, error.fix])
-        outcome = communicator.broadcast_bytes(outcome.encode()).decode()
-        if outcome:
-            what, where, fix = json.loads(outcome)
-            raise CheckpointError(what, where=where, fix=fix, common=True)
-        self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
-
-    def _local(self) -> Tree:
-        """What belongs to this rank alone: the compressor's state and the synchronizer's."""
-        return self.frontend.local_state() | self.synchronizer.local_state(self.frontend)
+    def _save(self, metrics: Mapping[str, float] | None = None) -> None:
+        rule = self.config.checkpoint
+        if rule.save_last or rule.save_top_k:
+            self._together()
+            saving.save(self, metrics or {})
+            self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
 
         Returns what of it was left behind, a line each.
         """
-        communicator, notes = self.communicator, []
-        head = together(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
-        found = json.loads(communicator.broadcast_bytes(head))
-        mine: Tree = {}
-        if found:
-            notes += self._go_on(Progress(**found["progress"]), found)
-            local: Tree = {}
-            for rank, part in enumerate(_locals(snapshot, found["ranks"])):
-                packed = communicator.broadcast_bytes(pack(part))
-                local = unpack(packed) if rank == communicator.rank else local
-            # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
-            shapes = {k: x.shape for k, x in self._local().items()}
-            here = {
-                "ranks": communicator.size,
-                "framework": self.config.framework,
-                "compression": self.compression,
-                "mode": self.config.exchange.mode,
-            }
-            other = [f"{key} {found[key]} -> {own}" for key, own in here.items() if found[key] not in (None, own)]
-            if not other and {k: x.shape for k, x in local.items()} == shapes:
-                mine = local
-                self.frontend.load_local(mine)
-            elif found["kept"]:
-                why = ", ".join(other) or "their shapes are others"
-                notes.append(f"what each rank kept to itself (residuals) is left behind: {why}")
-        together(communicator, lambda: check_tree(self.frontend.state(), snapshot.tree) if snapshot else None)
-        first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
-        tree = without_slots(self.frontend.state()) if first else snapshot.tree if snapshot else {}
-        for piece in broadcast(communicator, tree):
-            self.frontend.load(piece)
-        self.synchronizer.load_local(self.frontend, mine)
-        return notes
-
-    def _go_on(self, progress: Progress, found: dict[str, Any]) -> list[str]:
-        """Takes over where training stood, less what belongs to another precision or other data."""
-        notes = []
-        if not self._scaled or found["precision"] != "16-mixed":
-            fresh = Progress(loss_scale=FIRST_SCALE if self._scaled else 1.0)
-            if self._scaled or progress.loss_scale != fresh.loss_scale:
-                notes.append(
-                    f"precision {found['precision']} -> {self.config.precision}: loss scale {fresh.loss_scale:g}"
-                )
-            for name in ("loss_scale", "good_steps", "skipped"):
-                setattr(progress, name, getattr(fresh, name))
-        train = found["data"].get("train")
-        other = train is not None and train != self._data["train"]
-        if progress.consumed and (other or progress.consumed > self.train_size):
-            notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
-            progress.consumed, progress.epoch_sums = 0, [0.0, 0.0, 0.0]
-        self.progress = progress
-        return notes
+        return saving.restore(self, snapshot)
 
     # ---- summary
 
@@ -372,28 +279,13 @@ class Trainer:
             "epochs": p.epoch,
             "steps": p.step,
             "train_samples": p.seen,
-            **({"skipped_steps": p.skipped} if self._scaled else {}),
+            **({"skipped_steps": p.skipped} if self.scaled else {}),
             "val_samples": p.val.get("val_samples", 0),
             "val_loss": p.val.get("val_loss"),
             "val_accuracy": p.val.get("val_accuracy"),
             "samples_per_second": self.samples_per_second(),
             "weights_sha256": weights_sha256(self.frontend.state()),
         }
-
-
-def check_tree(expected: Tree, given: Tree) -> None:
-    """The checkpoint must fit the model, tensor by tensor; else a table of what differs."""
-    rows = []
-    for key in sorted(expected.keys() | given.keys()):
-        if key not in given:
-            rows.append(f"  {key}: not in the checkpoint")
-        elif key not in expected:
-            rows.append(f"  {key}: not in this model or optimizer")
-        elif expected[key].shape != given[key].shape:
-            rows.append(f"  {key}: {given[key].shape} in the checkpoint, {expected[key].shape} in the model")
-    if rows:
-        more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
-        raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
 
 
 def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -> None:
@@ -406,31 +298,3 @@ def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -
 def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Generator[Batch, None, None]:
     with closing(batches):
         yield from itertools.islice(batches, limit)
-
-
-def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
-    """What a resumed run compares: of each part its size and fingerprint."""
-    parts = {"train": train, "val": val}
-    short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
-    return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
-
-
-def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
-    if snapshot is None:
-        return b"{}"
-    config = snapshot.config()
-    head = {
-        "progress": asdict(snapshot.progress),
-        "framework": snapshot.framework,
-        "compression": snapshot.meta.get("compression"),
-        "mode": config.exchange.mode,
-        "precision": config.precision,
-        "data": snapshot.meta.get("data", {}),
-        "ranks": len(snapshot.local),
-        "kept": any(snapshot.local),
-    }
-    return json.dumps(head).encode()
-
-
-def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
-    return list(snapshot.local) if snapshot else [{}] * ranks

@@ -1,0 +1,169 @@
+"""Checkpoints of a training: what is saved of all ranks, and how they go on from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hvd_train.core import checkpoint
+from hvd_train.core.agreement import together
+from hvd_train.core.manifest import Progress
+from hvd_train.core.precision import FIRST_SCALE
+from hvd_train.core.trees import broadcast, pack, unpack, without_slots
+from hvd_train.errors import CheckpointError
+from hvd_train.protocol import Source, Tree
+
+if TYPE_CHECKING:
+    from hvd_train.core.loop import Trainer
+
+
+def save(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Rank 0 writes; every rank learns whether it could, so that all go on or all stop."""
+    c, communicator = trainer.config, trainer.communicator
+    trainer.frontend.average_statistics()
+    local = []
+    for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
+        part = communicator.broadcast_bytes(pack(_local(trainer)) if root == communicator.rank else b"", root)
+        local += [unpack(part)] if communicator.rank == 0 else []
+    outcome = ""
+    if communicator.rank == 0:
+        meta = {
+            "framework": c.framework,
+            "world_size": communicator.size,
+            "config": c.model_dump(mode="json"),
+            "compression": trainer.compression,
+            **trainer.fits,
+            "data": trainer.data,
+            "progress": asdict(trainer.progress),
+            "monitor": dict(metrics),
+        }
+        p = trainer.progress
+        try:
+            trainer.log.check()
+            checkpoint.save(
+                trainer.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, trainer.frontend.state(), local, meta)
+            )
+            rule = c.checkpoint
+            checkpoint.prune(
+                trainer.folder,
+                save_top_k=rule.save_top_k,
+                save_last=rule.save_last,
+                monitor=rule.monitor,
+                mode=rule.mode,
+            )
+        except CheckpointError as error:
+            outcome = json.dumps([error.what, error.where, error.fix])
+    outcome = communicator.broadcast_bytes(outcome.encode()).decode()
+    if outcome:
+        what, where, fix = json.loads(outcome)
+        raise CheckpointError(what, where=where, fix=fix, common=True)
+
+
+def _local(trainer: Trainer) -> Tree:
+    """What belongs to this rank alone: the compressor's state and the synchronizer's."""
+    return trainer.frontend.local_state() | trainer.synchronizer.local_state(trainer.frontend)
+
+
+def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]:
+    """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
+
+    Returns what of it was left behind, a line each.
+    """
+    communicator, notes = trainer.communicator, []
+    head = together(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
+    found = json.loads(communicator.broadcast_bytes(head))
+    mine: Tree = {}
+    if found:
+        notes += _go_on(trainer, Progress(**found["progress"]), found)
+        local: Tree = {}
+        for rank, part in enumerate(_locals(snapshot, found["ranks"])):
+            packed = communicator.broadcast_bytes(pack(part))
+            local = unpack(packed) if rank == communicator.rank else local
+        # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
+        shapes = {k: x.shape for k, x in _local(trainer).items()}
+        here = {
+            "ranks": communicator.size,
+            "framework": trainer.config.framework,
+            "compression": trainer.compression,
+            "mode": trainer.config.exchange.mode,
+        }
+        other = [f"{key} {found[key]} -> {own}" for key, own in here.items() if found[key] not in (None, own)]
+        if not other and {k: x.shape for k, x in local.items()} == shapes:
+            mine = local
+            trainer.frontend.load_local(mine)
+        elif found["kept"]:
+            why = ", ".join(other) or "their shapes are others"
+            notes.append(f"what each rank kept to itself (residuals) is left behind: {why}")
+    together(communicator, lambda: check_tree(trainer.frontend.state(), snapshot.tree) if snapshot else None)
+    first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
+    tree = without_slots(trainer.frontend.state()) if first else snapshot.tree if snapshot else {}
+    for piece in broadcast(communicator, tree):
+        trainer.frontend.load(piece)
+    trainer.synchronizer.load_local(trainer.frontend, mine)
+    return notes
+
+
+def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[str]:
+    """Takes over where training stood, less what belongs to another precision or other data."""
+    notes = []
+    if not trainer.scaled or found["precision"] != "16-mixed":
+        fresh = Progress(loss_scale=FIRST_SCALE if trainer.scaled else 1.0)
+        if trainer.scaled or progress.loss_scale != fresh.loss_scale:
+            notes.append(
+                f"precision {found['precision']} -> {trainer.config.precision}: loss scale {fresh.loss_scale:g}"
+            )
+        for name in ("loss_scale", "good_steps", "skipped"):
+            setattr(progress, name, getattr(fresh, name))
+    train = found["data"].get("train")
+    other = train is not None and train != trainer.data["train"]
+    if progress.consumed and (other or progress.consumed > trainer.train_size):
+        notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
+        progress.consumed, progress.epoch_sums = 0, [0.0, 0.0, 0.0]
+    trainer.progress = progress
+    return notes
+
+
+def check_tree(expected: Tree, given: Tree) -> None:
+    """The checkpoint must fit the model, tensor by tensor; else a table of what differs."""
+    rows = []
+    for key in sorted(expected.keys() | given.keys()):
+        if key not in given:
+            rows.append(f"  {key}: not in the checkpoint")
+        elif key not in expected:
+            rows.append(f"  {key}: not in this model or optimizer")
+        elif expected[key].shape != given[key].shape:
+            rows.append(f"  {key}: {given[key].shape} in the checkpoint, {expected[key].shape} in the model")
+    if rows:
+        more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
+        raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
+
+
+def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
+    """What a resumed run compares: of each part its size and fingerprint."""
+    parts = {"train": train, "val": val}
+    short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
+    return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
+
+
+def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
+    if snapshot is None:
+        return b"{}"
+    config = snapshot.config()
+    head = {
+        "progress": asdict(snapshot.progress),
+        "framework": snapshot.framework,
+        "compression": snapshot.meta.get("compression"),
+        "mode": config.exchange.mode,
+        "precision": config.precision,
+        "data": snapshot.meta.get("data", {}),
+        "ranks": len(snapshot.local),
+        "kept": any(snapshot.local),
+    }
+    return json.dumps(head).encode()
+
+
+def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
+    return list(snapshot.local) if snapshot else [{}] * ranks

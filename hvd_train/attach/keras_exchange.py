@@ -177,14 +177,16 @@ class Reduction:
         head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
         *dense, head = self._backend.dense([*given, head])
         sent = self._communicator.allreduce_async(head, "keras.counts")
-        started = self._start(dense, part) if self._whole else []
+        flats = self._exchange.join([self._own(i, g) for i, g in enumerate(dense)])
+        started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)  # of parts, wishes to stop, ranks with a gradient of tensor 0, ...
         self.stopped.assign(sums[1])
         if self._whole:
             joined = _times(self._finish(started), self._size / sums[0])
         else:
-            joined = self._finish(self._start(dense, part / sums[0]))
-        reduced = self._cut(joined)
+            joined = self._finish(self._start(flats, part / sums[0]))
+        pairs = zip(self._exchange.split(joined), self._kinds, strict=True)
+        reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         there = [g is not None for g in given]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
@@ -230,17 +232,13 @@ class Reduction:
             )
         return self._positions[id(variable)]
 
-    def _start(self, given: Sequence[Any], part: Any) -> list[Any]:
-        flats = []
-        for members in self._exchange.buckets:
-            kind = self._wire[members[0]]
-            parts = [
-                keras.ops.zeros((int(np.prod(self.variables[i].shape)),), kind)
-                if given[i] is None
-                else keras.ops.reshape(keras.ops.cast(given[i], kind), (-1,))
-                for i in members
-            ]
-            flats.append(parts[0] if len(parts) == 1 else keras.ops.concatenate(parts))
+    def _own(self, i: int, gradient: Any) -> Any:
+        """As it travels; zeros where this rank has none."""
+        if gradient is None:
+            return keras.ops.zeros(self.variables[i].shape, self._wire[i])
+        return keras.ops.cast(gradient, self._wire[i])
+
+    def _start(self, flats: list[Any], part: Any) -> list[Any]:
         states = [tuple(_tensor(v) for v in state) for state in self._states]
         return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(_times(flats, part))]
 
@@ -250,16 +248,6 @@ class Reduction:
             for variable, value in zip(own, new, strict=True):
                 variable.assign(value)
         return joined
-
-    def _cut(self, joined: Sequence[Any]) -> list[Any]:
-        """Flat buckets -> tensors in the order of ``variables``."""
-        reduced: list[Any] = [None] * len(self.variables)
-        for members, flat in zip(self._exchange.buckets, joined, strict=True):
-            ends = np.cumsum([int(np.prod(self.variables[i].shape)) for i in members])[:-1]
-            parts = keras.ops.split(flat, [int(end) for end in ends]) if len(members) > 1 else [flat]
-            for i, part in zip(members, parts, strict=True):
-                reduced[i] = keras.ops.cast(keras.ops.reshape(part, self.variables[i].shape), self._kinds[i])
-        return reduced
 
 
 def _times(flats: list[Any], factor: Any) -> list[Any]:

@@ -23,7 +23,7 @@ os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 
 import keras
 
-from hvd_train.attach import keras_loss
+from hvd_train.attach import keras_loop, keras_loss, keras_recorded
 from hvd_train.attach.keras_build import build_at_first, is_built
 from hvd_train.attach.keras_exchange import (
     MARK,
@@ -36,6 +36,7 @@ from hvd_train.attach.keras_exchange import (
     optimizers_of,
 )
 from hvd_train.attach.keras_fit import Rank
+from hvd_train.attach.recorded import recording
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, together
@@ -47,7 +48,7 @@ BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
 
 def distribute(
     model: Any,
-    *,
+    *given_optimizers: Any,
     shard: bool = True,
     lr_scaling: str = "none",
     seed: int = 0,
@@ -56,6 +57,9 @@ def distribute(
     **options: Any,
 ) -> Any:
     """Trains a compiled model on all ranks together; returns it. After another ``compile``, call it again.
+
+    For a loop of your own give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
+    compiled, and is to be built. Their ``apply`` averages over ranks.
 
     A model that is not built yet is built from the first batch that ``fit`` gets. A model may have several optimizers.
 
@@ -71,17 +75,19 @@ def distribute(
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
     backend = BACKENDS[keras.backend.backend()]()
     communicator = open_world(backend.framework)
-    together(communicator, lambda: _check(model, lr_scaling, compression))
+    together(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     exchange = together(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
-    changes = Changes(model._loss_tracker, before.fits if before else 0)
+    changes = Changes(model._loss_tracker, before.fits if before else 0, given_optimizers)
     if before:
         before.undo()
+    changes.put(model, MARK, changes)
     optimizer, *others = optimizers = optimizers_of(model)
-    for owner in (model, *optimizers):
-        changes.put(owner, MARK, changes)
-    if communicator.size == 1:
+    for x in optimizers:
+        changes.put(x, MARK, changes)
+    record = recording()
+    if communicator.size == 1 and not record:
         return model
     given = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
     given |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
@@ -92,7 +98,7 @@ def distribute(
         if lr_scaling == "linear":
             for x in optimizers:
                 x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
-        if model.jit_compile:
+        if model.compiled and model.jit_compile:
             model.jit_compile = False
             if communicator.rank == 0:
                 warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
@@ -103,7 +109,10 @@ def distribute(
         count_samples(model, reduction, backend, changes)
         keras_loss.share_losses(model, reduction, changes)
         Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=agreement_every_n_steps).align()
-        model.make_train_function(force=True)
+        if model.compiled:
+            model.make_train_function(force=True)
+        if record:
+            keras_recorded.add(model, record)
 
     if is_built(model):
         begin()
@@ -111,6 +120,32 @@ def distribute(
         build_at_first(model, communicator, changes, begin)
     keep_memory()
     return model
+
+
+def shard(
+    x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int = 32, shuffle: bool = True, seed: int = 0
+) -> Any:  # fmt: skip
+    """This rank's batches for a loop of your own: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
+
+    Every rank gives all of the data: arrays, a tf.data.Dataset of batches (a Dataset comes back), a PyDataset or
+    PyTorch's DataLoader. Each ``for`` is an epoch, with an order of its own where arrays or batches are shuffled. On
+    all ranks. Raises ConfigError or DataError on all of them.
+    """
+    world, _ = _opened()
+    options: Any = dict(batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return keras_loop.shard(x, y, sample_weight, **options, world=world)
+
+
+def reduce(values: Any, op: str = "mean") -> Any:
+    """The mean over ranks of tensors, arrays or numbers, in lists or dicts as they are; or their sum, with op="sum".
+    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits."""
+    world, backend = _opened()
+    return keras_loop.reduce(values, op, world, backend.graph())
+
+
+def _opened() -> tuple[Any, Any]:
+    backend = BACKENDS[keras.backend.backend()]()
+    return open_world(backend.framework), backend
 
 
 def rank() -> int:
@@ -125,17 +160,20 @@ def size() -> int:
 
 def barrier() -> None:
     """Waits until all ranks are here: before they read what rank 0 has just saved, for example."""
-    open_world(BACKENDS[keras.backend.backend()].framework).barrier()
+    _opened()[0].barrier()
 
 
-def _check(model: Any, lr_scaling: str, compression: str) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        raise _error("the model is not compiled", "call model.compile(...) first")
+def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
+    wrong = [x for x in given if not isinstance(x, keras.optimizers.Optimizer)]
+    if wrong:
+        raise _error(f"a {type(wrong[0]).__name__} is no optimizer", "call hk.distribute(model, optimizer)")
+    if getattr(model, "optimizer", None) is None and not given:
+        fix = "call model.compile(...) first; for a loop of your own, hk.distribute(model, optimizer)"
+        raise _error("the model is not compiled", fix)
     changes = getattr(model, MARK, None)
     if changes and changes.compiled is model._loss_tracker:
         raise _error("the model is distributed already", "call hk.distribute once after each compile")
-    optimizers = optimizers_of(model)
+    optimizers = [*given, *optimizers_of(model)]
     if any(getattr(x, MARK, changes) is not changes for x in optimizers):
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
     if lr_scaling not in ("none", "linear"):
@@ -191,3 +229,5 @@ def _settle_threads() -> None:
 
 
 _settle_threads()
+if recording():
+    keras_recorded.prepare()

@@ -12,10 +12,11 @@ clipped or applied. A script that was started alone is a world of one: the same 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_share
+from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
 from hvd_train.attach.pt_buffers import Buffers
+from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
+from hvd_train.attach.recorded import recording
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core import files
@@ -99,7 +102,7 @@ def barrier() -> None:
 
 def distribute(
     model: torch.nn.Module,
-    *optimizers: torch.optim.Optimizer,
+    *others: Any,
     compression: str = "none",
     overlap: bool | str = "auto",
     sync_batchnorm: bool = False,
@@ -108,6 +111,10 @@ def distribute(
     **options: Any,
 ) -> Any:
     """Makes the model train as one on all ranks; returns what it was given. On all ranks, once for each model.
+
+    ``others``: its optimizers, any number of them; before them further models, whose gradients travel with the first
+    one's: ``ht.distribute(encoder, decoder, optimizer)``. Frozen parameters may be unfrozen later, on all ranks
+    alike.
 
     Rank 0's weights, buffers and optimizer state go to all ranks. From now on ``backward()`` returns with gradients
     that are the mean over the ranks, as views of flat buckets: right for a loss that is a mean over its batch. A loss
@@ -124,36 +131,59 @@ def distribute(
     compare their weights and learning rates, and end with a CommunicationError where they differ. Raises ConfigError on
     all ranks.
     """
-    communicator, bare = _world(), _bare(model)
-    together(communicator, lambda: _check(bare, optimizers, sync_batchnorm))
+    communicator = _world()
+    further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
+    optimizers = others[len(further) :]
+    models = [_bare(x) for x in (model, *further)]
+    together(communicator, lambda: _check_models(models, sync_batchnorm))
+    bare = torch.nn.ModuleList(models) if further else models[0]
+    if record := recording():
+        pt_recorded.settle(models, record)
+    together(communicator, lambda: _check(bare, optimizers))
     exchange = together(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = _trainable(bare)
     words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
     agree(communicator, _facts(bare, optimizers) | {"options": words})
     _broadcast(communicator, bare, optimizers)
-    reducer = None
-    if communicator.size > 1:
-        place = next(iter(parameters.values())).device
-        if sync_batchnorm:
-            _synchronize_batchnorm(bare, communicator, TorchOps(place))
-        reducer = Reducer(
+
+    def reducer_of(parameters: dict[str, torch.nn.Parameter], first: bool) -> Reducer:
+        return Reducer(
             parameters,
-            _statistics(bare, sync_batchnorm),
+            _statistics(bare, sync_batchnorm) if first else [],
             communicator,
             make(compression, communicator.size, **exchange.options(compression)),
             lossy=compression != "none",
             overlap=overlaps(exchange.overlap, communicator, place.type == "cuda", torch.get_num_threads()),
             average=average,
-            buffers=Buffers(bare, communicator),
+            buffers=Buffers(bare, communicator) if first else None,
             every=agreement_every_n_steps,
             number=len(_distributed),
         )
+
+    def know(parameters: dict[str, torch.nn.Parameter], reducer: Reducer | None) -> None:
+        _distributed.extend((x, reducer) for x in models)
+        _known.update({id(p): (p, reducer) for p in parameters.values()})
+
+    def unfreeze(parameters: dict[str, torch.nn.Parameter]) -> Reducer:
+        together(communicator, lambda: _check_parameters(parameters))
+        agree(communicator, {name: "trained from now on" for name in parameters}, "unfrozen")
+        know(parameters, reducer := reducer_of(parameters, False))
+        return reducer
+
+    place, reducer = next(iter(parameters.values())).device, None
+    if communicator.size > 1:
+        if sync_batchnorm:
+            _synchronize_batchnorm(bare, communicator, TorchOps(place))
+        reducer = reducer_of(parameters, True)
+        frozen = {name: p for name, p in bare.named_parameters() if not p.requires_grad and p.is_floating_point()}
+        reducer.frozen = Frozen(frozen, reducer, unfreeze)
+    know(parameters, reducer)
+    if record:
+        pt_recorded.add(bare, record)
     pt_draws.set_apart(communicator.rank)
-    _distributed.append((bare, reducer))
-    _known.update({id(p): (p, reducer) for p in parameters.values()})
     _ours.update(optimizers)
     keep_memory()
-    return (model, *optimizers) if optimizers else model
+    return (model, *others) if others else model
 
 
 @contextmanager
@@ -162,15 +192,14 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
     found = [reducer for other, reducer in _distributed if other is _bare(model)]
     if not found:
         raise ConfigError("this model is not distributed", where="ht.no_sync", fix="call ht.distribute(model) first")
-    reducer = found[0]
-    if reducer is None:
-        yield
-        return
-    before, reducer.reducing = reducer.reducing, False
+    before = {reducer: reducer.reducing for reducer in found if reducer}
+    for reducer in before:
+        reducer.reducing = False
     try:
         yield
     finally:
-        reducer.reducing = before
+        for reducer, reducing in before.items():
+            reducer.reducing = reducing
 
 
 def shard(loader: DataLoader) -> DataLoader:
@@ -194,8 +223,13 @@ def shard(loader: DataLoader) -> DataLoader:
     seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     own = mix(seed, _sharded) if _sharded else seed  # two loaders of one length must not give the same order
-    _sharded += 1
-    return pt_passes.shared(loader, own, communicator.rank, communicator.size)
+    number, _sharded = _sharded, _sharded + 1
+
+    def ended(batches: int) -> None:
+        agree(communicator, {"batches of the stream": str(batches)}, "ht.shard.end_of_stream")
+
+    here: Any = dict(ended=ended, number=number, together=record.together if (record := recording()) else 1)
+    return pt_passes.shared(loader, own, communicator.rank, communicator.size, **here)
 
 
 def save(path: str | os.PathLike, **parts: Any) -> None:
@@ -204,7 +238,7 @@ def save(path: str | os.PathLike, **parts: Any) -> None:
     A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
     safetensors file; it appears under its name when it is complete. Other ranks may call this or not.
     """
-    if rank():
+    if rank() or recording():
         return
     data = pt_files.pack({name: _state_of(part) for name, part in parts.items()})
     try:
@@ -264,7 +298,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 def _owner(part: Any) -> Any:
     """What of a part has the ``state_dict``, or the part itself."""
     if isinstance(part, pt_passes.Sharded):
-        return part.batch_sampler
+        return part.share
     return _bare(part) if isinstance(part, torch.nn.Module) else part
 
 
@@ -285,41 +319,54 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], sync_batchnorm: bool) -> None:
-    """Everything that a rank can see by itself."""
+def _refuse(what: str, fix: str, where: str = WHERE) -> None:
+    raise ConfigError(what, where=where, fix=fix)
 
-    def refuse(what: str, fix: str, where: str = WHERE) -> None:
-        raise ConfigError(what, where=where, fix=fix)
 
+def _check_models(models: Sequence[Any], sync_batchnorm: bool) -> None:
+    for model in models:
+        _check_model(model, sync_batchnorm)
+
+
+def _check_model(model: torch.nn.Module, sync_batchnorm: bool) -> None:
+    """What a rank can see by itself of each model."""
     if not isinstance(model, torch.nn.Module):
-        refuse(f"it takes a torch.nn.Module, not a {type(model).__name__}", "call ht.distribute(model, optimizer)")
+        _refuse(f"it takes a torch.nn.Module, not a {type(model).__name__}", "call ht.distribute(model, optimizer)")
     if isinstance(model, (DistributedDataParallel, DataParallel)):
-        refuse(f"the model is wrapped in {type(model).__name__}", "hand over the model itself")
+        _refuse(f"the model is wrapped in {type(model).__name__}", "hand over the model itself")
     if not sync_batchnorm and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in model.modules()):
-        refuse("torch's SyncBatchNorm joins nothing without torch.distributed", "give sync_batchnorm=True")
+        _refuse("torch's SyncBatchNorm joins nothing without torch.distributed", "give sync_batchnorm=True")
     if any(model is other for other, _ in _distributed):
-        refuse("this model is distributed already", "call ht.distribute once for each model")
+        _refuse("this model is distributed already", "call ht.distribute once for each model")
     if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
-        refuse("the model has lazy layers without shapes", "run one batch through it first")
+        _refuse("the model has lazy layers without shapes", "run one batch through it first")
+
+
+def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
+    for name, p in trained.items():
+        if id(p) in _known:
+            _refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
+        if p.dtype not in DTYPES:
+            _refuse(f"{p.dtype} cannot travel", "keep weights in float32, and compute under torch.autocast", name)
+
+
+def _check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
+    """What a rank can see by itself of all models and optimizers."""
     trainable = _trainable(model)
     if not trainable:
-        refuse("the model has no trainable parameter", "set requires_grad before ht.distribute")
-    for name, p in trainable.items():
-        if id(p) in _known:
-            refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
-        if p.dtype not in DTYPES:
-            refuse(f"{p.dtype} cannot travel", "keep weights in float32, and compute under torch.autocast", name)
+        _refuse("the model has no trainable parameter", "set requires_grad of a part before ht.distribute")
+    _check_parameters(trainable)
     if len({p.device for p in trainable.values()}) > 1:
-        refuse("the model lies on several devices", "one rank drives one device: move the model to ht.device()")
+        _refuse("the model lies on several devices", "one rank drives one device: move the model to ht.device()")
     own = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
-            refuse(f"a {kind} is no optimizer", "call ht.distribute(model, optimizer, ...)")
+            _refuse(f"a {kind} is no optimizer", "call ht.distribute(model, optimizer, ...)")
         if hasattr(optimizer, "_allreduce_grad_async"):
-            refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
+            _refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
         if not all(id(p) in own or id(p) in _known for group in optimizer.param_groups for p in group["params"]):
-            refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+            _refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
 
 
 def _facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
@@ -388,6 +435,8 @@ def _stepped(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Pa
 
 def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
     """A step with gradients that this rank alone has would set the ranks apart, and nobody would notice."""
+    if (record := recording()) and optimizer in _ours:
+        pt_recorded.before_step(optimizer, record)
     found = _stepped(optimizer)
     if not found:
         return None
@@ -420,8 +469,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for reducer, parameters in _stepped(optimizer).items():
         reducer.stepping = False
         reducer.used(optimizer, [p for p in parameters if p.grad is not None])
+    if (record := recording()) and optimizer in _ours:
+        pt_recorded.after_step(optimizer, record, _world())
 
 
+if _record := recording():
+    pt_recorded.prepare(_record)
 # Of all optimizers, also those that are made later.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

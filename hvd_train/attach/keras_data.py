@@ -16,6 +16,7 @@ import numpy as np
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvd_train.attach.draws import Draws
+from hvd_train.attach.recorded import recording
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.protocol import Communicator
@@ -29,11 +30,13 @@ SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hol
 
 
 def kind_of(x: Any) -> str:
-    """arrays | dataset (tf.data) | sequence (PyDataset) | other."""
+    """arrays | dataset (tf.data) | sequence (PyDataset) | loader (PyTorch's DataLoader) | other."""
     if isinstance(x, keras.utils.PyDataset):
         return "sequence"
     if any(c.__name__ == "DatasetV2" for c in type(x).__mro__):
         return "dataset"
+    if any(c.__name__ == "DataLoader" and c.__module__.startswith("torch.") for c in type(x).__mro__):
+        return "loader"
     leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
     return "arrays" if leaves and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves) else "other"
 
@@ -69,6 +72,12 @@ def packed(parts: tuple[Any, ...]) -> Any:
             raise ConfigError(what, where="model.fit", fix="give one weight a sample, or one array a target")
         weight = keras.tree.map_structure(lambda _: weight, y)
     return keras.utils.pack_x_y_sample_weight(x, y, weight)
+
+
+def as_arrays(batch: Any) -> Any:
+    """A DataLoader's batch, as Keras' own adapter gives it: a tuple of arrays."""
+    arrays = keras.tree.map_structure(lambda leaf: np.asarray(leaf), batch, none_is_leaf=False)
+    return tuple(arrays) if isinstance(arrays, list) else arrays
 
 
 def take(parts: Any, places: Any) -> Any:
@@ -203,28 +212,35 @@ class SequenceParts(Epochs):
     The last batch of the user's, which may be short, stays the last.
     """
 
-    def __init__(self, data: Any, draws: Draws, steps_per_epoch: int | None, seed: int | None) -> None:
+    def __init__(
+        self, data: Any, draws: Draws, steps_per_epoch: int | None, seed: int | None, together: int = 1
+    ) -> None:
         self._data, self._draws, self._world, self._n = data, draws, draws.world, data.num_batches
-        world = self._world
-        tail = self._n % world.size
+        self._size = self._world.size * together
+        self._ranks = range(together) if together > 1 else [self._world.rank]
+        tail = self._n % self._size
         left = sum(length(data[i]) for i in range(self._n - tail, self._n)) if tail else 0
         workers = {
             "workers": data.workers,
             "use_multiprocessing": data.use_multiprocessing,
             "max_queue_size": data.max_queue_size,
         }
-        super().__init__(self._n // world.size + (left >= world.size), steps_per_epoch, seed, **workers)
+        super().__init__(self._n // self._size + (left >= self._size), steps_per_epoch, seed, **workers)
 
     def part(self, turn: int, step: int) -> Any:
-        low = step * self._world.size
-        places = np.arange(low, min(low + self._world.size, self._n))
+        parts = [self._part(rank, turn, step) for rank in self._ranks]
+        return parts[0] if len(parts) == 1 else keras.tree.map_structure(lambda *rows: np.concatenate(rows), *parts)
+
+    def _part(self, rank: int, turn: int, step: int) -> Any:
+        low = step * self._size
+        places = np.arange(low, min(low + self._size, self._n))
         inner = places[places < self._n - 1]
         places[: len(inner)] = self.order(inner, self._n - 1, turn) if len(inner) else inner
-        if len(places) == self._world.size:
-            return self._data[int(places[self._world.rank])]
+        if len(places) == self._size:
+            return self._data[int(places[rank])]
         batches = [self._data[int(i)] for i in places]
         joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *batches)
-        start, stop = share(length(joined), self._world.size, self._world.rank)
+        start, stop = share(length(joined), self._size, rank)
         return take(joined, slice(start, stop))
 
     def on_epoch_begin(self) -> None:
@@ -311,6 +327,8 @@ def first_of(x: Any, y: Any, weight: Any) -> Any:
 
 
 def first_batch(data: Any) -> Any:
+    if kind_of(data) == "loader":
+        return next(map(as_arrays, data), None)
     return next(iter(data.as_numpy_iterator()), None)
 
 
@@ -320,6 +338,8 @@ def steps_of(kind: str, x: Any, batch: int) -> int | None:
         return math.ceil(length(x) / batch)
     if kind == "sequence":
         return x.num_batches
+    if kind == "loader":
+        return len(x) if hasattr(x.dataset, "__len__") else None
     found = int(x.cardinality()) if kind == "dataset" else -1
     return found if found >= 0 else None
 
@@ -329,6 +349,7 @@ def training(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(what ``fit`` gets instead, what all ranks must have alike). ``steps``: ``steps_per_epoch``."""
     kind, where, world = kind_of(x), "model.fit", draws.world
+    together = record.together if (record := recording()) else 1  # ranks whose batches this one takes
     facts = {"data": kind}
     if kind == "other":
         raise ConfigError(
@@ -346,8 +367,10 @@ def training(
             BATCH_SIZE: str(batch),
             f"data ({DIFFERS})": digest(parts),
         }
-        data: Any = ArrayParts(parts, batch, world, steps, seed)
+        data: Any = ArrayParts(parts, batch * together, world, steps, seed)
         return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": None}, facts
+    if kind == "loader":
+        return _loader(x, steps, seed, together, world)
     known = steps_of(kind, x, batch)
     if known is None and not steps:
         raise ConfigError("nobody knows how many batches the data set has", where=where, fix="give steps_per_epoch=")
@@ -357,13 +380,13 @@ def training(
         first = x[0]
         size = length(first)
         _enough(known * size, "samples", world)
-        data = SequenceParts(x, draws, steps, seed)
+        data = SequenceParts(x, draws, steps, seed, together)
         steps = None
     else:
         first = first_batch(x)
         size = length(first) if first is not None else 0
         _enough(size if known == 1 else (known or world.size) * size, "samples", world)
-        data = dataset_parts(x, world, size)
+        data = dataset_parts(x, world, size * together)
         data = data.repeat() if steps and known is None else data
     facts |= {
         "batches": str(known),
@@ -371,6 +394,18 @@ def training(
         f"first batch ({DIFFERS})": digest(first),
     }
     return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
+
+
+def _loader(
+    x: Any, steps: int | None, seed: int | None, together: int, world: Communicator
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """PyTorch's DataLoader, as ``ht.shard`` divides it: its own shuffle, samplers and workers."""
+    from hvd_train.attach import pt_passes, pt_share
+
+    pt_share.check(x)
+    loader = pt_passes.shared(x, seed or 0, world.rank, world.size, together=together)
+    facts = pt_share.facts(x) | {"data": "loader", BATCH_SIZE: str(x.batch_size or BATCH)}
+    return {"x": loader, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
 
 
 def undivided(
@@ -406,7 +441,7 @@ def scoring(
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)
     else:
-        count = (steps_of(kind, x, 1) or 0) if kind != "other" else 0
+        count = (steps_of(kind, x, 1) or 0) if kind in ("sequence", "dataset") else 0
         same = "" if not count else digest(x[0] if kind == "sequence" else first_batch(x))
     facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}"}
     if steps or count < world.size:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,11 +35,12 @@ MARK = "_hvd_train"  # an attribute of a model, and of its optimizer
 class Changes:
     """What ``hk.distribute`` changes in instances, never in their classes, and the way back.
 
-    ``compiled``: what each ``compile`` makes anew; ``fits``: calls of ``fit`` so far.
+    ``compiled``: what each ``compile`` makes anew; ``fits``: calls of ``fit`` so far; ``optimizers``: of a loop of the
+    user's own.
     """
 
-    def __init__(self, compiled: Any, fits: int = 0) -> None:
-        self.compiled, self.fits = compiled, fits
+    def __init__(self, compiled: Any, fits: int = 0, optimizers: Sequence[Any] = ()) -> None:
+        self.compiled, self.fits, self.optimizers = compiled, fits, tuple(optimizers)
         self._back = contextlib.ExitStack()
         self.undo = self._back.close
         self.on_undo = self._back.callback
@@ -53,8 +55,11 @@ class Changes:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The one given to ``compile`` first, then those in attributes of the model, also in their lists and dicts."""
-    found = [model.optimizer]
+    """Those given to ``hk.distribute`` or the one given to ``compile`` first, then those in attributes of the model,
+    also in their lists and dicts."""
+    changes = getattr(model, MARK, None)
+    found = [*(changes.optimizers if changes else ()), getattr(model, "optimizer", None)]
+    found = [x for x in found if x is not None]
     for value in vars(model).values():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         found += [x for x in inner if isinstance(x, keras.optimizers.Optimizer)]
@@ -82,6 +87,19 @@ class OnTensorFlow:
 
     def eager(self) -> bool:
         return self.tf.executing_eagerly()
+
+    def graph(self) -> Any:
+        """That is traced; None: operations run at once."""
+        return None if self.eager() else self.tf.compat.v1.get_default_graph()
+
+    def after_step(self, reduction: Reduction) -> None:
+        """In a loop of the user's own. A graph counts its steps; Python asks with the next batch (Reduction.hear): a
+        transfer that Python starts within a graph would wait for the thread that it keeps."""
+        if self.eager():
+            reduction.stepped(1)
+        else:
+            reduction.steps.value.assign_add(1)
+            Reduction.traced.add(reduction)
 
     def draw_apart(self) -> None:
         """The graph that is traced here draws other numbers on each rank."""
@@ -122,6 +140,12 @@ class OnTorch:
     def eager(self) -> bool:
         return True
 
+    def graph(self) -> Any:
+        return None
+
+    def after_step(self, reduction: Reduction) -> None:
+        reduction.stepped(1)
+
     def draw_apart(self) -> None:
         """There is no graph."""
 
@@ -138,6 +162,8 @@ class Reduction:
     after a step ``stopped`` > 0 on all ranks if any rank had set it before."""
 
     _numbers = itertools.count()
+    traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # whose steps are made in graphs
+    part: Any = None  # in loops over hk.shard, of all models: samples of this rank's batch over their usual number
 
     def __init__(
         self, variables: Sequence[Any], compressor: Compressor, communicator: Communicator, backend: Any
@@ -148,7 +174,8 @@ class Reduction:
         self._wire = [kind if kind in WIRE else "float32" for kind in kinds]
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
-        named: Any = Named(communicator, next(Reduction._numbers))  # models are given to ``distribute`` in one order
+        self.number = next(Reduction._numbers)  # models are given to ``distribute`` in one order
+        named: Any = Named(communicator, self.number)
         self._communicator, self._size, self._backend = named, communicator.size, backend
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Plain)
@@ -160,11 +187,29 @@ class Reduction:
             for arrays in self._exchange.initial()
         ]
         self.count: Any = None
-        self.stepped: Callable[[], None] = lambda: None  # called after a step of a loop of the user's own
+        self.stepped: Callable[[int], None] = lambda steps: None  # after steps of a loop of the user's own
+        self._heard = 0  # of the steps that graphs count
+        self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
+        if Reduction.part is None:
+            Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
         self.losses = 0  # of this step that asked for those of the other ranks
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
+
+    @classmethod
+    def hear(cls) -> None:
+        """Of steps that were made in graphs, on all ranks at the same place of their loops."""
+        for reduction in sorted(cls.traced, key=lambda each: each.number):
+            steps = int(reduction.steps.numpy()) - reduction._heard
+            reduction._heard += steps
+            if steps:
+                reduction.stepped(steps)
+
+    @classmethod
+    def counts(cls, part: float) -> None:
+        if cls.part is not None:  # else this process is alone
+            cls.part.assign(part)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients of ``variables`` -> the same, joined; one that no rank has stays None."""
@@ -172,7 +217,9 @@ class Reduction:
         given: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
             given[i] = gradient
-        part = keras.ops.cast(self.batch if self.count is None else self.count, "float64") / _tensor(self.batch)
+        part = _tensor(Reduction.part)
+        if self.count is not None:
+            part = keras.ops.cast(self.count, "float64") / _tensor(self.batch)
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
         head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
         *dense, head = self._backend.dense([*given, head])
@@ -276,8 +323,8 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = reduction.variables if trainable_variables is None else list(trainable_variables)
         found = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
-        if reduction.count is None and backend.eager():
-            reduction.stepped()
+        if reduction.count is None:
+            backend.after_step(reduction)
         return found
 
     changes.put(optimizer, "apply", backend.untouched(apply_reduced))

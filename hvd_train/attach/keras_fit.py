@@ -15,8 +15,10 @@ from hvd_train.attach import keras_data as data
 from hvd_train.attach import keras_loss
 from hvd_train.attach.draws import PIPELINE, Draws
 from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
+from hvd_train.attach.recorded import recording
 from hvd_train.core.agreement import agree, agree_on_weights, due, together
 from hvd_train.core.mean import differing, mean, ordered_sum
+from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
@@ -49,11 +51,11 @@ class Rank:
         every: int,
     ) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
-        self.optimizer, self.changes = model.optimizer, changes
+        self.optimizer, self.changes = optimizers_of(model)[0], changes
         self.draws = Draws(world)
         self._probed = False  # losses of the user's own
         self._every, self._steps = every, 0
-        reduction.stepped = lambda: self.trained(1, "optimizer.apply")
+        reduction.stepped = lambda steps: self.trained(steps, "optimizer.apply")
         self._scoring = False  # evaluate runs
         self._part = self._part_of_validation = False  # what is scored is only this rank's part
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
@@ -168,6 +170,9 @@ class Rank:
         before, self._steps = self._steps, self._steps + steps
         if any(due(step, self._every) for step in range(before + 1, self._steps + 1)):
             self.compare(where)
+        if record := recording():
+            for _ in range(steps):
+                record.step(float(_numpy(self.optimizer.learning_rate)), self.world)
 
     def compare(self, where: str) -> None:
         """Raises the same error on all ranks where their weights or learning rates differ."""
@@ -206,7 +211,7 @@ class Rank:
                 fix="call hk.distribute(model) after each compile",
                 common=True,
             )
-        if self.model.jit_compile:
+        if self.model.compiled and self.model.jit_compile:
             self.model.jit_compile = False
 
     def _training(self, call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -290,6 +295,8 @@ class _Alike(keras.callbacks.Callback):
         self._batch = -1
         if isinstance(self._parts, data.Epochs):
             self._parts.epoch = epoch
+        elif data.kind_of(self._parts) == "loader" and self._rank.shard:
+            self._parts.set_epoch(mix(self._rank.changes.fits, epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A rank that stopped here alone would leave the others waiting: its wish travels with the next step."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 class Member(Protocol):
-    number: int
+    number: float
 
     def finish(self) -> None: ...
 

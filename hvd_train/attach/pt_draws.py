@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
 
 from hvd_train.data.order import mix
 
@@ -48,3 +53,74 @@ def _set(torchs: int, numpys: int, pythons: int) -> None:
     np.random.seed([numpys & 0xFFFFFFFF, numpys >> 32])
     random.seed(pythons)
     _own = torch.initial_seed()
+
+
+class Alike:
+    """The process' generators as they follow from ``key``: what is drawn in ``drawing`` is the same on all ranks, and
+    goes on where the last of it ended; what a rank draws besides stays as it is."""
+
+    def __init__(self, key: int) -> None:
+        self._states: tuple | None = None
+        self._key = key
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        mine = _states()
+        if self._states is None:
+            torch.default_generator.manual_seed(self._key)
+            np.random.seed([mix(self._key, 1) & 0xFFFFFFFF, mix(self._key, 1) >> 32])
+            random.seed(mix(self._key, 2))
+        else:
+            _put(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _put(mine)
+
+
+def _states() -> tuple:
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
+def _put(states: tuple) -> None:
+    torch.default_generator.set_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+class Held:
+    """Generators that a sampler has of its own, also in samplers in it. Each pass seeds them anew, by what they were at
+    first and its own ``key``, so that a pass draws the same on all ranks, whichever passes there were before."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._all = _generators(sampler)
+        self._first = [zlib.crc32(_state_of(x)) for x in self._all]
+
+    def seed(self, key: int) -> None:
+        for first, x in zip(self._first, self._all, strict=True):
+            own = mix(key, first)
+            if isinstance(x, torch.Generator):
+                x.manual_seed(own)
+            elif isinstance(x, np.random.Generator):
+                x.bit_generator.state = type(x.bit_generator)(own).state
+            elif isinstance(x, np.random.RandomState):
+                x.seed([own & 0xFFFFFFFF, own >> 32])
+            else:
+                x.seed(own)
+
+
+def _generators(owner: Any) -> list[Any]:
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    values = list(getattr(owner, "__dict__", {}).values())
+    inner = [x for value in values if isinstance(value, Sampler) for x in _generators(value)]
+    return [x for x in values if isinstance(x, kinds)] + inner
+
+
+def _state_of(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()[1].tobytes()  # type: ignore[index]
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
+    return repr(state).encode()

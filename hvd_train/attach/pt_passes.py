@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import data
 
-from hvd_train.attach import pt_draws, pt_share
+from hvd_train.attach import pt_draws, pt_own, pt_share, pt_stream
 from hvd_train.data.order import mix
 
+watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 
 
 class Pass:
     """What ``iter(loader)`` gives: the loader's own iterator, and a note of the batch that it gave last."""
 
-    def __init__(self, batches: Iterator, share: pt_share.Share, counted: bool) -> None:
+    def __init__(self, batches: Iterator, share: pt_share.Passes, counted: bool, plan: pt_share.Plan | None) -> None:
         self._batches, self._share = batches, share
+        self._plan = plan  # None: of a stream, whose batches tell
         self._counted = counted  # whether batch k is the k-th that the share names, and has an exchange of its own
         self._steps, self._batch = pt_share.steps(), -1
         self.new = self.used = False  # given since the last exchange; given before it
@@ -38,6 +40,8 @@ class Pass:
                 self._end()
             raise
         self._batch += 1
+        if watch:
+            batch = watch(self, batch, training)
         if training:
             self._counted = self._counted and not self.new
             self.new = True
@@ -52,13 +56,33 @@ class Pass:
             raise AttributeError(name)
         return getattr(self._batches, name)
 
+    def indices(self) -> list:
+        """Of the batch that was given last; empty where they are not known."""
+        return self._plan.batch(self._batch) if self._plan else []
+
+    @property
+    def number(self) -> int:
+        """Of its loader."""
+        return self._share.number
+
     @property
     def weight(self) -> float:
-        return self._share.weight(self._batch) if self._counted else 1.0
+        told: Any = self._batches
+        return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else told.weight
+
+    @property
+    def digest(self) -> str:
+        """Of the order of samples that it follows, if it began before the last step; so a look does not count."""
+        if not self._counted or pt_share.steps() == self._steps:
+            return ""
+        told: Any = self._batches
+        return self._plan.digest if self._plan else f"{told.digest:08x}"
 
     def _end(self) -> None:
         share = self._share
         if pt_share.steps() > self._steps:
+            if isinstance(share, pt_stream.Stream):
+                share.ended(self._batch + 1)
             pt_draws.start_epoch(mix(share.seed, share.epoch), pt_share.steps(), share.rank)
         elif share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
@@ -68,31 +92,84 @@ class Pass:
 class Sharded(data.DataLoader):
     """The user's loader over this rank's share: of the user's class, with its ``__iter__`` and attributes."""
 
-    batch_sampler: pt_share.Share
+    share: pt_share.Passes
 
     def __iter__(self) -> Any:
-        share = self.batch_sampler
-        # Workers' seeds come from here, and torch's generator is left alone.
-        self.generator.manual_seed(mix(mix(share.seed, share.epoch), share.rank))
+        share = self.share
+        key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
         counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
-        return Pass(iter(inner()), share, counted)
+        # Workers' seeds come from here, and torch's generator is left alone.
+        self.generator.manual_seed(key if isinstance(self.dataset, pt_stream.Part) else mix(key, share.rank))
+        if isinstance(self.dataset, pt_stream.Part):
+            self.dataset.key = key
+        batches = iter(inner())
+        return Pass(batches, share, counted, share.plan if counted and isinstance(share, pt_share.Share) else None)
+
+    def __len__(self) -> int:
+        return self.dataset.batches() if isinstance(self.dataset, pt_stream.Part) else super().__len__()
+
+    def _get_iterator(self) -> Any:
+        found = super()._get_iterator()
+        return pt_stream.Batches(found) if isinstance(self.dataset, pt_stream.Part) else found
 
     def set_epoch(self, epoch: int) -> None:
-        """Share.set_epoch; on all ranks."""
-        self.batch_sampler.set_epoch(epoch)
+        """Passes.set_epoch; on all ranks."""
+        self.share.set_epoch(epoch)
 
 
-def shared(loader: data.DataLoader, seed: int, rank: int, size: int) -> data.DataLoader:
-    """A copy of the loader that draws from this rank's share of its samples."""
-    shuffle = isinstance(loader.sampler, data.RandomSampler)
-    options: Any = dict(shuffle=shuffle, drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
-    share = pt_share.Share(len(loader.dataset), loader.batch_size, **options)
+def shared(
+    loader: data.DataLoader,
+    seed: int,
+    rank: int,
+    size: int,
+    *,
+    ended: Callable[[int], None] = lambda batches: None,
+    together: int = 1,
+    number: int = 0,
+) -> data.DataLoader:
+    """A copy of the loader that draws from this rank's share of its samples.
+
+    ``together``: this process, alone, takes the batches of so many ranks. ``number``: of the loader.
+    """
+    own: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
+    if isinstance(loader.dataset, data.IterableDataset):
+        part = pt_stream.Part(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
+        own |= {"share": pt_stream.Stream(seed, rank, size, ended), "dataset": part, "batch_sampler": None}
+        own["collate_fn"] = pt_stream.Collate(loader.collate_fn)
+    elif together > 1:
+        own["share"] = pt_share.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
+    else:
+        own["share"] = _share(loader, seed, rank, size)
+    own["share"].number = number
     kind = type(loader)
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids to set these one by one.
-    vars(copy).update(vars(loader) | {"batch_sampler": share, "generator": torch.Generator(), "_iterator": None})
+    vars(copy).update(vars(loader) | {"batch_sampler": own["share"]} | own)
     return copy
+
+
+def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> pt_share.Share:
+    given: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
+    sampler, batch_size = loader.sampler, loader.batch_size
+    if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
+        return pt_own.OwnBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
+    if type(sampler) is data.SequentialSampler or _plain(sampler, loader.dataset):
+        shuffle = type(sampler) is data.RandomSampler
+        return pt_share.Share(len(loader.dataset), batch_size, shuffle=shuffle, **given)
+    return pt_own.OwnOrder(sampler, batch_size, **given)
+
+
+def _plain(sampler: Any, samples: Any) -> bool:
+    """Whether it gives each sample once, in an order drawn at random."""
+    whole = type(sampler) is data.RandomSampler and not sampler.replacement
+    return whole and sampler.num_samples == len(samples)
+
+
+def orders() -> dict[str, str]:
+    """The order of samples of each pass in use, for those of which ranks may have other ones."""
+    digests = sorted({p.digest for p in _open if p.used} - {""})
+    return {"order of samples": " ".join(digests)} if digests else {}
 
 
 def weight() -> float:

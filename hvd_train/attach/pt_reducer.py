@@ -54,7 +54,9 @@ class Reducer:
     ) -> None:
         self.reducing, self.unreduced = True, False  # outside of no_sync; gradients that this rank alone has
         self.failed = False  # an error ended the last pass
-        self.number, self.passes, self.steps = number, 0, 0
+        self.frozen: Any = None  # pt_frozen.Frozen, of the same model
+        self.number: float = number
+        self.passes = self.steps = 0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self.stepping = False  # within a step that calls backward() itself
         self._communicator, self._buffers, self._every = communicator, buffers, every
@@ -119,6 +121,8 @@ class Reducer:
             self._weight = pt_passes.weight() if self._average else 1.0
             self._waiting = [set(members) for members in self._exchange.buckets]  # riders among them never arrive
             pt_backward.join(self)
+            if self.frozen:
+                self.frozen.arrived()
         gradient = self._gradient(i)
         if gradient.requires_grad:
             what = "backward(create_graph=True) keeps a graph of this rank's gradient, and no other rank's"
@@ -185,6 +189,11 @@ class Reducer:
     def finish(self) -> None:
         """The end of a backward pass: what has not travelled yet does so, and gradients become the ranks' mean."""
         self._begun = False
+        self._end()
+
+    def adopt(self) -> None:
+        """The end of a pass that began before this reducer was there."""
+        self._weight = pt_passes.weight() if self._average else 1.0
         self._end()
 
     @torch.no_grad()
@@ -381,7 +390,7 @@ class Reducer:
         if not due(self.passes, self._every):
             return
         totals = torch.stack([bits(p) for p in self._parameters]).tolist()
-        settings = {"optimizer steps": str(self.steps)}
+        settings = {"optimizer steps": str(self.steps), **pt_passes.orders()}
         optimizers = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
         for k, optimizer in enumerate(optimizers):
             for g, group in enumerate(optimizer.param_groups):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 
 WHERE = "ht.shard"
-OWN = "let each rank draw num_samples / ht.size() of its own, without ht.shard"
 SPLIT = "make and split data with a seed, before ht.distribute"
 PROBES = 64  # rows of a TensorDataset that are compared between ranks
 
@@ -36,80 +36,61 @@ def stepped() -> None:
     _steps += 1
 
 
-class Share(data.Sampler):
-    """A batch sampler. Global batch k is the same set of samples for every number of ranks.
+def part(count: int, whole: int, rank: int, size: int) -> np.ndarray:
+    """A rank's places among the ``count`` samples of a global batch that should have ``whole``: the last may have
+    fewer, or, where fewer than ``size`` followed it, those as well."""
+    places = np.arange(*share(min(count, whole), size, rank))
+    return np.append(places, whole + rank) if rank < count - whole else places
 
-    Every sample comes once an epoch (with ``drop_last``: those of full global batches), and every rank has the same
-    number of batches: the last global batch is divided as evenly as it can be, and fewer samples than ranks join the
-    batch before. So batches of different ranks differ in length by at most one sample, at the end of an epoch.
 
-    With ``shuffle`` the order is a function of (seed, epoch), where the epoch's number is that of the steps which
-    distributed optimizers have made since ``ht.shard`` (a step of each of two counts twice). All ranks share it, so
-    whatever one of them looks at by itself shifts nothing. Each pass that begins after a step has an order of its own,
-    also where the pass before was left early; without a step between them two have the same order. Passes that begin
-    in another thread than this object, where steps may be made meanwhile, are counted by themselves.
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one pass on this rank. ``weight``: of batch k, its samples times ranks / samples of global batch
+    k; ``digest``: tells ranks apart whose samples come in other orders ("" where they cannot)."""
+
+    count: int
+    batch: Callable[[int], list]
+    weight: Callable[[int], float]
+    digest: str = ""
+
+
+class Passes:
+    """Numbers the passes over a loader: by the steps that distributed optimizers have made since ``ht.shard`` (a step
+    of each of two counts twice). All ranks count alike, so whatever one of them looks at by itself shifts nothing. Each
+    pass that begins after a step has a number of its own, also where the pass before was left early; without a step
+    between them two have the same. Passes that begin in another thread than this object, where steps may be made
+    meanwhile, are counted by themselves.
     """
 
-    def __init__(
-        self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
-    ) -> None:
-        self.count, self.batch_size, self.shuffle, self.drop_last = count, batch_size, shuffle, drop_last
+    shuffle = True  # whether passes differ
+    number = 0  # of the loader
+
+    def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
         self._offset, self._aside, self._thread = -steps(), 0, threading.get_ident()  # _aside: passes in other threads
         self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
-        whole = batch_size * size
-        if count < (whole if drop_last else size):
-            what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
-            raise DataError(what, where=WHERE, fix="start fewer ranks" + ", or drop_last=False" * drop_last)
-        rest = 0 if drop_last else count % whole
-        self._batches = count // whole + (rest >= size)
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.epoch
-        if threading.get_ident() != self._thread:
-            self._aside += 1
-            epoch = -self._aside
-        return (self._indices(k, epoch).tolist() for k in range(len(self)))
 
     @property
     def epoch(self) -> int:
-        """The number of the order that a pass has which begins now."""
+        """The number of a pass that begins now."""
         return self._offset + steps()
 
-    def set_epoch(self, epoch: int) -> None:
-        """The number of the next pass' order; later passes count on from it, by steps. On all ranks."""
-        self._offset = epoch - steps()
+    def begin(self) -> int:
+        """The number of the pass that begins now, in this thread."""
+        if threading.get_ident() == self._thread:
+            return self.epoch
+        self._aside += 1
+        return -self._aside
 
-    def weight(self, k: int) -> float:
-        """Samples of this rank's batch k times ranks / samples of global batch k."""
-        if k + 1 < len(self):
-            return 1.0
-        start, stop = self._bounds(k)
-        return len(self._places(k)) * self.size / (stop - start)
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next pass; later passes count on from it, by steps. On all ranks."""
+        self._offset = epoch - steps()
 
     def repeated(self) -> bool:
         """At the end of a whole pass without a step: whether it is the second one of this order."""
         epoch, count = self._whole
         self._whole = [self.epoch, count + 1 if epoch == self.epoch else 1]
         return self._whole[1] == 2
-
-    def _bounds(self, k: int) -> tuple[int, int]:
-        """Places of global batch k in the order of samples."""
-        whole = self.batch_size * self.size
-        return k * whole, self.count if k + 1 == len(self) and not self.drop_last else (k + 1) * whole
-
-    def _places(self, k: int) -> np.ndarray:
-        whole, (start, stop) = self.batch_size * self.size, self._bounds(k)
-        places = np.arange(*share(min(stop - start, whole), self.size, self.rank)) + start
-        if self.rank < stop - start - whole:
-            places = np.append(places, start + whole + self.rank)  # fewer samples are left than ranks
-        return places
-
-    def _indices(self, k: int, epoch: int) -> np.ndarray:
-        return permute(self._places(k), self.count, self.seed, epoch) if self.shuffle else self._places(k)
 
     def state_dict(self) -> dict[str, int]:
         draws = pt_draws.state(self.seed, steps())
@@ -122,6 +103,79 @@ class Share(data.Sampler):
         pt_draws.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
 
 
+class Even:
+    """``count`` samples in global batches of ``batch_size`` x ``size``. Every rank has the same number of batches: the
+    last global batch is divided as evenly as it can be, and fewer samples than ranks join the batch before. So batches
+    of different ranks differ in length by at most one sample, at the end."""
+
+    def __init__(self, count: int, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
+        self.count, self.drop_last, self.rank, self.size = count, drop_last, rank, size
+        self.whole = whole = batch_size * size
+        if count < (whole if drop_last else size):
+            what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
+            fix = "start fewer ranks" + ", or drop_last=False" * drop_last
+            raise DataError(what, where=WHERE, fix=fix, common=True)
+        rest = 0 if drop_last else count % whole
+        self._batches = count // whole + (rest >= size)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def places(self, k: int) -> np.ndarray:
+        """This rank's places of global batch k in the order of samples."""
+        return part(self._samples(k), self.whole, self.rank, self.size) + k * self.whole
+
+    def weight(self, k: int) -> float:
+        return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
+
+    def _samples(self, k: int) -> int:
+        return self.count - k * self.whole if k + 1 == len(self) and not self.drop_last else self.whole
+
+
+class Share(Passes, data.Sampler):
+    """A batch sampler. Global batch k is the same set of samples for every number of ranks.
+
+    Every sample comes once an epoch (with ``drop_last``: those of full global batches). With ``shuffle`` the order is
+    a function of (seed, epoch).
+    """
+
+    plan: Plan  # of the pass that began last
+
+    def __init__(
+        self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
+    ) -> None:
+        super().__init__(seed, rank, size)
+        self.count, self.shuffle = count, shuffle
+        self._even = Even(count, batch_size, drop_last, rank, size)
+        self.weight = self._even.weight
+
+    def __len__(self) -> int:
+        return self.planned(self.epoch).count
+
+    def __iter__(self) -> Iterator[list]:
+        self.plan = plan = self.planned(self.begin())
+        return (plan.batch(k) for k in range(plan.count))
+
+    def planned(self, epoch: int) -> Plan:
+        def batch(k: int) -> list:
+            places = self._even.places(k)
+            return (permute(places, self.count, self.seed, epoch) if self.shuffle else places).tolist()
+
+        return Plan(len(self._even), batch, self.weight)
+
+
+class Joined(Share):
+    """The batches of all ranks, as one process takes them."""
+
+    def __init__(self, shares: Sequence[Share], seed: int) -> None:
+        Passes.__init__(self, seed, 0, 1)
+        self._shares = shares
+
+    def planned(self, epoch: int) -> Plan:
+        plans = [share.planned(epoch) for share in self._shares]
+        return Plan(plans[0].count, lambda k: [i for plan in plans for i in plan.batch(k)], lambda k: 1.0)
+
+
 def check(loader: data.DataLoader) -> None:
     """Raises ConfigError for a loader whose share cannot be told."""
 
@@ -130,34 +184,26 @@ def check(loader: data.DataLoader) -> None:
 
     if not isinstance(loader, data.DataLoader):
         refuse(f"it takes a torch.utils.data.DataLoader, not a {type(loader).__name__}", "make one of your data set")
-    if isinstance(loader.batch_sampler, Share):
+    if isinstance(getattr(loader, "share", None), Passes):
         refuse("this loader is sharded already", "call ht.shard once")
-    if isinstance(loader.dataset, data.IterableDataset):
-        refuse("an IterableDataset has no order to share", "let it read its own part, by ht.rank() and ht.size()")
-    if loader.batch_size is None:
-        refuse("the loader has a batch sampler of its own, or no batches", "give the DataLoader a batch_size")
-    if type(loader.batch_sampler) is not data.BatchSampler:
-        refuse(f"the loader has a {type(loader.batch_sampler).__name__}", "give the DataLoader a batch_size alone")
+    if loader.batch_sampler is None:
+        refuse(
+            "the loader's batch_size is None, so its data set makes batches", "let it give samples, and a batch_size"
+        )
     if any(isinstance(x, _BaseDataLoaderIter) for name, x in vars(loader).items() if name != "_iterator"):
         refuse(f"this {type(loader).__name__} keeps a pass that has begun", "shard a DataLoader that begins anew")
-    kind = type(loader.sampler)
-    if kind is data.DistributedSampler:
+    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(inner, data.DistributedSampler):
         refuse("the loader has a DistributedSampler", "take it out, and give the DataLoader shuffle=True")
-    if kind not in (data.RandomSampler, data.SequentialSampler):
-        fix = "use shuffle=True or False, and a Subset for a part of the data"
-        refuse(f"the loader has a {kind.__name__}", OWN if kind is data.WeightedRandomSampler else fix)
-    if kind is data.RandomSampler and loader.sampler.replacement:
-        refuse("the loader draws with replacement", OWN)
-    if kind is data.RandomSampler and loader.sampler.num_samples != len(loader.dataset):
-        refuse("the loader draws a part of the samples", "use shuffle=True")
 
 
 def facts(loader: data.DataLoader) -> dict[str, str]:
     """What ranks must have in common."""
+    sized = hasattr(loader.dataset, "__len__")
     return {
-        "samples": str(len(loader.dataset)),
+        "samples": str(len(loader.dataset)) if sized else type(loader.dataset).__name__,
         "batch_size": str(loader.batch_size),
-        "shuffle": str(isinstance(loader.sampler, data.RandomSampler)),
+        "sampler": f"{type(loader.sampler).__name__} in {type(loader.batch_sampler).__name__}",
         "drop_last": str(loader.drop_last),
         **_content(loader.dataset, "data"),
     }

@@ -230,7 +230,9 @@ def predict(
     "--report", metavar="FILE.html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with curves."
 )
 @verbose_option
+@click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
 def verify(
+    program: tuple[str, ...],
     path: Path | None,
     sets: tuple[str, ...],
     num_proc: int,
@@ -244,7 +246,14 @@ def verify(
     \b
     hvd-train verify -c job.yaml -np 2                      exit code 0: all equal, 1: something differs
     hvd-train verify -c job.yaml -np 3 --report proof.html  with the loss curves drawn over each other
+    hvd-train verify -np 2 -- python train.py --lr 0.1      a script of your own, with hvd_train.torch or .keras
     """
+    if program:
+        from hvd_train.verify.script import verify_script
+
+        if path or sets:
+            raise ConfigError("a script has no configuration", where="verify", fix="leave out -c and --set")
+        sys.exit(verify_script(program, num_proc, steps, launcher, report, verbose))
     from hvd_train.config import load_config
     from hvd_train.verify import compare as proof
 

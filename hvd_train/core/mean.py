@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from hvd_train.core.trees import PIECE_BYTES
+from hvd_train.errors import CommunicationError
 from hvd_train.protocol import Communicator, Ops, Tree
 
 DIGEST = 16  # bytes of an array's hash: two arrays that differ have the same one in 10^38
@@ -56,6 +57,10 @@ def mean(arrays: Mapping[str, np.ndarray], communicator: Communicator, ops: Ops)
 def ordered_sum(own: np.ndarray, communicator: Communicator, name: str = "sums") -> np.ndarray:
     """The sum over the ranks of equally shaped arrays, in float64 and in rank order: the same bits on every rank."""
     parts = communicator.allgather_bytes(np.asarray(own, np.float64).tobytes(), name)
+    counts = [len(part) // 8 for part in parts]
+    if len(set(counts)) > 1:
+        what = f"the ranks came apart: {name} got {', '.join(map(str, counts))} numbers on rank 0, 1, ..."
+        raise CommunicationError(what, fix="call the same on all ranks", common=True)
     return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(own.shape)
 
 

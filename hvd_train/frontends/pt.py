@@ -296,7 +296,11 @@ class PyTorchFrontEnd(StateTree):
         return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
     def without_dropout(self) -> None:
-        for layer in self.model.modules():
+        self.without_dropout_in(self.model)
+
+    @staticmethod
+    def without_dropout_in(model: torch.nn.Module) -> None:
+        for layer in model.modules():
             if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
                 layer.p = 0.0
             elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_train.errors import CommunicationError, ConfigError
@@ -52,9 +53,12 @@ def choose(launcher: str) -> str:
     return launcher
 
 
-def command(num_proc: int, launcher: str, arguments: list[str], module: str = "hvd_train") -> list[str]:
-    """The launcher's command line for ``python -m MODULE ARGUMENTS`` on ``num_proc`` ranks of this host."""
-    program = [sys.executable, "-m", module, *arguments]
+def command(
+    num_proc: int, launcher: str, arguments: list[str], module: str = "hvd_train", program: Sequence[str] = ()
+) -> list[str]:
+    """The launcher's command line for ``python -m MODULE ARGUMENTS`` on ``num_proc`` ranks of this host, or ``program``
+    instead."""
+    program = list(program) or [sys.executable, "-m", module, *arguments]
     if num_proc == 1:
         return program
     tool = find_tool(launcher) or launcher
@@ -79,14 +83,23 @@ def environment() -> dict[str, str]:
     return env
 
 
-def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = False, module: str = "hvd_train") -> int:
-    """Runs the job to its end and returns its exit code; one rank needs no launcher.
+def launch(
+    num_proc: int,
+    launcher: str,
+    arguments: list[str],
+    verbose: bool = False,
+    module: str = "hvd_train",
+    program: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> int:
+    """Runs the job to its end and returns its exit code; one rank needs no launcher. ``variables``: of its environment.
 
     A signal to this process reaches the ranks, and its code is 128 + signal; a rank that a signal ended is code 5.
     """
-    line = command(num_proc, choose(launcher) if num_proc > 1 else "", arguments, module)
+    line = command(num_proc, choose(launcher) if num_proc > 1 else "", arguments, module, program)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
+    env = environment() | dict(variables or {})
     received: list[int] = []
     child: subprocess.Popen | None = None
 
@@ -99,7 +112,7 @@ def launch(num_proc: int, launcher: str, arguments: list[str], verbose: bool = F
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     previous = {s: signal.signal(s, forward) for s in signals}
     try:
-        child = subprocess.Popen(line, env=environment(), start_new_session=True, preexec_fn=_end_with_parent)
+        child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=_end_with_parent)
         if received:
             child.send_signal(received[0])
         code = child.wait()

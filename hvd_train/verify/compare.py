@@ -18,6 +18,7 @@ from hvd_train.launch import launch
 from hvd_train.launch.environment import world
 from hvd_train.report.tables import table
 from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
+from hvd_train.verify.page import Curves, write
 from hvd_train.verify.record import Record
 
 SHOWN = 24  # rows of a table in the terminal; the page has all
@@ -73,14 +74,10 @@ def verify(
         f"{config.model.name} on {config.data.name}, {config.optim.name}, {steps} step{'s' * (steps > 1)}, "
         f"global batch {config.global_batch(num_proc)}"
     )
-    print("\n".join(_text(head, notes, comparisons, config.precision)), flush=True)
+    print("\n".join(text(head, notes, comparisons, config.precision)), flush=True)
     if report is not None:
-        from hvd_train.verify.page import write
-
         curves = {runs.title: (runs.training.losses, own.losses if own else None) for runs, own in worlds.values()}
-        sections = [(c.title, cells(c), c.findings) for c in comparisons]
-        write(report, head, [*notes, REASON], sections, curves, config.precision, TOLERANCE)
-        print(f"report: {report}", flush=True)
+        report_page(report, head, notes, comparisons, curves, config.precision)
     return int(any(c.findings for c in comparisons))
 
 
@@ -160,7 +157,15 @@ def cells(comparison: Comparison) -> list[list[str]]:
     ]
 
 
-def _text(head: str, notes: list[str], comparisons: list[Comparison], precision: str) -> Iterator[str]:
+def report_page(
+    path: Path, head: str, notes: list[str], comparisons: list[Comparison], curves: Curves, precision: str
+) -> None:
+    sections = [(c.title, cells(c), c.findings) for c in comparisons]
+    write(path, head, [*notes, REASON], sections, curves, precision, TOLERANCE)
+    print(f"report: {path}", flush=True)
+
+
+def text(head: str, notes: list[str], comparisons: list[Comparison], precision: str) -> Iterator[str]:
     yield f"\n{head}"
     yield from (f"note: {note}" for note in notes)
     for comparison in comparisons:

@@ -520,6 +520,73 @@ def tf_data():
     )
 
 
+def loader():
+    """PyTorch's DataLoader, in fit and to be scored."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def given(count):
+        x, y = digits(count)
+        return DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH)
+
+    model = hk.distribute(compiled())
+    history = fit(model, given(COUNT), batch_size=None, validation_data=given(157))
+    return trained(model, history, predicted=model.predict(given(101), verbose=0))
+
+
+def loop(kind="eager"):
+    """A loop of the user's own: two epochs, uneven at the end; the loss of even steps."""
+
+    def case():
+        x, y = digits()
+        model, optimizer, loss_of, losses = network(), Adam(0.01), cross_entropy(), []
+        hk.distribute(model, optimizer)
+
+        def step(x, y):
+            found = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
+            return hk.reduce({"loss": found[0], "samples": keras.ops.shape(x)[0]})
+
+        if kind == "graph":
+            import tensorflow as tf
+
+            step = tf.function(step)
+        batches = hk.shard(x, y, batch_size=BATCH)
+        next(iter(batches)) if hk.rank() == 0 else None
+        for _ in range(2):
+            for part in batches:
+                found = step(*part)
+                losses.append(float(found["loss"])) if len(part[0]) == BATCH else None
+        total = float(hk.reduce(len(losses), op="sum")) / hk.size()
+        return trained(model, losses=losses, steps=len(batches), total=total)
+
+    return case
+
+
+def loop_gan():
+    """Two models with an optimizer each, in a loop of the user's own; the noise is a part of the data."""
+    x = digits(COUNT)[0]
+    generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "sigmoid")])
+    discriminator = keras.Sequential([keras.Input((64,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
+    first, second = Adam(0.01), SGD(0.1, momentum=0.9)
+    hk.distribute(generator, first)
+    hk.distribute(discriminator, second)
+    loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def step(real, noise):
+        ones = keras.ops.ones((len(real), 1))
+        fake = keras.ops.stop_gradient(generator(noise))
+        weights = discriminator.trainable_weights
+        descent(second, weights, lambda: [loss_of(ones, discriminator(real)) + loss_of(ones * 0, discriminator(fake))])
+        descent(first, generator.trainable_weights, lambda: [loss_of(ones, discriminator(generator(noise)))])
+
+    batches = hk.shard(x, np.sin(x[:, 20:24] * 50), batch_size=BATCH, shuffle=False)
+    for _ in range(2):
+        for real, noise in batches:
+            step(real, noise)
+    found = {f"generator {k}": v for k, v in trained(generator).items()}
+    return found | trained(discriminator)
+
+
 def batchnorm_and_dropout():
     model = hk.distribute(compiled(network(dropout=0.5, batchnorm=True)))
     history = fit(model, *digits(), validation_data=digits(99), shuffle=True)
@@ -830,6 +897,9 @@ CASES = {
     "weighted_mean": weighted("mean_with_sample_weight"),
     "weighted_batch": weighted("sum_over_batch_size"),
     "own_losses": own_losses,
+    "loader": loader,
+    "loop": loop(),
+    "loop_gan": loop_gan,
 }
 if hk.size() > 1:
     CASES |= {"refused": refused, "apart": apart}
@@ -837,6 +907,7 @@ if TENSORFLOW:
     CASES |= {
         "tf_data": tf_data,
         "jit_compile": jit_compile,
+        "loop_graph": loop("graph"),
         "masked_steps_per_execution": reading(cross_entropy, steps_per_execution=3),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }

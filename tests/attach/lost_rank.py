@@ -20,6 +20,8 @@ if api == "torch":
                 sys.exit(0)
             if step == 3 and kind == "apart" and ht.rank() == 0:
                 ht.sum(1)
+            if step == 3 and kind == "shapes":
+                ht.sum(*range(2 + ht.rank()))
             optimizer.zero_grad()
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
@@ -27,6 +29,8 @@ if api == "torch":
             print("caught", type(error).__name__)
         except Exception as error:
             print("caught", type(error).__name__)
+            if kind == "shapes":
+                raise
 else:
     os.environ["KERAS_BACKEND"] = api.split()[-1]
     import hvd_train.keras as hk
@@ -45,6 +49,27 @@ else:
     keras.utils.set_random_seed(0)
     x, y = np.ones((4000, 4), np.float32), np.zeros(4000)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    if kind == "shapes":
+        hk.reduce(x[: 2 + hk.rank()])
+    if kind == "drift":
+        import tensorflow as tf
+
+        hk.distribute(model, optimizer := keras.optimizers.SGD(0.1))
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        batches = hk.shard(x, batch_size=4)
+        for k in range(200):
+            if k == 5 and hk.rank() == 1:
+                model.layers[0].bias.assign_add([1e-6, 0.0])
+            next(iter(batches))
+            step(x[:4])
+        print("trained")
+        sys.exit(0)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     hk.distribute(model)
     try:

@@ -21,7 +21,8 @@ CASES = [
     "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
-    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt",
+    "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
+    "loop_graph", "loop_gan",
 ]  # fmt: skip
 # No part of these depends on whether two ranks or three meet; they were a third of the CPU seconds of three.
 ON_TWO = [
@@ -31,7 +32,7 @@ ON_TWO = [
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
-    "own_losses", "gan", "unbuilt",
+    "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan",
 ]  # fmt: skip
 
 
@@ -300,17 +301,17 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 hk.distribute(model)
 if hk.rank() == 0:
-    model.evaluate(np.zeros((40, 4)), np.zeros((40, 1)), verbose=0)
+    model.CALL(np.zeros((40, 4)), verbose=0)
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_evaluate_on_one_rank_alone_ends(tmp_path, launcher):
-    (tmp_path / "script.py").write_text(ALONE)
+@pytest.mark.parametrize(("launcher", "call"), [("mpirun", "evaluate"), ("horovodrun", "predict")])
+def test_evaluate_and_predict_on_one_rank_alone_end(tmp_path, launcher, call):
+    (tmp_path / "script.py").write_text(ALONE.replace("CALL", call))
     run = launch(2, launcher, [str(tmp_path / "script.py")])
     told = run.stdout + run.stderr
     assert run.returncode == 5 and "Traceback" not in told
-    assert "has ended; model.evaluate; fit, evaluate and predict: call them on all ranks" in told
+    assert f"has ended; model.{call}; fit, evaluate and predict: call them on all ranks" in told
 
 
 def weights(folder: Path, name: str, size: int) -> list[dict]:

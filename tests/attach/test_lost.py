@@ -24,6 +24,15 @@ CASES = [
     ("keras torch", "leaves", "horovodrun"),
     ("keras torch", "apart", "mpirun"),
 ]
+TOLD = {
+    ("torch", "shapes"): "the ranks came apart: ht.sum got 2, 3 numbers on rank 0, 1, ...; call the same",
+    (
+        "keras",
+        "shapes",
+    ): "the ranks came apart: Mismatched .*; call the same on all ranks, with tensors of the same shape",
+    ("keras", "drift"): "the weights of rank 1 differ from those of rank 0, first in sequential/dense/bias; "
+    "optimizer.apply; ",
+}
 
 
 @pytest.mark.parametrize(("api", "kind", "launcher"), CASES)
@@ -40,3 +49,23 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
     assert len(told) == 1 and told[0].startswith("error[rank 0]: the ranks came apart: "), run.stdout + run.stderr
     assert re.search(rf"{own}\S* waits for rank 1\b", told[0])
     assert re.search(rf"{others}\S* waits for rank 0\b", told[0])
+
+
+@pytest.mark.parametrize(
+    ("api", "kind", "launcher"),
+    [
+        *[("torch", "shapes", launcher) for launcher in ("mpirun", "horovodrun")],
+        ("tensorflow", "shapes", "mpirun"),
+        ("keras torch", "shapes", "horovodrun"),
+        ("tensorflow", "drift", "mpirun"),
+    ],
+)
+def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, launcher):
+    """Other shapes; and, within a tf.function, other weights."""
+    env = environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)}
+    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
+    assert run.returncode == 5 and "trained" not in run.stdout, run.stdout[-2000:] + run.stderr[-3000:]
+    assert len(told) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
+    assert re.match(r"error\[rank \d\]: " + TOLD[api.split()[0] if api == "torch" else "keras", kind], told[0]), told

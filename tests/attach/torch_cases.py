@@ -63,7 +63,7 @@ def sgd(model):
 
 def fit(model, optimizer, *, clip=0.0, to_none=True, accumulate=1, no_sync=True, scheduler=None, batches=None):
     """A loop as users write it; ``accumulate`` micro-batches of a batch, with or without no_sync."""
-    for inputs, labels in batches or loader():
+    for inputs, labels in loader() if batches is None else batches:
         optimizer.zero_grad(set_to_none=to_none)
         parts = list(zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True))
         for k, (x, y) in enumerate(parts):
@@ -185,6 +185,136 @@ def one_optimizer():
         F.cross_entropy(parts[0](x) + parts[1](x), y).backward()
         optimizer.step()
     return parts
+
+
+def several_models():
+    """One optimizer over two models, handed over as they are."""
+    first, second = mlp(), cnn()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9)
+    first, second, optimizer = ht.distribute(first, second, optimizer)
+    for x, y in loader():
+        optimizer.zero_grad()
+        with ht.no_sync(second):
+            (F.cross_entropy(second(x), y) / 2).backward()
+        F.cross_entropy(first(x) + second(x), y).backward()
+        optimizer.step()
+    return nn.ModuleList([first, second])
+
+
+def unfrozen(**options):
+    """The first layer is frozen, then trained, then alone: from the first step on its gradients are the ranks' mean."""
+
+    def case():
+        model = mlp(hidden=WIDE)
+        model[1].requires_grad_(False)
+        model, optimizer = ht.distribute(model, sgd(model), **options)
+        for step, (x, y) in enumerate(loader()):
+            if step in (5, 9):
+                model[1].requires_grad_(step == 5)
+            if step == 13:
+                model.requires_grad_(False)
+                model[1].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            for part in zip(x.chunk(2), y.chunk(2), strict=True):
+                (F.cross_entropy(model(part[0]), part[1]) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+        return model
+
+    return case
+
+
+def unfrozen_late():
+    """What is unfrozen is all that a pass reaches."""
+    model = mlp()
+    model[1].weight.requires_grad_(False)
+    model, optimizer = ht.distribute(model, sgd(model))
+    for step, (x, y) in enumerate(loader(count=235)):
+        if step == 2:
+            model.requires_grad_(False)
+            model[1].weight.requires_grad_(True)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    return model
+
+
+def sampled_by(make):
+    """Three epochs of 235 samples, uneven at the end, in an order that the script has a sampler for."""
+
+    def case():
+        model = mlp()
+        model, optimizer = ht.distribute(model, sgd(model))
+        batches = ht.shard(make(GLOBAL_BATCH // ht.size()))
+        for _ in range(3):
+            if ht.rank() == 0:
+                next(iter(batches))
+            fit(model, optimizer, batches=batches)
+        return model
+
+    return case
+
+
+def weighted(batch_size):
+    weights = torch.linspace(0.1, 3, 500)
+    return DataLoader(digits(500), batch_size, sampler=torch.utils.data.WeightedRandomSampler(weights, 235))
+
+
+class Halves(torch.utils.data.Sampler):
+    """Of the user's own: each epoch another part of the samples, drawn from generators of its own."""
+
+    def __init__(self):
+        self.first, self.second = np.random.default_rng(3), random.Random(4)
+
+    def __iter__(self):
+        start = self.second.randrange(200)
+        yield from (self.first.permutation(235) + start).tolist()
+
+
+def batched(batch_size):
+    sampler = torch.utils.data.BatchSampler(Halves(), batch_size, drop_last=False)
+    return DataLoader(digits(500), batch_sampler=sampler)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Reads its part of the samples, as workers do, through a buffer that shuffles."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples, buffer = digits(1200 // step + 200)[:], []
+        for i in range(first, 235 * step, step):
+            buffer.append((samples[0][i], samples[1][i]))
+            if len(buffer) > 20:
+                yield buffer.pop(random.randrange(20))
+        yield from buffer
+
+
+def streamed(workers):
+    return lambda batch_size: DataLoader(Stream(), batch_size, num_workers=workers)
+
+
+def gan():
+    """Two models with an optimizer each; the noise is a part of the data, so that worlds can be compared."""
+    generator = nn.Sequential(nn.Linear(4, 64), nn.Sigmoid()).double()
+    discriminator = nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).double()
+    generator, g_optimizer = ht.distribute(generator, torch.optim.Adam(generator.parameters(), 0.01))
+    discriminator, d_optimizer = ht.distribute(discriminator, torch.optim.Adam(discriminator.parameters(), 0.01))
+    noise = torch.randn(235, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    samples = TensorDataset(digits(235)[:][0].flatten(1), noise)
+    batches = ht.shard(DataLoader(samples, GLOBAL_BATCH // ht.size(), shuffle=True))
+    for _ in range(3):
+        for real, z in batches:
+            one, zero = (torch.full((len(real), 1), x, dtype=torch.float64) for x in (1.0, 0.0))
+            d_optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(discriminator(real), one).backward()
+            F.binary_cross_entropy_with_logits(discriminator(generator(z).detach()), zero).backward()
+            d_optimizer.step()
+            g_optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(discriminator(generator(z)), one).backward()
+            g_optimizer.step()
+    return nn.ModuleList([generator, discriminator])
 
 
 def lbfgs():
@@ -321,6 +451,15 @@ SAME = {
     "overlap": overlapping,
     "uneven": uneven,
     "one optimizer": one_optimizer,
+    "several models": several_models,
+    "unfrozen": unfrozen(),
+    "unfrozen overlap": unfrozen(overlap=True),
+    "unfrozen late": unfrozen_late,
+    "weighted sampler": sampled_by(weighted),
+    "batch sampler": sampled_by(batched),
+    "stream": sampled_by(streamed(0)),
+    "stream of workers": sampled_by(streamed(2)),
+    "gan": gan,
     "lbfgs": lbfgs,
     "by hand": by_hand,
     "summed": summed(),

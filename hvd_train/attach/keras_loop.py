@@ -1,0 +1,97 @@
+"""A training loop of the user's own: this rank's batches, and sums and means over ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from hvd_train.attach import keras_data as data
+from hvd_train.attach.draws import Draws
+from hvd_train.attach.keras_exchange import Reduction
+from hvd_train.attach.recorded import recording
+from hvd_train.core.agreement import agree, together
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Communicator
+
+WHERE = "hk.shard"
+WIRE = ("float16", "float32", "float64", "int32", "int64")  # what Horovod can add of what Keras has
+# Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
+_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class Batches:
+    """Each ``for`` gives one epoch of this rank's batches; the next order comes when an epoch has been gone through to
+    its end, so a look at a batch shifts nothing. A batch counts in the mean over ranks by its samples."""
+
+    def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
+        self._epoch, self._steps, self._batch_size, self._number = epoch, steps, batch_size, 0
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("this data set has no length")
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._epoch(self._number):
+            Reduction.hear()
+            batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
+            Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
+            yield batch
+        Reduction.hear()
+        Reduction.counts(1.0)
+        self._number += 1
+
+    def set_epoch(self, number: int) -> None:
+        """Which order comes next; on all ranks."""
+        self._number = number
+
+
+def shard(
+    x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int, world: Communicator
+) -> Any:  # fmt: skip
+    """See ``hvd_train.keras.shard``."""
+    draws, own_seed = Draws(world), data.pass_seed(seed, 0) if shuffle else None
+    found, facts = together(
+        world, lambda: data.training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
+    )
+    agree(world, facts)
+    parts = found["x"]
+    if data.kind_of(parts) == "dataset":
+        return parts
+    size = int(facts[data.BATCH_SIZE]) * (record.together if (record := recording()) else 1)
+    if not isinstance(parts, data.Epochs):  # a sharded DataLoader
+
+        def loaded(number: int) -> Iterable:
+            parts.set_epoch(number)
+            return map(data.as_arrays, parts)
+
+        return Batches(loaded, None, size)
+
+    def epoch(number: int) -> Iterator[Any]:
+        parts.on_epoch_begin()
+        yield from (parts.part(number, step) for step in range(len(parts)))
+        parts.on_epoch_end()
+
+    return Batches(epoch, len(parts), size)
+
+
+def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
+    """See ``hvd_train.keras.reduce``."""
+    if op not in ("mean", "sum"):
+        raise ConfigError(f"op={op!r}", where="hk.reduce", fix="it is mean or sum")
+    name = "keras.reduce"
+    if graph is not None:
+        _calls[graph] = _calls.get(graph, 0) + 1
+        name += f"{_calls[graph]}"
+    leaves = [keras.ops.stop_gradient(keras.ops.convert_to_tensor(x)) for x in keras.tree.flatten(values)]
+    sent = []
+    for k, x in enumerate(leaves):
+        kind = keras.backend.standardize_dtype(x.dtype)
+        wire = kind if kind in WIRE else "float32" if "float" in kind else "int64"
+        wire = "float64" if op == "mean" and "int" in wire else wire
+        sent.append(world.allreduce_async(keras.ops.copy(keras.ops.cast(x, wire)), f"{name}.{k}"))
+    sums = [world.synchronize(handle) for handle in sent]
+    return keras.tree.pack_sequence_as(values, [x / world.size for x in sums] if op == "mean" else sums)

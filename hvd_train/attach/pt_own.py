@@ -1,0 +1,68 @@
+"""A rank's share of a loader with a sampler or a batch sampler of the user's own: every rank draws the whole order, in
+the same way, and takes its part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from hvd_train.attach import pt_draws
+from hvd_train.attach.pt_share import WHERE, Even, Passes, Plan, Share, part
+from hvd_train.data.order import mix
+from hvd_train.errors import DataError
+
+
+class OwnOrder(Share):
+    """Samples in the order of ``sampler``, which may draw them at random, leave some out or give some again.
+
+    What it draws, from generators of its own or those of torch, NumPy and ``random``, follows from (seed, epoch).
+    """
+
+    def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
+        Passes.__init__(self, seed, rank, size)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._sampler, self._held = sampler, pt_draws.Held(sampler)
+        self._last: tuple[int, Plan] | None = None
+
+    def planned(self, epoch: int) -> Plan:
+        if self._last is None or self._last[0] != epoch:
+            key = mix(self.seed, epoch)
+            with pt_draws.Alike(key).drawing():
+                self._held.seed(key)
+                self._last = epoch, self.cut(list(self._sampler))
+        return self._last[1]
+
+    def cut(self, order: list) -> Plan:
+        even = Even(len(order), self._batch_size, self._drop_last, self.rank, self.size)
+        return Plan(len(even), lambda k: [order[i] for i in even.places(k)], even.weight, _digest(order))
+
+
+class OwnBatches(OwnOrder):
+    """The batches of a batch sampler: as many as there are ranks make a step, one for each rank, counted by its
+    samples. A rest of fewer batches is divided sample by sample, or left out if the batch sampler has ``drop_last``.
+    """
+
+    def __init__(self, sampler: Iterable, *, seed: int, rank: int, size: int) -> None:
+        super().__init__(
+            sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
+        )
+
+    def cut(self, order: list) -> Plan:
+        n, size = len(order), self.size
+        steps = [order[at : at + size] for at in range(0, n - n % size, size)]
+        found = [(list(step[self.rank]), sum(map(len, step))) for step in steps]
+        rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
+        if len(rest) >= size and not self._drop_last:
+            found.append(([rest[i] for i in part(len(rest), len(rest), self.rank, size)], len(rest)))
+        elif rest and found and not self._drop_last:
+            found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest)
+        if not found:
+            what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
+            raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
+        weights = [len(own) * size / total for own, total in found]
+        return Plan(len(found), lambda k: found[k][0], lambda k: weights[k], _digest(order))
+
+
+def _digest(order: list) -> str:
+    return hashlib.sha256(repr(order).encode()).hexdigest()[:12]

@@ -1,0 +1,119 @@
+"""``hvd-train verify -- python train.py``: a script of the user's own on N ranks and on one, compared in 64 bits.
+
+The script runs as it is; ``hvd_train.torch`` and ``hvd_train.keras`` see by a variable (attach/recorded.py) that it is
+to compute in 64 bits, without dropout, and to end after K steps, and leave a record each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.attach.recorded import VARIABLE
+from hvd_train.core.trees import unpack
+from hvd_train.errors import ConfigError
+from hvd_train.launch import launch
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Tree
+from hvd_train.verify.compare import Comparison, report_page, text
+from hvd_train.verify.difference import Row, Runs, findings, rows
+from hvd_train.verify.record import Record
+
+PYTHONS = ("python", "python3")  # this one is meant: a virtual environment need not be activated
+
+
+def verify_script(
+    program: Sequence[str], num_proc: int, steps: int, launcher: str = "auto", report: Path | None = None,
+    verbose: bool = False,
+) -> int:  # fmt: skip
+    """Runs, compares, prints; returns 0 if all is equal, 1 if not, or the exit code of a world that failed."""
+    if world().launcher:
+        what = "verify starts its ranks itself"
+        raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
+    name = next((word for word in program if word.endswith(".py")), program[0])
+    command = [sys.executable if program[0] in PYTHONS else program[0], *program[1:]]
+    runs, notes = [], ["ht.save and model.save write nothing, and what the script saves else is of a run in 64 bits"]
+    with tempfile.TemporaryDirectory(prefix="hvd-train-verify-") as temporary:
+        for size in (num_proc, 1):
+            folder = Path(temporary) / str(size)
+            folder.mkdir()
+            title = f"{size} rank{'s' * (size > 1)}"
+            print(f"{name} on {title}: {steps} steps ...", flush=True)
+            told = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
+            code = launch(size, launcher, [], verbose, program=command, variables={VARIABLE: told})
+            if code:
+                return code
+            found, own = _read(folder, size, title)
+            runs.append(found)
+            notes += [note for note in own if note not in notes]
+    comparison = _compare(runs[1], runs[0])
+    head = f"{name}, {len(runs[0].training.losses)} steps, the batches of {num_proc} ranks"
+    print("\n".join(text(head, notes, [comparison], "64")), flush=True)
+    if report is not None:
+        report_page(report, head, notes, [comparison], {r.title: (r.training.losses, None) for r in runs}, "64")
+    return int(bool(comparison.findings))
+
+
+def _compare(one: Runs, many: Runs) -> Comparison:
+    title = f"{many.title} against {one.title}"
+    counts = [len(run.training.losses) for run in (one, many)]
+    if counts[0] != counts[1]:
+        what = f"the script makes {counts[1]} steps on {many.title} and {counts[0]} on {one.title}"
+        fix = "ht.shard and hk.shard divide data so that both make as many"
+        return Comparison(title, [Row("steps", "-", float("inf"))] * 3, [], [f"{what}: {fix}"])
+    return Comparison(title, rows(one, many), [], findings(one, many))
+
+
+def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str]]:
+    """(the runs of a world, what its ranks could not tell or have changed)."""
+    if not all((folder / f"{rank}.json").exists() for rank in range(size)):
+        what = "the script did not come to the end of a step on each rank"
+        raise ConfigError(what, where=title, fix="it must call ht.distribute or hk.distribute, and train")
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    trees = [_stages(unpack((folder / f"{rank}.safetensors").read_bytes())) for rank in range(size)]
+    if not told[0]["rates"]:
+        raise ConfigError("the script made no step of a distributed optimizer", where=title, fix="let it train")
+    notes = list(dict.fromkeys(note for own in told for note in own["notes"]))
+    count = min(len(own["rates"]) for own in told)
+    sums = np.sum([own["sums"][:count] for own in told], axis=0)
+    if not sums[:, 1].all():
+        notes.append("not compared: the loss of each step, which is not seen here")
+    losses = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(count), where=sums[:, 1] != 0)
+    taken = zip(*(own["samples"][:count] for own in told), strict=True)
+    samples = [np.sort(np.concatenate([np.asarray(x, np.int64) for x in own])) for own in taken]
+    if not any(map(len, samples)):
+        notes.append("not compared: which samples a step uses (no loader with indices went through ht.shard)")
+    rates = np.array([own["rates"][:count] for own in told])
+    apart = {
+        stage: {rank: d for rank, tree in enumerate(trees) if (d := _other(tree[stage], trees[0][stage]))}
+        for stage in ("first", "last", "gradient")
+    }
+    first = {"first": trees[0]["first"], "last": trees[0]["last"]}
+    training = Record(losses, rates, samples, first, {"first": apart["first"], "last": apart["last"]})
+    gradient = trees[0]["gradient"]
+    if not gradient:
+        return Runs(title, training), [*notes, "not compared: the gradient of step 1"]
+    # As if a plain step of rate 1 had been made with it.
+    zero = {key: np.zeros_like(x) for key, x in gradient.items()}
+    step = Record(
+        losses[:1], np.ones((size, 1)), [], {"first": gradient, "last": zero}, {"first": {}, "last": apart["gradient"]}
+    )
+    return Runs(title, training, step), notes
+
+
+def _other(tree: Tree, reference: Tree) -> Tree:
+    """What of a rank's tree is not bit for bit rank 0's."""
+    return {key: x for key, x in tree.items() if key not in reference or x.tobytes() != reference[key].tobytes()}
+
+
+def _stages(tree: Tree) -> dict[str, Tree]:
+    found: dict[str, Tree] = {"first": {}, "last": {}, "gradient": {}}
+    for key, x in tree.items():
+        stage, _, name = key.partition(":")
+        found[stage][name] = x
+    return found

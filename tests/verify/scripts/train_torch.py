@@ -1,0 +1,28 @@
+"""A script as users have it, in 32 bits and with dropout: train_torch.py [KIND]."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import hvd_train.torch as ht
+
+kind = sys.argv[1] if len(sys.argv) > 1 else ""
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images[:110] / 16, dtype=torch.float32), torch.tensor(labels[:110]))
+layers = [torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(32, 10)]
+model = torch.nn.Sequential(*layers)
+model, optimizer = ht.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 110), 110) if kind == "weighted" else None
+loader = ht.shard(DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler))
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x + torch.randn_like(x) if kind == "noise" else x), y)
+        (loss / ht.size() if kind == "divided" else loss).backward()
+        optimizer.step()
+    ht.save("last.ckpt", model=model, epoch=epoch)
+print("trained to the end")

@@ -51,6 +51,15 @@ def test_equal_worlds_have_no_findings():
     assert names == ["loss", "learning rate", "samples", "gradient/a", "gradient/b", "weights/a", "weights/b"]
 
 
+def test_a_tensor_of_rounding_alone_does_not_differ():
+    """As the bias of a batch norm that another one follows: its gradient is 0, but for what sums leave."""
+    for gap, differs in ((1e-14, False), (1e-11, True)):
+        trees = record().trees
+        moved = trees | {"last": trees["last"] | {"weights/b": np.array([0, gap, 0])}}
+        still = trees | {"last": trees["last"] | {"weights/b": np.zeros(3)}}
+        assert bool(told(runs(size=2, trees=moved), runs(trees=still))) == differs
+
+
 def test_samples():
     twice = [np.array([0, 1, 1, 2]), *record().samples[1:]]
     assert told(runs(samples=twice)) == ["samples of step 1: 1 seen twice, 1 left out"]

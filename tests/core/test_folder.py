@@ -145,8 +145,9 @@ for turn in range(12):
             time.sleep(max(0, start - time.time()))
             try:
                 with folder.Lock(run):
-                    with open(run / f"won-{k}", "x"):
-                        time.sleep(0.1)
+                    (run / f"won-{k}").touch()
+                    while len(list(run.glob("lost-*"))) < 5 and time.time() < start + 5:  # a second winner: too few
+                        time.sleep(0.01)
             except CheckpointError:
                 (run / f"lost-{k}").touch()
             os._exit(0)

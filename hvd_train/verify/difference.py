@@ -11,9 +11,7 @@ from hvd_train.protocol import Tree
 from hvd_train.verify.record import Record
 
 TOLERANCE = 1e-9
-FLOOR = (
-    1e-4  # of the largest entry of its kind: rounding, 1e-13 of that, is no difference in a tensor that is all rounding
-)
+FLOOR = 1e-4  # of the largest entry of its kind: what a tensor is measured against that is all rounding (1e-13 of it)
 
 
 @dataclass(frozen=True)

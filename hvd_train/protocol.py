@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_train.errors import TrainError
-
-if TYPE_CHECKING:
-    from hvd_train.config import Config
 
 Tensor = Any
 Handle = Any
@@ -286,8 +283,9 @@ class FrontEndModule(Protocol):
         """Before the first tensor: this rank's share of the cores."""
 
     def open_frontend(
-        self, config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
-    ) -> FrontEnd: ...
+        self, config: Any, communicator: Communicator, input_shape: Sequence[int], num_classes: int
+    ) -> FrontEnd:
+        """``config``: a ``Config``, which itself asks what frameworks there are."""
 
     def horovod(self, expected_size: int) -> Communicator:
         """Not yet opened; ``expected_size``: the ranks that the launcher started."""

@@ -114,11 +114,12 @@ def _check(path: Path, manifest: Manifest) -> None:
     name, file = NAME.match(path.name), path / MANIFEST
     if name and int(name.group(1)) != manifest.step:
         raise _damaged(file, f"it is of step {manifest.step}")
-    if "weights.safetensors" not in manifest.files:
-        raise _damaged(file, "files", "no weights.safetensors")
-    strange = [n for n in manifest.files if n.startswith("rank-") and int(n[5:].split(".")[0]) >= manifest.ranks]
-    if strange:
-        raise _damaged(file, "files", f"{strange[0]} of {manifest.ranks} ranks")
+    for needed in ("weights.safetensors", "optimizer.safetensors"):
+        if needed not in manifest.files:
+            raise _damaged(file, "files", f"no {needed}")
+    kept = sorted(int(n[5:].split(".")[0]) for n in manifest.files if n.startswith("rank-"))  # of all ranks, or of none
+    if kept and kept != list(range(manifest.ranks)):
+        raise _damaged(file, "files", f"of {manifest.ranks} ranks: {', '.join(map(str, kept))}")
 
 
 def _first(error: ValidationError) -> tuple[str, str]:

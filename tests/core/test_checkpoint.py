@@ -214,6 +214,17 @@ def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
     assert words in str(caught.value) and str(path) in caught.value.where
 
 
+@pytest.mark.parametrize("name", ["optimizer", "rank-1"])
+def test_a_file_that_the_manifest_does_not_name_is_missed(tmp_path, name):
+    """Slots and residuals would begin anew without a word."""
+    path = checkpoint.save(tmp_path, full_snapshot())
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"][f"{name}.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="the manifest is damaged .files: (no optimizer|of 2 ranks: 0)"):
+        checkpoint.load(path)
+
+
 def test_foreign_bytes_under_a_valid_hash(tmp_path):
     import hashlib
 

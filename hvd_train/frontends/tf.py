@@ -74,6 +74,12 @@ class TensorFlowOps:
         return tf.math.unsorted_segment_sum(values, indices, length)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+        inner = a.shape[0 if transpose_a else 1]
+        if inner is not None and inner <= 64 and inner % 8:
+            # oneDNN adds the rest of a short axis in another order where threads cut the matrix: leave it no rest.
+            more = [0, -inner % 8]
+            a = tf.pad(a, [more, [0, 0]] if transpose_a else [[0, 0], more])
+            b = tf.pad(b, [[0, 0], more] if transpose_b else [more, [0, 0]])
         return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
     def minus_product(self, x, a, b):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import platform
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -21,7 +23,8 @@ class Framework:
     ``module``: its front-end, a ``protocol.FrontEndModule``; ``horovod``: Horovod's module for it; ``packages``: what
     must be installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
     its own kind of file, which the module ``exporter`` writes (empty: none). ``channels_first``: so it takes images.
-    ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent.
+    ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent; ``beside``:
+    packages that it imports where it finds them, for what no training does.
     """
 
     name: str
@@ -35,10 +38,12 @@ class Framework:
     channels_first: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     quiet: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
-    def load(self) -> FrontEndModule:
-        """The front-end; loads the framework, which reads ``settings`` then."""
-        return importlib.import_module(self.module)
+    def load(self, lean: bool = False) -> FrontEndModule:
+        """The front-end; loads the framework, which reads ``settings`` then; ``lean``: and without ``beside``."""
+        with swift(self.beside if lean else ()):
+            return importlib.import_module(self.module)
 
     def installed(self) -> bool:
         return all(find_spec(package) for package in self.packages)
@@ -46,6 +51,23 @@ class Framework:
     def has(self, model: str) -> bool:
         """Whether the zoo has this model; a user's own is of the framework that the user names."""
         return bool(self.zoo and model.isidentifier() and find_spec(f"{self.zoo}.{model}"))
+
+
+@contextmanager
+def swift(hidden: tuple[str, ...]) -> Iterator[None]:
+    """What is imported meanwhile does not find these packages, and nothing looks for garbage among what is new: of
+    TensorFlow's 7 s of a core, 2 and 0.5."""
+    new = [package for package in hidden if package not in sys.modules]
+    collects = gc.isenabled()
+    sys.modules.update(dict.fromkeys(new))  # type: ignore[arg-type]  # None: "there is none", says Python's reference
+    gc.disable()
+    try:
+        yield
+    finally:
+        for package in new:
+            del sys.modules[package]
+        if collects:
+            gc.enable()
 
 
 FRAMEWORKS: dict[str, Framework] = {}
@@ -95,5 +117,6 @@ TENSORFLOW = register(
         ending=".keras",
         settings={"KERAS_BACKEND": "tensorflow", **KERNELS},
         quiet={"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"},
+        beside=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and galleries of images
     )
 )

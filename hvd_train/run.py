@@ -134,7 +134,7 @@ def open_job(
 def opened(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
     data = open_data(config.data)
-    rank = settle(config.framework, config.threads, verbose)
+    rank = settle(config.framework, config.threads, verbose, lean=True)
     rank.module.configure(rank.threads)
     communicator = rank.communicator()
     communicator.open()

@@ -139,13 +139,14 @@ class Draws:
         for what was drawn in ``common``. ``keep``: generators that are left alone. All ranks enter it."""
         self._generators = {name: each for name, each in generators().items() if name not in keep}
         mine = self._states()
-        self._common = json.loads(self.world.broadcast_bytes(json.dumps(mine).encode()))
-        alike = self._common == mine
+        common = json.loads(self.world.broadcast_bytes(json.dumps(mine).encode()))
+        self._common = {name: state for name, state in common.items() if name in mine}  # not all may have loaded torch
+        alike = {name for name, state in mine.items() if state == self._common.get(name)}  # torch's need not be
         self._set({name: self._apart(name, state, number) for name, state in mine.items()})
         try:
             yield
         finally:
-            self._set(self._common if alike else mine)
+            self._set({name: self._common[name] if name in alike else state for name, state in mine.items()})
             self._common = None
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ import struct
 import threading
 import zipfile
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
 
 
 # ---- IDX
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's 1 797 digits, read from its file, as its import would cost each rank 1.5 s: images (1797, 8, 8)
+    from 0 to 16, labels (1797,)."""
+    (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
+    table = np.loadtxt(Path(package) / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
 def find_idx(folder: Path, name: str, axes: int) -> Path:

@@ -48,13 +48,11 @@ class DataSet:
 
 def _digits(config: DataConfig) -> Pair:
     """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    images = (bunch.images / 16).astype(np.float32)
+    images, labels = formats.read_digits()
+    images = (images / 16).astype(np.float32)
     if config.image_size:
         images = formats.resize(images, config.image_size)
-    return Arrays(images, bunch.target, "digits", config.num_classes or 10).split(0.2)
+    return Arrays(images, labels, "digits", config.num_classes or 10).split(0.2)
 
 
 def _idx(config: DataConfig) -> Pair:

@@ -38,8 +38,9 @@ class Rank:
         return self.module.horovod(self.world.size) if self.world.size > 1 else Serial()
 
 
-def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = False) -> Rank:
-    """Sets what frameworks and Horovod read when they load, where the user has set nothing, and loads the framework."""
+def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = False, lean: bool = False) -> Rank:
+    """Sets what frameworks and Horovod read when they load, where the user has set nothing, and loads the framework
+    (``lean``: as ``Framework.load`` says, where the process is no script of the user's)."""
     here = world()
     bind(here)
     count = threads(wanted_threads, here)
@@ -57,14 +58,14 @@ def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = F
         "threads": count,
         "environment": {name: {"value": os.environ[name], "chosen_by": by[name]} for name in chosen},
     }
-    return Rank(here, count, _load(framework, verbose), settings)
+    return Rank(here, count, _load(framework, verbose, lean), settings)
 
 
-def _load(framework: str, verbose: bool) -> FrontEndModule:
+def _load(framework: str, verbose: bool, lean: bool) -> FrontEndModule:
     record = FRAMEWORKS[framework]
     try:
         with _without_noise(verbose):
-            return record.load()
+            return record.load(lean)
     except ImportError as error:
         if (error.name or "").split(".")[0] not in record.packages:
             raise

@@ -1,5 +1,4 @@
-"""A rank of a launched world, or the one process that it is compared with: ``keras_worker.py FOLDER [CASE ...]``;
-``-CASE``: all but these.
+"""A rank of a launched world, or the one process that it is compared with: ``keras_worker.py FOLDER CASE ...``.
 
 Each case is a small Keras script of a user's; results go to FOLDER/CASE.SIZE.RANK.npz. The global batch is the same for
 every world size.
@@ -14,11 +13,15 @@ import sys
 import warnings
 from pathlib import Path
 
-import keras
 import numpy as np
-from sklearn.datasets import load_digits
+
+from hvd_train.frameworks import FRAMEWORKS, swift
+
+with swift(FRAMEWORKS["tensorflow"].beside):
+    import keras
 
 import hvd_train.keras as hk
+from hvd_train.data.formats import read_digits
 from hvd_train.errors import TrainError
 from tests.seconds import counted
 
@@ -33,8 +36,8 @@ FOLDER = Path(sys.argv[1])
 
 
 def digits(count: int = COUNT):
-    images, labels = load_digits(return_X_y=True)
-    return images[:count] / 16, labels[:count].astype("int64")
+    images, labels = read_digits()
+    return images[:count].reshape(-1, 64) / 16, labels[:count].astype("int64")
 
 
 def network(dropout: float = 0.0, batchnorm: bool = False, hidden: int = 32):
@@ -915,8 +918,7 @@ if TENSORFLOW:
 if __name__ == "__main__":
     keras.config.set_floatx("float64")
     gc.freeze()  # clear_session collects, a third of a second for what the imports left
-    left_out = {name[1:] for name in sys.argv[2:] if name.startswith("-")}
-    for name in [name for name in sys.argv[2:] if name[0] != "-"] or [name for name in CASES if name not in left_out]:
+    for name in sys.argv[2:]:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)

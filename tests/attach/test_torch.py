@@ -239,18 +239,29 @@ def test_mistakes_are_told_on_all_ranks(cases, world):
                 assert "\n" not in own["errors"][name]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+FAULTS = {
+    "raise": (1, "a fault of the user's own"),
+    "kill": (None, ""),
+    "exit": (None, ""),
+    "rate": (2, "error[rank 0]: the ranks differ"),
+}
+
+
 @pytest.mark.parametrize(
-    "kind, code, text",
+    ("launcher", "kind"),
     [
-        ("raise", 1, "a fault of the user's own"),
-        ("kill", None, ""),
-        ("exit", None, ""),
-        ("rate", 2, "error[rank 0]: the ranks differ"),
+        ("mpirun", "raise"),
+        ("mpirun", "kill"),
+        ("horovodrun", "exit"),
+        ("horovodrun", "rate"),
+        pytest.param("mpirun", "exit", marks=LONG),
+        pytest.param("mpirun", "rate", marks=LONG),
+        pytest.param("horovodrun", "raise", marks=LONG),
+        pytest.param("horovodrun", "kill", marks=LONG),
     ],
 )
-def test_a_fault_on_one_rank_ends_the_job(tmp_path, launcher, kind, code, text):
-    started = time.monotonic()
+def test_a_fault_on_one_rank_ends_the_job(tmp_path, launcher, kind):
+    (code, text), started = FAULTS[kind], time.monotonic()
     run = launch(2, launcher, [str(HERE / "torch_faults.py"), kind], tmp_path, 90)
     assert run.returncode != 0 and "trained" not in run.stdout
     assert code in (None, run.returncode)
@@ -856,8 +867,12 @@ def result(run: subprocess.CompletedProcess) -> tuple[float, float]:
     return printed(run)
 
 
-@pytest.mark.parametrize("script", ["horovod_torch", "ddp"])
-def test_migrated_scripts_learn_as_before(tmp_path, script):
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [("horovod_torch", "mpirun"), ("ddp", "horovodrun")]
+    + [pytest.param(*row, marks=LONG) for row in (("horovod_torch", "horovodrun"), ("ddp", "mpirun"))],
+)
+def test_migrated_scripts_learn_as_before(tmp_path, script, launcher):
     """Other shuffles, so not the same bits: the test loss within 0.06, the accuracy within 0.04, both learned."""
     before = str(HERE / "migration" / f"{script}_before.py")
     if script == "ddp":
@@ -868,7 +883,6 @@ def test_migrated_scripts_learn_as_before(tmp_path, script):
         run = launch(2, "mpirun", [before], tmp_path, 300)
     loss, accuracy = printed(run)  # torch aborts now and then while it leaves: that is not ours to test
     assert accuracy > 0.85
-    for launcher in ("mpirun", "horovodrun"):
-        after = launch(2, launcher, [str(HERE / "migration" / f"{script}_after.py")], tmp_path, 300)
-        assert result(after) == (pytest.approx(loss, abs=0.06), pytest.approx(accuracy, abs=0.04))
-        assert (tmp_path / "digits.ckpt").exists()
+    after = launch(2, launcher, [str(HERE / "migration" / f"{script}_after.py")], tmp_path, 300)
+    assert result(after) == (pytest.approx(loss, abs=0.06), pytest.approx(accuracy, abs=0.04))
+    assert (tmp_path / "digits.ckpt").exists()

@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
+from hvd_train.data.formats import read_digits
 from hvd_train.errors import TrainError
 from tests.seconds import counted
 
 SECONDS = 120  # of one case
 GLOBAL_BATCH = 60
-DIGITS = load_digits()
+IMAGES, LABELS = read_digits()
 
 
 def digits(count: int = 1200, dtype: torch.dtype = torch.float64) -> TensorDataset:
-    images = torch.tensor(DIGITS.images[:count] / 16, dtype=dtype).unsqueeze(1)
-    return TensorDataset(images, torch.tensor(DIGITS.target[:count]))
+    images = torch.tensor(IMAGES[:count] / 16, dtype=dtype).unsqueeze(1)
+    return TensorDataset(images, torch.tensor(LABELS[:count]))
 
 
 def loader(count: int = 1200, **options) -> DataLoader:

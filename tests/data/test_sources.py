@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvd_train.data import formats
 from hvd_train.data.arrays import Arrays, Synthetic
 from hvd_train.data.sources import KINDS, catalog, open_data
 from hvd_train.errors import DataError
@@ -727,3 +728,10 @@ def test_faults_of_own_data(name):
     sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part))
     text = fault("own_pair:pair")
     assert all(word in text for word in words) and "own_pair:pair" in text, text
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    expected, (images, labels) = load_digits(), formats.read_digits()
+    assert (images == expected.images).all() and (labels == expected.target).all()

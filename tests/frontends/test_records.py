@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 from hvd_train.config import explain, load_config
 from hvd_train.errors import ConfigError
-from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.frameworks import FRAMEWORKS, swift
 from hvd_train.verify.compare import verify
 from tests.frontends import numpy_ranks
 
@@ -52,3 +54,11 @@ def test_two_ranks_of_numpy_are_verified(monkeypatch, capfd):
     out = capfd.readouterr().out
     assert "note: the model is in numpy alone: only the ranks are compared\n" in out
     assert "2 ranks of numpy against 1 rank of numpy\n" in out and "weights/w " in out and "\nverdict: equal\n" in out
+
+
+def test_what_is_hidden_while_a_framework_loads_is_there_again(monkeypatch):
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    with pytest.raises(ImportError), swift(("wave", "json")):
+        assert importlib.import_module("json") is json and not gc.isenabled()  # loaded already: nothing is hidden
+        importlib.import_module("wave")
+    assert gc.isenabled() and importlib.import_module("wave").Wave_read

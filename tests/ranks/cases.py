@@ -38,14 +38,14 @@ TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
 # Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
 TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
 RESNET = {"model": {"name": "resnet", "width": 4, "blocks": [1, 1]}, "data.name": "digits", "sync_batchnorm": True}
-TRAININGS["resnet"] = NORM | RESNET | {"global_batch_size": 50, "optim.lr": 0.02, "max_steps": 50}
+TRAININGS["resnet"] = NORM | RESNET | {"global_batch_size": 50, "optim.lr": 0.02, "max_steps": 32}
 TRAININGS["resnet"].pop("model.name")
 GPT = {
     "model": {"name": "gpt", "width": 16, "depth": 2, "heads": 2},
     "data": {"name": "text", "path": "LICENSE", "sequence_length": 16},
     "global_batch_size": 50,
     "precision": 64,
-    "max_steps": 50,
+    "max_steps": 20,
     "optim": {"name": "adamw", "lr": 0.003, "weight_decay": 0.01, "warmup_steps": 10},
     "tensorboard": False,
 }
@@ -95,8 +95,9 @@ CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
 CHANGING.pop("model.hidden")
 
 
+# What the largest world of a framework runs without --long.
 EVERY_SIZE = [*TRAININGS, *APART, "evaluation", "verbs", "average", "adasum-verb"]
-EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]  # on 4 ranks, without --long
+EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
 
 
 def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dict]:
@@ -164,4 +165,5 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
             {"name": f"disagree-{n}", "kind": "disagree", "config": own("disagree", MLP), "differs": d}
             for n, d in differences.items()
         ]
-    return [one for one in made if everything or size < 4 or one["name"] in EVERY_SIZE]
+    whole = everything or size < {"pytorch": 4, "tensorflow": 3}[framework]
+    return [one for one in made if whole or one["name"] in EVERY_SIZE]

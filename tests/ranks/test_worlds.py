@@ -12,16 +12,25 @@ from tests.ranks.cases import COMPRESSED, FULL, LOOSE, MIXED, TRAININGS
 TOLERANCE = 1e-9  # relative, in float64: another order of sums costs about 1e-14 here
 FRAMEWORKS = ["pytorch", "tensorflow"]
 LONG = pytest.mark.long("the other launcher on as many ranks; test_launchers compares the bits of both in every run")
-WORLDS = [
-    ("mpirun", 2),
-    pytest.param("horovodrun", 2, marks=LONG),
-    pytest.param("mpirun", 3, marks=LONG),
-    ("horovodrun", 3),
-    ("mpirun", 4),
-]
 # What no number of ranks changes the way of: 4 of them, twice the cores, cost as much as 2 and 3 together.
-FOUR = pytest.param("mpirun", 4, marks=pytest.mark.long("2 and 3 ranks run these; 4 run the trainings in every run"))
-FEWER = [*WORLDS[:-1], FOUR]
+FEW = pytest.mark.long("fewer ranks run these in every run")
+
+
+def worlds_of(framework: str, *, trainings: bool, fixed: bool = False) -> list:
+    """(framework, launcher, size); without ``framework`` where it is ``fixed``. Each world runs in every run or with
+    --long alone, where a world of more ranks shows no other way through: TensorFlow traces each case on each rank."""
+    least = {"pytorch": 4, "tensorflow": 3}[framework] + trainings  # the first size that is long
+    every = [("mpirun", 2, ()), ("horovodrun", 2, LONG), ("mpirun", 3, LONG), ("horovodrun", 3, ()), ("mpirun", 4, ())]
+    return [
+        pytest.param(*(() if fixed else (framework,)), launcher, size, marks=mark or (FEW if size >= least else ()))
+        for launcher, size, mark in every
+    ]
+
+
+WORLDS = [one for framework in FRAMEWORKS for one in worlds_of(framework, trainings=True)]
+FEWER = [one for framework in FRAMEWORKS for one in worlds_of(framework, trainings=False)]
+BOTH, BOTH_FEWER = (worlds_of("tensorflow", trainings=trainings, fixed=True) for trainings in (True, False))
+ALONE = [(framework, "", 1) for framework in FRAMEWORKS]
 
 
 def distance(a: dict, b: dict) -> tuple[float, str]:
@@ -31,8 +40,7 @@ def distance(a: dict, b: dict) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_n_ranks_equal_one(worlds, framework, launcher, size, training):
     one = worlds(framework, launcher, 1).trees(training)[0]
     for tree in worlds(framework, launcher, size).trees(training):
@@ -45,8 +53,7 @@ def test_pytorch_equals_keras(worlds, training):
     assert distance(*trees)[0] < TOLERANCE, distance(*trees)
 
 
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_batch_normalization_apart_depends_on_the_world(worlds, framework, launcher, size):
     """Or the test of "norm" could not fail; running statistics are equal on all ranks all the same."""
     one, other = (worlds(framework, launcher, n).trees("norm-apart") for n in (1, size))
@@ -56,14 +63,13 @@ def test_batch_normalization_apart_depends_on_the_world(worlds, framework, launc
     assert distance(worlds(framework, launcher, 1).trees("norm")[0], one[0])[0] < TOLERANCE, "one rank is whole"
 
 
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("launcher", "size"), BOTH)
 def test_batch_normalization_apart_is_the_same_in_both_frameworks(worlds, launcher, size):
     trees = [worlds(framework, launcher, size).trees("norm-apart")[0] for framework in FRAMEWORKS]
     assert distance(*trees)[0] < TOLERANCE, distance(*trees)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_all_ranks_end_with_the_same_bits(worlds, framework, launcher, size):
     for training in TRAININGS:
         first, *others = worlds(framework, launcher, size).trees(training)
@@ -71,14 +77,14 @@ def test_all_ranks_end_with_the_same_bits(worlds, framework, launcher, size):
             assert all((first[k] == other[k]).all() for k in first)
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
+@pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
 def test_steps_of_one_call_give_the_same_bits(worlds, launcher, size):
     results = worlds("tensorflow", launcher, size)
     for one, four in zip(results.json("steps-1"), results.json("steps-4"), strict=True):
         assert one["weights_sha256"] == four["weights_sha256"] and one["residual"] == four["residual"]
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
+@pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
 def test_ranks_that_group_their_steps_apart_still_meet(worlds, launcher, size):
     one = worlds("tensorflow", launcher, 1).json("calls")[0]
     first, *others = worlds("tensorflow", launcher, size).json("calls")
@@ -94,8 +100,7 @@ def test_two_ranks_give_the_same_bits_under_both_launchers(worlds, framework):
         assert a["weights_sha256"] == b["weights_sha256"]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), [("", 1), *WORLDS])
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *WORLDS])
 def test_every_sample_counts_once(worlds, framework, launcher, size):
     results = worlds(framework, launcher, size)
     for summary in results.json("sgd"):
@@ -108,8 +113,7 @@ def test_every_sample_counts_once(worlds, framework, launcher, size):
         assert result["accuracy"] == one["accuracy"]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_communicator_verbs(worlds, framework, launcher, size):
     for rank, out in enumerate(worlds(framework, launcher, size).json("verbs")):
         assert (out["rank"], out["size"]) == (rank, size)
@@ -122,8 +126,7 @@ def test_communicator_verbs(worlds, framework, launcher, size):
         assert out["mean"] == [[["mixed"], True, (size - 1) / 2]] * 3
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
@@ -148,8 +151,7 @@ def test_a_rank_that_fails_stops_all(worlds, framework):
     assert told == [{"type": "DataError", "text": "the file is gone; x.npz", "ranks": [1]}] * 2
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_average_of_named_weights(worlds, framework, launcher, size):
     for result in worlds(framework, launcher, size).json("average"):
         assert result["named"] < 1e-12
@@ -159,8 +161,7 @@ def test_average_of_named_weights(worlds, framework, launcher, size):
 # ---- compression
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 @pytest.mark.parametrize("full", FULL)
 def test_what_leaves_nothing_out_equals_plain_gradients(worlds, framework, launcher, size, full):
     """Also "partial" of everything, and "local_sgd" of one step: each rank's own step, then the mean of all weights."""
@@ -170,8 +171,7 @@ def test_what_leaves_nothing_out_equals_plain_gradients(worlds, framework, launc
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_compressed_ranks_stay_equal_near_the_plain_run_and_keep_a_residual(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)
     first, *others = results.trees(name)
@@ -185,8 +185,7 @@ def test_compressed_ranks_stay_equal_near_the_plain_run_and_keep_a_residual(worl
 
 
 @pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE])
-@pytest.mark.parametrize(("launcher", "size"), [("", 1), *FEWER])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)
     for whole, rest in zip(results.trees(name), results.trees(f"{name}-rest"), strict=True):
@@ -196,7 +195,7 @@ def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size,
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "threshold", "topk"])
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
+@pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
 def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name):
     """All but PowerSGD, which works on transposed matrices."""
     trees = [worlds(framework, launcher, size).trees(name)[0] for framework in FRAMEWORKS]
@@ -205,8 +204,7 @@ def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name
 
 
 @pytest.mark.parametrize("name", LOOSE)
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_weights_that_went_apart_end_together(worlds, framework, launcher, size, name):
     first, *others = worlds(framework, launcher, size).trees(name)
     weights = [k for k in first if k.startswith("weights")]
@@ -216,8 +214,7 @@ def test_weights_that_went_apart_end_together(worlds, framework, launcher, size,
     assert 0 < distance({k: one[k] for k in weights}, {k: first[k] for k in weights})[0] < 0.5
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_the_truth_is_told_and_changes_nothing(worlds, framework, launcher, size):
     results = worlds(framework, launcher, size)
     for plain, watched in zip(results.trees("topk"), results.trees("watched"), strict=True):
@@ -228,16 +225,14 @@ def test_the_truth_is_told_and_changes_nothing(worlds, framework, launcher, size
     assert told[0]["bytes_plain"] == 8 * (64 * 96 + 96 + 96 * 10 + 10)
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_auto_takes_the_same_on_all_ranks(worlds, framework, launcher, size):
     first, *others = worlds(framework, launcher, size).trees("auto")
     assert all((first[k] == other[k]).all() for other in others for k in first)
 
 
 @pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize(("launcher", "size"), [("", 1), *FEWER])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_16_bits_stay_near_and_equal_on_all_ranks(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)
     first, *others = results.trees(name)
@@ -247,15 +242,13 @@ def test_16_bits_stay_near_and_equal_on_all_ranks(worlds, framework, launcher, s
     assert 1e-7 < distance(whole, first)[0] < (0.8 if "topk" in name else 0.02)
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("", 1), *FEWER])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_an_overflow_on_one_rank_is_left_out_by_all(worlds, framework, launcher, size):
     for result in worlds(framework, launcher, size).json("overflow"):
         assert result == {"steps": [[False, True], [True, False]], "finite": True}
 
 
-@pytest.mark.parametrize(("launcher", "size"), WORLDS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_adasum_or_a_clear_error(worlds, framework, launcher, size):
     for result in worlds(framework, launcher, size).json("adasum-verb"):
         if size == 3:
@@ -268,7 +261,7 @@ def test_adasum_or_a_clear_error(worlds, framework, launcher, size):
             np.testing.assert_allclose(result["found"], joined, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
+@pytest.mark.parametrize(("launcher", "size"), worlds_of("pytorch", trainings=False, fixed=True))
 def test_overlap_gives_the_same_bits(worlds, launcher, size):
     results = worlds("pytorch", launcher, size)
     for case in ("", "changing-"):
@@ -281,15 +274,13 @@ def test_overlap_gives_the_same_bits(worlds, launcher, size):
 # ---- dropout
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_masks_differ_between_ranks_and_repeat_with_their_seed(worlds, framework, launcher, size):
     own, again, of_rank_0 = zip(*(r["losses"] for r in worlds(framework, launcher, size).json("masks")), strict=True)
     assert len(set(own)) == size and own == again and set(of_rank_0) == {own[0]}
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("", 1), *FEWER])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_training_with_dropout_resumes_bit_for_bit(worlds, framework, launcher, size):
     results = worlds(framework, launcher, size)
     first, *others = results.trees("dropout")
@@ -299,8 +290,7 @@ def test_training_with_dropout_resumes_bit_for_bit(worlds, framework, launcher, 
     assert size == 1 or distance(one, first)[0] > 1e-6, "its masks are those of the ranks"
 
 
-@pytest.mark.parametrize(("launcher", "size"), FEWER)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_a_run_goes_on_with_another_precision_or_exchange(worlds, framework, launcher, size):
     """No loss scale and no residual of the one before stays; the exchange is the one that is asked for now."""
     world = worlds(framework, launcher, size)

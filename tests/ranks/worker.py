@@ -196,7 +196,8 @@ def main() -> int:
     here = world()
     for name, value in rank_settings(here, framework, 1, verbose=False).items():
         os.environ.setdefault(name, value)
-    module = FRAMEWORKS[framework].load()
+    module = FRAMEWORKS[framework].load(lean=True)
+    assert not {"sklearn", "matplotlib"} & set(sys.modules)
     module.configure(1)
     communicator = module.horovod(here.size) if here.size > 1 else Serial()
     communicator.open()

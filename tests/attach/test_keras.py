@@ -24,13 +24,16 @@ CASES = [
     "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
     "loop_graph", "loop_gan",
 ]  # fmt: skip
-# What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, the ways of the data.
-ON_THREE = [
-    "arrays", "own_step", "two_inputs", "py_dataset", "tf_data", "steps_per_execution", "self_shuffled", "undivided",
-    "masked", "own_losses", "loop",
+# A case of its kind runs in every run: of gradients that are clipped or added up, of weighted losses, of loops.
+SIBLINGS = [
+    "accumulation", "clipnorm", "clipvalue_ema", "adamw", "nothing_left_out", "masked_sum", "masked_weighted_mean",
+    "masked_steps_per_execution", "weighted_batch", "loop_graph", "loop_gan", "backup",
 ]  # fmt: skip
+# What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
+ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "loop"]
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["stops", "compressed", "gan_compressed", "draws", "batchnorm_and_dropout", "frozen"]
+THREE_NOT_ALONE = ["stops", "gan_compressed", "frozen"]
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
@@ -55,10 +58,11 @@ def results(tmp_path_factory, request):
             cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:4]]
             if size == 1:
                 cases = [case for case in cases if case not in NOT_ALONE]
-            elif size == 3 and not request.config.getoption("--long"):
-                cases = [*ON_THREE, *(case for case in NOT_ALONE if case != "draws")]
             else:
                 cases += ["apart", *(["refused"] if backend == "tensorflow" else [])]
+            if not request.config.getoption("--long"):
+                kept = [*ON_THREE, *THREE_NOT_ALONE] if size == 3 else [c for c in cases if c not in SIBLINGS]
+                cases = [case for case in cases if case in kept]
             line = [str(HERE / "keras_worker.py"), str(folder), *cases]
             run = launch(size, launcher, line, KERAS_BACKEND=backend)
             assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
@@ -75,6 +79,12 @@ def results(tmp_path_factory, request):
 
 WORLDS = [(2, "mpirun", "tensorflow"), (3, "horovodrun", "tensorflow")]
 LONG = pytest.mark.long("two ranks run it in every run, and no part of it depends on their number")
+SIBLING = pytest.mark.long("another case of its kind runs in every run")
+
+
+def long(case: str, size: int = 2):
+    """The mark of a case."""
+    return SIBLING if case in SIBLINGS else LONG if size == 3 and case not in [*ON_THREE, *THREE_NOT_ALONE] else ()
 
 
 def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9) -> None:
@@ -90,11 +100,7 @@ def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9
 
 def grid() -> list:
     """(world..., case): all cases in all worlds."""
-    return [
-        pytest.param(*world, case, marks=LONG if world[0] == 3 and case not in ON_THREE else ())
-        for world in WORLDS
-        for case in CASES
-    ]
+    return [pytest.param(*world, case, marks=long(case, world[0])) for world in WORLDS for case in CASES]
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend", "case"), grid())
@@ -102,14 +108,20 @@ def test_ranks_equal_one_process(results, case, size, launcher, backend):
     assert_same(case, results(1)[case][0], results(size, launcher, backend)[case])
 
 
-@pytest.mark.parametrize("case", ON_TORCH)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=long(case)) for case in ON_TORCH])
 def test_on_torch(results, case):
     # Keras 3.15 takes this loss in float32 on PyTorch, whatever floatx is: its gradients hold no more.
     assert_same(case, results(1, backend="torch")[case][0], results(2, "mpirun", "torch")[case], 2e-6)
 
 
-@pytest.mark.parametrize(("size", "launcher", "backend"), [*WORLDS, (2, "mpirun", "torch")])
-@pytest.mark.parametrize("case", ["stops", "compressed", "gan_compressed"])
+@pytest.mark.parametrize(
+    ("size", "launcher", "backend", "case"),
+    [
+        pytest.param(*world, case, marks=long(case, world[0]))
+        for world in (*WORLDS, (2, "mpirun", "torch"))
+        for case in ("stops", "compressed", "gan_compressed")
+    ],
+)
 def test_ranks_stay_together(results, case, size, launcher, backend):
     ranks = results(size, launcher, backend)[case]
     for rank in ranks[1:]:
@@ -119,7 +131,7 @@ def test_ranks_stay_together(results, case, size, launcher, backend):
         assert list(ranks[0]["steps"]) == [4, 2]
 
 
-@pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
+@pytest.mark.parametrize(("size", "launcher", "backend"), [WORLDS[0], pytest.param(*WORLDS[1], marks=LONG)])
 def test_masks_differ_and_statistics_agree(results, size, launcher, backend):
     ranks = results(size, launcher, backend)["batchnorm_and_dropout"]
     assert len({rank["own/seed"][0] for rank in ranks}) == size
@@ -291,7 +303,10 @@ model.fit(np.zeros((40 + 40 * hk.rank(), 4)), np.zeros((40 + 40 * hk.rank(), 1))
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+OTHER = pytest.mark.long("under the other launcher it runs in every run")
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=OTHER), "horovodrun"])
 def test_an_error_is_a_table_without_traceback(tmp_path, launcher):
     (tmp_path / "script.py").write_text(SCRIPT)
     run = launch(2, launcher, [str(tmp_path / "script.py")])
@@ -323,7 +338,7 @@ def weights(folder: Path, name: str, size: int) -> list[dict]:
     return [dict(np.load(folder / f"{name}.{size}.{rank}.npz")) for rank in range(size)]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
 def test_migrated_script(tmp_path, launcher):
     script = str(HERE / "migration" / "horovod_keras_after.py")
     for size, batch, rate in ((1, 64, 0.1), (2, 32, 0.05)):  # the rate is multiplied by the number of ranks

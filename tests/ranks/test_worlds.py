@@ -7,29 +7,25 @@ import json
 import numpy as np
 import pytest
 
-from tests.ranks.cases import COMPRESSED, FULL, LOOSE, MIXED, TRAININGS
+from tests.ranks.cases import COMPRESSED, EVERY_SIZE, FULL, LARGEST, LOOSE, MIXED, TRAININGS
 
 TOLERANCE = 1e-9  # relative, in float64: another order of sums costs about 1e-14 here
 FRAMEWORKS = ["pytorch", "tensorflow"]
 LONG = pytest.mark.long("the other launcher on as many ranks; test_launchers compares the bits of both in every run")
-# What no number of ranks changes the way of: 4 of them, twice the cores, cost as much as 2 and 3 together.
-FEW = pytest.mark.long("fewer ranks run these in every run")
+# TensorFlow traces each case on each rank.
+FEW = pytest.mark.long("fewer ranks run these in every run, and more of them show no other way through")
+EVERY = [("mpirun", 2, ()), ("horovodrun", 2, LONG), ("mpirun", 3, LONG), ("horovodrun", 3, ()), ("mpirun", 4, ())]
 
 
-def worlds_of(framework: str, *, trainings: bool, fixed: bool = False) -> list:
-    """(framework, launcher, size); without ``framework`` where it is ``fixed``. Each world runs in every run or with
-    --long alone, where a world of more ranks shows no other way through: TensorFlow traces each case on each rank."""
-    least = {"pytorch": 4, "tensorflow": 3}[framework] + trainings  # the first size that is long
-    every = [("mpirun", 2, ()), ("horovodrun", 2, LONG), ("mpirun", 3, LONG), ("horovodrun", 3, ()), ("mpirun", 4, ())]
-    return [
-        pytest.param(*(() if fixed else (framework,)), launcher, size, marks=mark or (FEW if size >= least else ()))
-        for launcher, size, mark in every
-    ]
+def worlds_of(framework: str, name: str, *more: str) -> list:
+    """(*more, launcher, size) of the worlds for a test of the case ``name``; which of them are long."""
+    largest = LARGEST[framework] - (name not in EVERY_SIZE)
+    return [pytest.param(*more, *world, marks=mark or (FEW if world[1] > largest else ())) for *world, mark in EVERY]
 
 
-WORLDS = [one for framework in FRAMEWORKS for one in worlds_of(framework, trainings=True)]
-FEWER = [one for framework in FRAMEWORKS for one in worlds_of(framework, trainings=False)]
-BOTH, BOTH_FEWER = (worlds_of("tensorflow", trainings=trainings, fixed=True) for trainings in (True, False))
+WORLDS, FEWER = ([one for f in FRAMEWORKS for one in worlds_of(f, name, f)] for name in ("sgd", "topk"))
+BOTH, BOTH_FEWER = (worlds_of("tensorflow", name) for name in ("sgd", "topk"))
+GRID = [one for training in TRAININGS for f in FRAMEWORKS for one in worlds_of(f, training, training, f)]
 ALONE = [(framework, "", 1) for framework in FRAMEWORKS]
 
 
@@ -39,8 +35,7 @@ def distance(a: dict, b: dict) -> tuple[float, str]:
     return max((np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(a[k]), 1e-12), k) for k in a)
 
 
-@pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
+@pytest.mark.parametrize(("training", "framework", "launcher", "size"), GRID)
 def test_n_ranks_equal_one(worlds, framework, launcher, size, training):
     one = worlds(framework, launcher, 1).trees(training)[0]
     for tree in worlds(framework, launcher, size).trees(training):
@@ -69,12 +64,11 @@ def test_batch_normalization_apart_is_the_same_in_both_frameworks(worlds, launch
     assert distance(*trees)[0] < TOLERANCE, distance(*trees)
 
 
-@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
-def test_all_ranks_end_with_the_same_bits(worlds, framework, launcher, size):
-    for training in TRAININGS:
-        first, *others = worlds(framework, launcher, size).trees(training)
-        for other in others:
-            assert all((first[k] == other[k]).all() for k in first)
+@pytest.mark.parametrize(("training", "framework", "launcher", "size"), GRID)
+def test_all_ranks_end_with_the_same_bits(worlds, training, framework, launcher, size):
+    first, *others = worlds(framework, launcher, size).trees(training)
+    for other in others:
+        assert all((first[k] == other[k]).all() for k in first)
 
 
 @pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
@@ -261,7 +255,7 @@ def test_adasum_or_a_clear_error(worlds, framework, launcher, size):
             np.testing.assert_allclose(result["found"], joined, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("launcher", "size"), worlds_of("pytorch", trainings=False, fixed=True))
+@pytest.mark.parametrize(("launcher", "size"), worlds_of("pytorch", "overlap"))
 def test_overlap_gives_the_same_bits(worlds, launcher, size):
     results = worlds("pytorch", launcher, size)
     for case in ("", "changing-"):

@@ -32,6 +32,8 @@ FAULTS = {
 }
 
 
+CORE = pytest.mark.long("what finds it lies in the core, and PyTorch's runs in every run")
+
 references: dict[str, dict[str, bytes]] = {}  # what one rank recorded of a configuration
 
 
@@ -85,7 +87,8 @@ def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
     ("framework", "fault"),
     [("pytorch", fault) for fault in FAULTS]
     # the others lie in the core
-    + [("tensorflow", fault) for fault in ("missing_allreduce", "batch_norm_apart", "first_weight")],
+    + [("tensorflow", "batch_norm_apart")]
+    + [pytest.param("tensorflow", fault, marks=CORE) for fault in ("missing_allreduce", "first_weight")],
 )
 def test_a_planted_fault_is_found_and_named(capfd, framework, fault):
     keys = {"model.name": OWN[framework], "sync_batchnorm": "true"} if fault == "batch_norm_apart" else {}
@@ -95,7 +98,7 @@ def test_a_planted_fault_is_found_and_named(capfd, framework, fault):
     assert lines[-1] == "verdict: 1 of 1 comparisons differ"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=CORE)])
 def test_batch_norm_of_ones_own_without_synchronization(capfd, framework):
     keys = {"model.name": OWN[framework]}
     assert verify(config(framework, **keys), 2, 3) == 1

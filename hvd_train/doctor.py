@@ -121,7 +121,7 @@ def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
 
 def probe(framework: str) -> int:
     """One rank of the doctor's trial: sums that are checked, then timed; rank 0 prints JSON."""
-    rank = settle(framework)
+    rank = settle(framework, lean=True)
     communicator = rank.communicator()
     communicator.open()
     ops, seconds = rank.module.cpu_ops(), {}

@@ -57,7 +57,7 @@ def export(
     refuse_foreign({key: name for key, name in foreign.items() if used[key]}, config.run_dir)
     trained = _trained(config, snapshot)
     if framework:
-        rank = settle(framework.name, config.threads, verbose)
+        rank = settle(framework.name, config.threads, verbose, lean=True)
         rank.module.configure(rank.threads)
         done = getattr(importlib.import_module(framework.exporter), f"to_{to}")(trained)
     else:

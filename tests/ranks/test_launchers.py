@@ -224,7 +224,8 @@ def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
 
 # ---- a rank is lost; the run goes on where it was
 
-LONG = ["optim.lr=0.01", "max_epochs=40", "checkpoint.every_n_steps=10", "checkpoint.save_top_k=0"]
+EPOCHS = 16  # of 29 steps: enough for a kill after 100 of them
+LONG = ["optim.lr=0.01", f"max_epochs={EPOCHS}", "checkpoint.every_n_steps=10", "checkpoint.save_top_k=0"]
 
 
 def lines_of(folder: Path) -> int:
@@ -260,7 +261,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, frame
     }
     rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["event"] == "train"]
-    assert steps == list(range(1, 29 * 40 + 1)), "each step is reported once"
+    assert steps == list(range(1, 29 * EPOCHS + 1)), "each step is reported once"
 
 
 def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):

@@ -122,7 +122,10 @@ sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.m
 
 @pytest.mark.parametrize(
     ("framework", "other", "packages"),
-    [("pytorch", "tensorflow", ("tensorflow", "keras")), ("tensorflow", "pytorch", ("torch",))],
+    [
+        ("pytorch", "tensorflow", ("tensorflow", "keras")),
+        pytest.param("tensorflow", "pytorch", ("torch",), marks=CORE),
+    ],
 )
 def test_without_the_other_framework(tmp_path, framework, other, packages):
     """The ranks of one framework are compared, where the other cannot be imported in any process."""

@@ -68,7 +68,7 @@ def fit(
     with ExitStack() as stack:
         settled = stack.enter_context(_settled(config, model, data))
         lock = stack.enter_context(run.locked(settled, resume, overwrite))
-        opened = open_data(settled.data, None if isinstance(data, str) else data)
+        opened = open_data(settled.data, settled.task, None if isinstance(data, str) else data)
         rank = settle(settled.framework, settled.threads, verbose)
         rank.module.configure(rank.threads)
         # Kept open: a launched world cannot be opened twice.

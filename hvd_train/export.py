@@ -20,6 +20,7 @@ from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import world
+from hvd_train.protocol import Field, Sample
 from hvd_train.run import refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
@@ -29,6 +30,7 @@ BUILDERS = OWN | {"onnx": PYTORCH}
 # What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
 SCALES = {"digits": "from 0 to 1", "idx": "from 0 to 1", "imagefolder": "from 0 to 1", "text": "the bytes' numbers"}
 STORED = "as the data hold them (bytes divided by 255)"
+NUMBERS = "as the data hold them", "from 0 to 1 (uint8 divided by 255)"
 
 
 def export(
@@ -53,8 +55,8 @@ def export(
     framework = _builder(config, to)
     monitor = config.checkpoint.monitor, config.checkpoint.mode
     snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor, warn)
-    used = {"model.name": framework is not None, "data.name": "input_shape" not in snapshot.meta}
-    refuse_foreign({key: name for key, name in foreign.items() if used[key]}, config.run_dir)
+    used = {"model.name": framework is not None, "data.name": not _knows_sample(snapshot)}
+    refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
     trained = _trained(config, snapshot)
     if framework:
         rank = settle(framework.name, config.threads, verbose, lean=True)
@@ -83,31 +85,47 @@ def _builder(config: Config, to: str) -> Framework | None:
 
 def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
-    fits: dict[str, Any] = snapshot.meta
-    if "input_shape" not in fits:
-        data = open_data(config.data)
-        fits = {"input_shape": data.input_shape, "num_classes": data.num_classes}
+    sample = _sample(snapshot.meta) if _knows_sample(snapshot) else open_data(config.data, config.task).sample
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
-    shape, num_classes = tuple(map(int, fits["input_shape"])), int(fits["num_classes"])
-    scale = SCALES.get(config.data.name) or snapshot.meta.get("numbers") or STORED
+    told = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
+    scale = SCALES.get(config.data.name) or told or snapshot.meta.get("numbers") or STORED
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),
         "trained_with": f"hvd_train {__version__}, {snapshot.meta.get('framework', config.framework)}",
         "step": str(snapshot.step),
-        "sample": f"{shape} as the data give it, channels last; numbers {scale}",
-        "num_classes": str(num_classes),
+        "sample": f"{sample.input_shape} as the data give it, channels last; numbers {scale}",
+        "num_classes": str(sample.num_classes),
     }
-    return Trained(config, arrays, shape, num_classes, about, scale)
+    return Trained(config, arrays, sample, about, scale)
+
+
+def _knows_sample(snapshot: checkpoint.Snapshot) -> bool:
+    return "sample" in snapshot.meta or "input_shape" in snapshot.meta
+
+
+def _sample(meta: dict[str, Any]) -> Sample:
+    """Older checkpoints know one input of numbers."""
+    if "sample" not in meta:
+        shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
+        return Sample({"input": Field(shape, "float32")}, {"label": Field((), "int64", classes=classes)})
+    parts = [
+        {name: Field(**field | {"shape": tuple(field["shape"])}) for name, field in meta["sample"][part].items()}
+        for part in ("inputs", "labels")
+    ]
+    return Sample(*parts)
 
 
 def _takes(trained: Trained, done: Exported, framework: Framework | None) -> str:
-    shape = ", ".join(map(str, ("n", *done.input_shape)))
     channels = "channels first, " if framework and framework.channels_first else "channels last, "
-    order = channels if len(done.input_shape) == 3 else ""
-    gives = ", ".join(map(str, ("n", *done.output_shape)))
-    result = f" -> logits ({gives})" if done.output_shape else ""
-    return f"input ({shape}) {done.dtype}, {order}numbers {trained.scale}{result}"
+    inputs = []
+    for name, (shape, dtype) in done.inputs.items():
+        title = "input" if len(done.inputs) == 1 else name
+        order = channels if len(shape) == 3 else ""
+        inputs.append(f"{title} ({', '.join(map(str, ('n', *shape)))}) {dtype}, {order}")
+    gives = [f"{name} ({', '.join(map(str, ('n', *shape)))})" for name, shape in done.outputs.items()]
+    result = f" -> {', '.join(gives)}" if gives else ""
+    return f"{''.join(inputs)}numbers {trained.scale}{result}"
 
 
 def to_safetensors(trained: Trained) -> Exported:
@@ -115,7 +133,9 @@ def to_safetensors(trained: Trained) -> Exported:
     from safetensors.numpy import save
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
-    return Exported(save(trained.arrays, metadata=trained.about), load, trained.input_shape, trained.dtype)
+    kinds = trained.inputs(trained.dtype)
+    inputs = {name: (field.shape, kinds[name]) for name, field in trained.sample.inputs.items()}
+    return Exported(save(trained.arrays, metadata=trained.about), load, inputs)
 
 
 def _check_place(output: Path, to: str, overwrite: bool) -> None:

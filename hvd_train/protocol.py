@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,18 +37,85 @@ class TensorSpec:
         return self.size * np.dtype(self.dtype).itemsize
 
 
+Fields = Mapping[str, np.ndarray]  # named arrays, first axis: samples
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array of one sample as it is stored and travels.
+
+    The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits.
+    Then numbers take the type of the weights, whole ones int64; three axes are an image, (height, width, channels).
+    ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    divisor: float = 1.0
+    classes: int | None = None
+    masked: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it reaches the model as whole numbers, or as True and False."""
+        return self.divisor == 1 and np.dtype(self.dtype).kind != "f"
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The fields of a sample. A model gets a single input as it is, several of them by their names."""
+
+    inputs: Mapping[str, Field]
+    labels: Mapping[str, Field]
+
+    @property
+    def input_shape(self) -> Any:
+        """What a build function gets: the shape, or {name: shape} where there are several inputs."""
+        return one_or_all({name: field.shape for name, field in self.inputs.items()})
+
+    @property
+    def num_classes(self) -> Any:
+        """The number of classes, or {label: number} where there are several labels; None: labels are no classes."""
+        found = {name: field.classes for name, field in self.labels.items() if field.classes}
+        return one_or_all(found) if found else None
+
+    def joined(self, other: Sample) -> Sample:
+        """Of a training and a validation part: a class that only one of them holds is a class."""
+        labels = {}
+        for name, field in self.labels.items():
+            its = other.labels[name]
+            most = max(field.classes or 0, its.classes or 0) or None
+            labels[name] = replace(field, classes=most, masked=field.masked or its.masked)
+        return replace(self, labels=labels)
+
+
+def made_up(sample: Sample) -> Batch:
+    """Two samples of zeros."""
+    inputs, labels = (
+        {name: np.zeros((2, *field.shape), field.dtype) for name, field in fields.items()}
+        for fields in (sample.inputs, sample.labels)
+    )
+    return Batch(inputs, labels, np.ones(2, np.float32), np.arange(2))
+
+
+def one_or_all(named: Mapping[str, Any]) -> Any:
+    return next(iter(named.values())) if len(named) == 1 else dict(named)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's part of a (micro-)batch, padded to a fixed length so that shapes never change.
 
-    inputs: (length, *input_shape) float32 in the source's scale; labels: (length, ...) int64, (length,) where a sample
-    has one label, (length, T) where it has one at each of T places; weights: (length,) float32, 1 for a sample and 0
-    for padding; indices: (count,) int64, the samples' places in the source, in the order in which they stand in
-    ``inputs`` (padding comes last).
+    inputs, labels: {name: (length, ...)} as stored; a label is (length,) where a sample has one, (length, T) where it
+    has one at each of T places; weights: (length,) float32, 1 for a sample and 0 for padding; indices: (count,) int64,
+    the samples' places in the source, in the order in which they stand in ``inputs`` (padding comes last).
     """
 
-    inputs: np.ndarray
-    labels: np.ndarray
+    inputs: Fields
+    labels: Fields
     weights: np.ndarray
     indices: np.ndarray
 
@@ -60,16 +127,15 @@ class Batch:
 class Source(Protocol):
     """A finite data set with random access. ``fetch`` must be a pure function of the indices."""
 
-    input_shape: tuple[int, ...]
-    num_classes: int
+    sample: Sample
     fingerprint: (
         str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
     )
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """indices (k,) int64 -> inputs (k, *input_shape) float32, labels (k, ...) int64.
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        """indices (k,) int64 -> inputs and labels, each {name: (k, *shape)} of its field's type.
 
         A sample's labels have the same shape everywhere; its loss is the mean over them, and so is its accuracy.
         """
@@ -169,6 +235,28 @@ class Ops(Protocol):
         """Tensors of shape () -> (len(parts),)."""
 
     def sum_of_squares(self, x: Tensor) -> Tensor: ...
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...)."""
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + e^x)."""
+
+    def sigmoid(self, x: Tensor) -> Tensor: ...
+    def argmax(self, x: Tensor) -> Tensor:
+        """(..., C) -> (...) int64: the place of the largest entry of the last axis."""
+
+    def pick(self, x: Tensor, indices: Tensor) -> Tensor:
+        """(..., C) and (...) -> (...): an entry of the last axis."""
+
+    def add_last(self, x: Tensor) -> Tensor:
+        """The sum over the last axis."""
+
+    def row_means(self, x: Tensor) -> Tensor:
+        """(n, ...) -> (n,): the mean of each row."""
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """(n,) and (n,) -> (): the sum of the products."""
+
     def all_finite(self, x: Tensor) -> Tensor: ...
 
 
@@ -198,7 +286,7 @@ class Compressor(Protocol):
         """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
 
 
-Sums = Tensor  # (3,) of the compute precision: [sum of weighted losses, weighted number correct, sum of weights]
+Sums = Tensor  # float64, as the task has them (core/task.py); by default [loss, number correct, number of samples]
 
 
 @dataclass(frozen=True)
@@ -209,15 +297,20 @@ class Packing:
     alone_bytes: int
 
 
+Scale = float | Sequence[float]
+
+
 class FrontEnd(Protocol):
     """A model, its optimizer and its device in one framework.
 
     A step is: any number of ``accumulate`` calls, then one ``step``, which hands the gradients to ``exchange`` and
     applies what comes back. ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples,
-    so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss.
+    so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for
+    each loss, where labels tell how much they count (``counts``).
     """
 
     ops: Ops
+    task: Any  # core.task.Task
     communicator: Communicator
     packing: Packing
 
@@ -236,9 +329,12 @@ class FrontEnd(Protocol):
 
     def place(self, batch: Batch) -> Any: ...
 
-    def accumulate(self, placed: Any, scale: float, seed: int) -> Sums: ...
+    def counts(self, placed: Any) -> np.ndarray:
+        """(losses,) float64: by how much each loss of this batch counts."""
 
-    def step(self, placed: Any, scale: float, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
+    def accumulate(self, placed: Any, scale: Scale, seed: int) -> Sums: ...
+
+    def step(self, placed: Any, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
         """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
 
     def run_waiting(self) -> None:
@@ -247,7 +343,7 @@ class FrontEnd(Protocol):
     def finite(self) -> bool:
         """precision 16-mixed: whether the gradients of the last step were finite on all ranks; else nothing changed."""
 
-    def truth(self, placed: Any, scale: float, seed: int) -> Tensor:
+    def truth(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """``Exchange.truth`` of this batch's gradient, which is then forgotten; between steps."""
 
     def score(self, placed: Any) -> Sums: ...
@@ -282,9 +378,7 @@ class FrontEndModule(Protocol):
     def configure(self, threads: int) -> None:
         """Before the first tensor: this rank's share of the cores."""
 
-    def open_frontend(
-        self, config: Any, communicator: Communicator, input_shape: Sequence[int], num_classes: int
-    ) -> FrontEnd:
+    def open_frontend(self, config: Any, communicator: Communicator, sample: Sample) -> FrontEnd:
         """``config``: a ``Config``, which itself asks what frameworks there are."""
 
     def horovod(self, expected_size: int) -> Communicator:
@@ -347,4 +441,4 @@ class Synchronizer(Protocol):
         """Takes a tree of ``local_state`` (empty: there is none), after the front-end has its weights."""
 
 
-Build = Callable[..., Any]  # a zoo's or a user's model function: build(input_shape=, num_classes=, **options)
+Build = Callable[..., Any]  # a model function: build(**options), with input_shape= and num_classes= if it has them

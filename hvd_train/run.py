@@ -117,9 +117,7 @@ def open_job(
     settings: dict[str, Any] | None = None,
 ) -> Job:
     """Builds the model on every rank and makes the ranks agree on all that training rests on."""
-    frontend = together(
-        communicator, lambda: module.open_frontend(config, communicator, data.input_shape, data.num_classes)
-    )
+    frontend = together(communicator, lambda: module.open_frontend(config, communicator, data.sample))
     facts = {
         "config": digest(config),
         "data": f"{data.name}, {len(data.train)} + {len(data.val)} samples, {data.fingerprint}",
@@ -133,7 +131,7 @@ def open_job(
 @contextmanager
 def opened(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
-    data = open_data(config.data)
+    data = open_data(config.data, config.task)
     rank = settle(config.framework, config.threads, verbose, lean=True)
     rank.module.configure(rank.threads)
     communicator = rank.communicator()
@@ -261,6 +259,8 @@ def train(
 
 def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:
     """A model of the user's own may end in softmax, which the loss applies again: it learns, but slowly and worse."""
+    if job.config.task.loss != "cross_entropy":
+        return
     indices = np.arange(min(8, len(job.data.train)))
     inputs, labels = job.data.train.fetch(indices)
     logits = job.frontend.predict(job.frontend.place(Batch(inputs, labels, np.ones(len(indices), np.float32), indices)))
@@ -288,12 +288,18 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
 
 
 def _closing(summary: dict[str, Any], run_dir: Path) -> str:
-    loss, accuracy = summary["val_loss"], summary["val_accuracy"]
-    result = f"validation loss {loss:.4f}, accuracy {accuracy:.4f}" if loss is not None else "no evaluation"
+    told = {name[4:]: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
+    listed = ", ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in told.items() if x is not None)
+    result = f"validation {listed}" if listed else "no evaluation"
     return f"done: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
 
 
-OWN_CODE = ("model.name", "data.name")  # "package.module:function" is imported
+def _own_code(config: Config) -> dict[str, str]:
+    """{key: what may be "package.module:function", which is imported}."""
+    terms = config.task.terms.values()
+    named = {"model.name": config.model.name, "data.name": config.data.name}
+    named["task.loss"] = ", ".join(loss for loss, _ in terms)
+    return named | {"task.metrics": ", ".join(name for _, metrics in terms for name in metrics)}
 
 
 def trained_config(
@@ -322,9 +328,8 @@ def trained_config(
         config = saved(checkpoint.resolve(folder, which, rule.monitor, rule.mode))
     assert config is not None
     given = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
-    named = {key: getattr(config, key.partition(".")[0]).name for key in OWN_CODE}
     return config, {
-        key: name for key, name in named.items() if ":" in name and not given & {key, key.partition(".")[0]}
+        key: name for key, name in _own_code(config).items() if ":" in name and not given & {key, key.partition(".")[0]}
     }
 
 
@@ -364,40 +369,52 @@ def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
         result = evaluate_batches(job.frontend, job.loader(split).evaluation())
         if job.communicator.rank == 0:
             print(
-                json.dumps(
-                    {"split": split, "loss": result.loss, "accuracy": result.accuracy, "samples": result.samples}
-                ),
+                json.dumps({"split": split, **result}),
                 flush=True,
             )
     return 0
 
 
 def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
-    """Writes (samples, ..., num_classes) logits in the data set's order as .npy; N ranks share the work."""
+    """Writes what the model gives, (samples, ...) in the data set's order, as .npy; of several outputs a file each,
+    OUTPUT.NAME.npy. N ranks share the work."""
     with opened(config, verbose) as job:
         connect(job, "none")
         _load_weights(job, which)
         communicator, total = job.communicator, len(getattr(job.data, split))
-        rows = _Rows(output)
+        files: dict[str, _Rows] = {}
         try:
             for batch in job.loader(split).evaluation():
-                logits = job.frontend.predict(job.frontend.place(batch))[: batch.count]
-                parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(logits).tobytes())
-                if communicator.rank:
-                    continue
-                shape, dtype = logits.shape[1:], logits.dtype
-                rows.open((total, *shape), dtype)
-                width = 8 + dtype.itemsize * math.prod(shape)
-                for part in parts:
-                    count = len(part) // width
-                    rows.put(np.frombuffer(part, np.int64, count), part[8 * count :])
-            together(communicator, rows.close)
+                found = job.frontend.predict(job.frontend.place(batch))
+                for name, rows in (found if isinstance(found, dict) else {"": found}).items():
+                    _put(files.setdefault(name, _Rows(_named(output, name))), rows, batch, communicator, total)
+            for file in files.values():
+                together(communicator, file.close)
         except BaseException:
-            rows.forget()
+            for written in files.values():
+                written.forget()
             raise
         if communicator.rank == 0:
             print(f"{total:,} predictions of the {split} split: {output}", flush=True)
     return 0
+
+
+def _named(output: Path, name: str) -> Path:
+    return output.with_name(f"{output.stem}.{name}{output.suffix}") if name else output
+
+
+def _put(file: _Rows, rows: np.ndarray, batch: Batch, communicator: Communicator, total: int) -> None:
+    """What all ranks found for their parts of a batch, on rank 0 into its file."""
+    rows = rows[: batch.count]
+    parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(rows).tobytes())
+    if communicator.rank:
+        return
+    shape, dtype = rows.shape[1:], rows.dtype
+    file.open((total, *shape), dtype)
+    width = 8 + dtype.itemsize * math.prod(shape)
+    for part in parts:
+        count = len(part) // width
+        file.put(np.frombuffer(part, np.int64, count), part[8 * count :])
 
 
 class _Rows:

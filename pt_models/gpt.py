@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (n, T), whole numbers of any type -> logits (n, T, num_classes)."""
+    """Tokens (n, T), whole numbers -> logits (n, T, num_classes)."""
 
     def __init__(
         self, input_shape: tuple[int], num_classes: int, width: int, depth: int, heads: int, dropout: float
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, eps=1e-5)
 
     def forward(self, x):
-        x = self.tokens(x.long()) + self.positions.weight
+        x = self.tokens(x) + self.positions.weight
         x = self.norm(self.blocks(self.dropout(x)))
         return F.linear(x, self.tokens.weight)
 

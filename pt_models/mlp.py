@@ -22,8 +22,9 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
-def build(input_shape, num_classes, hidden: list[int] = (128,)) -> MLP:
-    return MLP(input_shape, num_classes, list(hidden))
+def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1) -> MLP:
+    """``outputs``: how many numbers it gives where labels are no classes."""
+    return MLP(input_shape, num_classes or outputs, list(hidden))
 
 
 def neutral(model: MLP) -> dict[str, tuple]:

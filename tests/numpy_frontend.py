@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes  # noqa: F401  makes NumPy know bfloat16
 import numpy as np
 
+from hvd_train.config import TaskConfig
+from hvd_train.core.task import Task
 from hvd_train.frontends.base import Layout, StateTree
-from hvd_train.protocol import Packing, TensorSpec
+from hvd_train.protocol import Field, Packing, Sample, TensorSpec
 
 SECONDS = 60
 
@@ -87,6 +89,31 @@ class NumpyOps:
 
     def stack(self, parts):
         return np.array(parts)
+
+    def cross_entropy(self, logits, labels):
+        z = logits - logits.max(-1, keepdims=True)
+        return np.log(np.exp(z).sum(-1)) - self.pick(z, labels)
+
+    def softplus(self, x):
+        return np.logaddexp(x, 0)
+
+    def sigmoid(self, x):
+        return 1 / (1 + np.exp(-x))
+
+    def argmax(self, x):
+        return x.argmax(-1)
+
+    def pick(self, x, indices):
+        return np.take_along_axis(x, indices[..., None], -1)[..., 0]
+
+    def add_last(self, x):
+        return x.sum(-1)
+
+    def row_means(self, x):
+        return x.reshape(len(x), -1).mean(1)
+
+    def dot(self, a, b):
+        return (a * b).sum()
 
     def sum_of_squares(self, x):
         return np.sum(np.square(x))
@@ -170,6 +197,8 @@ class NumpyFrontEnd(StateTree):
 
     def __init__(self, communicator, input_size, num_classes, momentum=0.9, poison_at=None):
         self.communicator, self.ops, self.momentum = communicator, NumpyOps(), momentum
+        label = Field((), "int64", classes=num_classes)
+        self.task = Task(TaskConfig(), Sample({"input": Field((input_size,), "float32")}, {"label": label}), self.ops)
         rng = np.random.default_rng(communicator.rank)  # different on purpose: rank 0's must win
         self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
         self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
@@ -193,20 +222,21 @@ class NumpyFrontEnd(StateTree):
         return batch
 
     def _forward(self, batch):
-        x = batch.inputs.reshape(len(batch.inputs), -1).astype(np.float64)
+        (x,), (labels,) = batch.inputs.values(), batch.labels.values()
+        x = x.reshape(len(x), -1).astype(np.float64)
         z = x @ self.w["w"] + self.w["b"]
         z -= z.max(axis=1, keepdims=True)
         logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
         rows = np.arange(len(x))
-        losses = -logp[rows, batch.labels] * batch.weights
-        correct = (logp.argmax(1) == batch.labels) * batch.weights
-        return x, logp, np.array([losses.sum(), correct.sum(), batch.weights.sum()], np.float64)
+        losses = -logp[rows, labels] * batch.weights
+        correct = (logp.argmax(1) == labels) * batch.weights
+        return x, logp, labels, np.array([losses.sum(), correct.sum(), batch.weights.sum()], np.float64)
 
     def accumulate(self, batch, scale, seed):
-        x, logp, sums = self._forward(batch)
+        x, logp, labels, sums = self._forward(batch)
         self.seeds.append(seed)
         error = np.exp(logp)
-        error[np.arange(len(x)), batch.labels] -= 1
+        error[np.arange(len(x)), labels] -= 1
         error *= batch.weights[:, None].astype(np.float64) * scale
         self.sums["w"] += x.T @ error
         self.sums["b"] += error.sum(axis=0)
@@ -229,8 +259,11 @@ class NumpyFrontEnd(StateTree):
     def _measure(self, batch, scale, seed):
         raise NotImplementedError
 
+    def _evaluated(self, inputs):
+        raise NotImplementedError
+
     def score(self, batch):
-        return self._forward(batch)[2]
+        return self._forward(batch)[3]
 
     def predict(self, batch):
         return self._forward(batch)[1]
@@ -265,8 +298,8 @@ def configure(threads):
     pass
 
 
-def open_frontend(config, communicator, input_shape, num_classes):
-    return NumpyFrontEnd(communicator, math.prod(input_shape), num_classes, config.optim.momentum)
+def open_frontend(config, communicator, sample):
+    return NumpyFrontEnd(communicator, math.prod(sample.input_shape), sample.num_classes, config.optim.momentum)
 
 
 def horovod(expected_size):

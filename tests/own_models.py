@@ -164,7 +164,27 @@ def keras_norm(input_shape, num_classes):
     return keras.Model(inputs, layers.Dense(num_classes, name="fc")(x), name="norm")
 
 
+def _plain(path, x) -> tuple:
+    """Of embeddings and dense layers in PyTorch."""
+    layer, _, own = path.rpartition(".")
+    if own == "bias":
+        return f"{layer}.bias", None, None, tuple(x.shape)
+    if layer in ("words", "kinds"):
+        return f"{layer}.embedding", None, None, tuple(x.shape)
+    return f"{layer}.kernel", None, (1, 0), tuple(x.shape)[::-1]
+
+
 def neutral(model) -> dict[str, tuple]:
+    if getattr(model, "name", "") == "units":
+        return {v.path: (v.path.removeprefix("head/"), None, None, tuple(v.shape)) for v in model.variables}
+    if hasattr(model, "units"):
+        out, into = model[1].weight.shape
+        return {"1.weight": ("kernel", None, (1, 0), (into, out)), "1.bias": ("bias", None, None, (out,))}
+    if hasattr(model, "words"):
+        return {path: _plain(path, x) for path, x in model.named_parameters()}
+    if any(v.path.endswith("/embeddings") for v in getattr(model, "variables", ())):
+        paths = {v.path: v.path.replace("/embeddings", "/embedding").replace("/", ".") for v in model.variables}
+        return {v.path: (paths[v.path], None, None, tuple(v.shape)) for v in model.variables}
     if getattr(model, "name", "") == "norm":
         new = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
         found = {}
@@ -215,3 +235,130 @@ def keras_one_output(input_shape, num_classes):
     import keras
 
     return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(1)])
+
+
+# ---- two inputs by name
+
+
+def pytorch_two_inputs(num_classes, words=7):
+    import torch.nn as nn
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(words, 4), nn.Linear(16, num_classes)
+
+        def forward(self, tokens, image):
+            return self.head(image.flatten(1)) + self.words(tokens).sum((1, 2))[:, None]
+
+    return Two()
+
+
+def keras_two_inputs(input_shape, num_classes, words=7):
+    import keras
+    from keras import layers, ops
+
+    class Sum(layers.Layer):
+        def call(self, x):
+            return ops.sum(x, axis=(1, 2))[:, None]
+
+    tokens = keras.Input((5,), dtype="int64", name="tokens")
+    image = keras.Input((4, 4, 1), name="image")
+    summed = Sum()(layers.Embedding(words, 4, name="words")(tokens))
+    logits = layers.Dense(num_classes, name="head")(layers.Flatten()(image))
+    return keras.Model({"tokens": tokens, "image": image}, layers.Add()([logits, summed]))
+
+
+# ---- tasks of one's own: the same functions for NumPy, PyTorch and TensorFlow
+
+
+def weighted(outputs, labels):
+    """A larger label counts more, a negative one not at all."""
+    return (outputs - labels) ** 2, labels * (labels + 0.0 > 0.0) if hasattr(labels, "astype") else _positive(labels)
+
+
+def _positive(labels):
+    if type(labels).__module__.startswith("torch"):
+        return labels.clamp(min=0)
+    import tensorflow as tf
+
+    return tf.maximum(labels, 0)
+
+
+def mean_loss(outputs, labels):
+    return ((outputs - labels) ** 2)[0, 0]
+
+
+def pytorch_units(input_shape, num_classes=None, units=None):
+    import torch.nn as nn
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), units or num_classes))
+    model.units = True
+    return model
+
+
+def keras_units(input_shape, num_classes=None, units=None):
+    import keras
+
+    inputs = keras.Input(input_shape)
+    x = keras.layers.Flatten()(inputs)
+    return keras.Model(inputs, keras.layers.Dense(units or num_classes, name="head")(x), name="units")
+
+
+# ---- two inputs, two outputs: masked words and what comes next
+
+LENGTH, WORDS = 8, 11
+
+
+def masked_words(count: int = 103):
+    """Half of the samples have few words to guess, some none."""
+    rng = np.random.default_rng(5)
+
+    def part(n):
+        tokens = rng.integers(0, WORDS, (n, LENGTH), np.int32)
+        words = np.where(
+            rng.random((n, LENGTH)) < np.where(np.arange(n) % 2, 0.1, 0.8)[:, None], 3 * tokens % WORDS, -100
+        )
+        inputs = {"tokens": tokens, "segments": (np.arange(LENGTH) > 3) + np.zeros((n, 1), np.uint8)}
+        return inputs, {"words": words, "next": tokens[:, 0] % 2}
+
+    return part(count), part(29)
+
+
+def masked_only():
+    """The words alone, of one input."""
+    return tuple((inputs["tokens"], labels["words"]) for inputs, labels in masked_words())
+
+
+def pytorch_words(input_shape, num_classes, width: int = 6):
+    import torch.nn as nn
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(num_classes["words"], width), nn.Embedding(2, width)
+            self.guess, self.next = nn.Linear(width, num_classes["words"]), nn.Linear(width, num_classes["next"])
+
+        def forward(self, tokens, segments):
+            x = (self.words(tokens) + self.kinds(segments)).tanh()
+            return {"words": self.guess(x), "next": self.next(x.mean(1))}
+
+    return Words()
+
+
+def keras_words(input_shape, num_classes, width: int = 6):
+    import keras
+    from keras import layers
+
+    inputs = {name: keras.Input(shape, dtype="int64", name=name) for name, shape in input_shape.items()}
+    words = layers.Embedding(num_classes["words"], width, name="words")(inputs["tokens"])
+    x = layers.Activation("tanh")(layers.Add()([words, layers.Embedding(2, width, name="kinds")(inputs["segments"])]))
+    following = layers.Dense(num_classes["next"], name="next")(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(inputs, {"words": layers.Dense(num_classes["words"], name="guess")(x), "next": following})
+
+
+def curves(count: int = 97):
+    """A regression of three numbers, some of which do not count."""
+    rng = np.random.default_rng(6)
+    parts = [rng.normal(size=(n, 5)).astype(np.float32) for n in (count, 31)]
+    return tuple((x, np.sin(x[:, :3]) + x[:, 2:]) for x in parts)

@@ -15,16 +15,14 @@ class Tokens(layers.Layer):
     def __init__(self, count: int, width: int, **keys) -> None:
         super().__init__(**keys)
         self.count, self.width = count, width
-        self.autocast = False  # half floats do not hold every token number
 
     def build(self, input_shape):
         self.table = self.add_weight(shape=(self.count, self.width), initializer="normal", name="embedding")
 
     def call(self, x, reverse=False):
-        table = ops.cast(self.table, self.compute_dtype)
         if reverse:
-            return ops.matmul(x, ops.transpose(table))
-        return ops.take(table, ops.cast(x, "int32"), axis=0)
+            return ops.matmul(x, ops.transpose(self.table))
+        return ops.take(self.table, x, axis=0)
 
     def compute_output_spec(self, x, reverse=False):
         shape = (*x.shape[:-1], self.count) if reverse else (*x.shape, self.width)
@@ -104,19 +102,17 @@ def gelu(x):
 def build(
     input_shape, num_classes, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.0
 ) -> keras.Model:
-    """Tokens (n, T), whole numbers as floats -> logits (n, T, num_classes)."""
+    """Tokens (n, T), whole numbers -> logits (n, T, num_classes)."""
     if len(input_shape) != 1:
         raise ValueError(f"the GPT needs samples of one axis, tokens, not of shape {tuple(input_shape)}")
     if width % heads:
         raise ValueError(f"width {width} is no multiple of heads {heads}")
-    inputs, tokens = keras.Input(input_shape), Tokens(num_classes, width, name="tokens")
+    inputs, tokens = keras.Input(input_shape, dtype="int64"), Tokens(num_classes, width, name="tokens")
     x = layers.Dropout(dropout, name="dropout")(Positions(name="positions")(tokens(inputs)))
     for i in range(depth):
         x = _block(x, heads, dropout, f"blocks.{i}")
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    model = keras.Model(inputs, tokens(x, reverse=True), name="gpt")
-    model.autocast = False  # see Tokens
-    return model
+    return keras.Model(inputs, tokens(x, reverse=True), name="gpt")
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

@@ -12,11 +12,11 @@ def perceptron(x, units: list[int], prefix: str = ""):
     return x
 
 
-def build(input_shape, num_classes, hidden: list[int] = (128,)) -> keras.Model:
-    """(n, *input_shape) -> logits (n, num_classes)."""
+def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1) -> keras.Model:
+    """(n, *input_shape) -> logits (n, num_classes), or (n, outputs) where labels are no classes."""
     inputs = keras.Input(input_shape)
     flat = layers.Flatten(name="flatten")(inputs)
-    return keras.Model(inputs, perceptron(flat, [*hidden, num_classes]), name="mlp")
+    return keras.Model(inputs, perceptron(flat, [*hidden, num_classes or outputs]), name="mlp")
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

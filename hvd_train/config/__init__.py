@@ -8,6 +8,7 @@ from hvd_train.config.keys import (
     ExchangeConfig,
     ModelConfig,
     OptimConfig,
+    TaskConfig,
 )
 from hvd_train.config.reading import load_config
 from hvd_train.config.writing import changed, digest, explain, resolved_yaml
@@ -20,6 +21,7 @@ __all__ = [
     "ExchangeConfig",
     "ModelConfig",
     "OptimConfig",
+    "TaskConfig",
     "changed",
     "digest",
     "explain",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,7 +13,6 @@ from hvd_train.frameworks import FRAMEWORKS
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
-Metric = Literal["val_loss", "val_accuracy", "train_loss"]
 Mode = Literal["min", "max"]
 
 
@@ -73,9 +73,79 @@ class DataConfig(Section):
     input_shape: list[Positive] = Field(
         [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
     )
-    sequence_length: Positive = Field(128, description="text: bytes of a sample")
+    sequence_length: Positive = Field(128, description="text: bytes of a sample; masked_text: its tokens")
+    vocabulary_size: int = Field(
+        8000, ge=300, description="masked_text: byte-pair tokens to learn from the text, at most; 260 of them are given"
+    )
+    vocabulary: str | None = Field(
+        None, description="masked_text: a tokenizer.json (of the tokenizers library) to take instead of learning one"
+    )
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
+    target: Literal["labels", "inputs"] = Field(
+        "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
+    )
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
+
+
+LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
+METRICS = ("accuracy", "top5", "cross_entropy", "mse", "mae", "huber", "bce", "rmse", "r2", "f1", "auc")
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
+
+
+class TaskConfig(Section):
+    loss: str | dict[str, str] = Field(
+        "cross_entropy",
+        description="one of the built-in or your own 'package.module:function'; several outputs: {output: loss}",
+    )
+    metrics: list[str] | dict[str, list[str]] | None = Field(
+        None,
+        description="built-in or your own; several outputs: {output: [...]}; null: accuracy of classes",
+    )
+    ignore_index: int = Field(-100, description="cross_entropy: the label of places that do not count")
+
+    @property
+    def terms(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """{output, or "" where there is one: (loss, its metrics)}."""
+        losses = self.loss if isinstance(self.loss, dict) else {"": self.loss}
+        given = {"": self.metrics} if isinstance(self.metrics, list) else self.metrics
+        usual = {name: ["accuracy"] if loss in ("cross_entropy", "bce") else [] for name, loss in losses.items()}
+        return {name: (loss, tuple((given or usual).get(name, []))) for name, loss in losses.items()}
+
+    @property
+    def own(self) -> bool:
+        """Whether it names functions of the user's own."""
+        return any(":" in name for loss, metrics in self.terms.values() for name in (loss, *metrics))
+
+    def classes(self, label: str, alone: bool) -> bool:
+        """Whether this label is one of 0, 1, ...; ``alone``: there is no other."""
+        loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
+        return loss == "cross_entropy"
+
+    @property
+    def names(self) -> list[str]:
+        """What an evaluation tells."""
+        several = [f"{name}_loss" for name in self.terms] if len(self.terms) > 1 else []
+        each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
+        return ["loss", *several, *(f"{name}_" * bool(name) + metric.rpartition(":")[2] for name, metric in each)]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TaskConfig:
+        problems = []
+        for loss, metrics in self.terms.values():
+            problems += [("loss", did_you_mean(loss, LOSSES))] if ":" not in loss and loss not in LOSSES else []
+            problems += [("metrics", did_you_mean(m, METRICS)) for m in metrics if ":" not in m and m not in METRICS]
+        if isinstance(self.loss, dict) and not all(name.isidentifier() for name in self.loss):
+            problems.append(("loss", "give each loss the name of an output and of its labels"))
+        named = {"": None} if isinstance(self.metrics, list) else dict(self.metrics or {})
+        strange = [name for name in named if name not in self.terms]
+        if strange:
+            problems.append(("metrics", f"{', '.join(strange) or 'a list'}: give them by the outputs of loss"))
+        rule(problems)
+        return self
 
 
 class OptimConfig(Section):
@@ -192,25 +262,27 @@ class CheckpointConfig(Section):
     every_n_steps: Count = Field(0, description="save also every n steps, within the epoch; 0: off")
     save_top_k: Count = Field(1, description="keep the k best by monitor")
     save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
-    monitor: Metric = Field("val_loss", description="what 'best' means")
+    monitor: str = Field("val_loss", description="what 'best' means: val_NAME or train_NAME of the loss or a metric")
     mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
 
 
 class EarlyStoppingConfig(Section):
-    monitor: Metric = Field("val_loss", description="what must improve")
+    monitor: str = Field("val_loss", description="what must improve: val_NAME or train_NAME")
     patience: Positive = Field(3, description="evaluations without improvement before training stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
     mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
 
 
 def _precision(value: Any) -> Any:
-    return {32: "32", 64: "64", "32-true": "32", "64-true": "64"}.get(value, value) if value is not True else value
+    known = {32: "32", 64: "64", "32-true": "32", "64-true": "64"}
+    return known.get(value, value) if isinstance(value, int | str) and value is not True else value
 
 
 class Config(Section):
     framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="which front-end trains")
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
+    task: TaskConfig = Field(TaskConfig(), description="the loss and what is told beside it")
     batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
     global_batch_size: Positive | None = Field(
         None, description="samples per step over all ranks, instead of batch_size"
@@ -246,7 +318,8 @@ class Config(Section):
     )
     steps_per_execution: Positive | Literal["auto"] = Field(
         "auto",
-        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
+        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s; "
+        "where labels tell how much counts: 1",
     )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
@@ -268,6 +341,13 @@ class Config(Section):
         problems = []
         if self.batch_size and self.global_batch_size:
             problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
+        told = [f"{part}_{name}" for part in ("val", "train") for name in self.task.names]
+        rules: list[tuple[str, Any]] = [("checkpoint", self.checkpoint), ("early_stopping", self.early_stopping)]
+        problems += [
+            (f"{key}.monitor", did_you_mean(rule.monitor, told))
+            for key, rule in rules
+            if rule and rule.monitor not in told
+        ]
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
         if self.devices is not None and self.device == "cpu":

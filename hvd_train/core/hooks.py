@@ -14,7 +14,6 @@ import numpy as np
 
 from hvd_train.config.keys import EarlyStoppingConfig
 from hvd_train.core.agreement import NONFINITE_FIX, agree_on_weights
-from hvd_train.core.evaluation import Result
 from hvd_train.core.mean import ordered_sum
 from hvd_train.data.loader import Step
 from hvd_train.errors import ConfigError, NonFiniteError, TrainError
@@ -47,7 +46,7 @@ class Taken:
 class Epoch:
     """An epoch that ended, or was left (``complete`` False).
 
-    number: from 0; metrics: train_loss, train_accuracy and, where it was evaluated, val_loss, val_accuracy and
+    number: from 0; metrics: train_NAME of all that the task tells and, where it was evaluated, val_NAME and
     val_samples, equal on all ranks.
     """
 
@@ -137,13 +136,12 @@ class Lines(Hook):
         local = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in self.pending], axis=0)
         self.pending.clear()
         sums = ordered_sum(local, trainer.communicator)
-        result = Result.of(sums)
-        if not math.isfinite(result.loss):
+        result = trainer.frontend.task.results(sums)
+        if not math.isfinite(result["loss"]):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"
-            raise NonFiniteError(f"the training loss is {result.loss}", where=where, fix=NONFINITE_FIX, common=True)
-        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums, sums)]
-        speed = trainer.samples_per_second()
-        trainer.log.train(p.epoch, p.step, result.loss, result.accuracy, result.samples, taken.rate, speed)
+            raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)
+        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums)]
+        trainer.log.train(p.epoch, p.step, result, taken.rate, trainer.samples_per_second())
 
 
 class Agreement(Hook):

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +17,6 @@ from hvd_train.errors import CheckpointError
 
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
 REFRESH_SECONDS = 0.1
-HEADER = " epoch     step   loss  accuracy  val loss  val accuracy        lr  samples/s  seconds"
 
 
 def _on_terminal() -> bool:
@@ -108,21 +107,19 @@ class RunLog:
 
     # ---- numbers
 
-    def train(self, epoch: int, step: int, loss: float, accuracy: float, samples: int, lr: float, speed: float) -> None:
-        self._event("train", epoch, step, loss, accuracy, samples, lr, speed)
+    def train(self, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
+        self._event("train", epoch, step, results, lr, speed)
 
-    def val(self, epoch: int, step: int, loss: float, accuracy: float, samples: int, lr: float, speed: float) -> None:
-        self._event("val", epoch, step, loss, accuracy, samples, lr, speed)
+    def val(self, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
+        self._event("val", epoch, step, results, lr, speed)
 
-    def _event(
-        self, event: str, epoch: int, step: int, loss: float, accuracy: float, samples: int, lr: float, speed: float
-    ) -> None:
-        row = {"event": event, "epoch": epoch + 1, "step": step, "loss": loss, "accuracy": accuracy}
-        row |= {"samples": samples, "lr": lr, "samples_per_second": round(speed, 1)}
+    def _event(self, event: str, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
+        row = {"event": event, "epoch": epoch + 1, "step": step, **results}
+        row |= {"lr": lr, "samples_per_second": round(speed, 1)}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._write(finite)
         if self._events:
-            scalars = {f"loss/{event}": loss, f"accuracy/{event}": accuracy}
+            scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
             if event == "train":
                 scalars |= {"lr": lr, "samples_per_second": speed}
             self._events.scalars(step, scalars)
@@ -168,16 +165,26 @@ class RunLog:
         else:
             print(f"{name}: {done:,}/{total:,} samples, {speed():,.0f} samples/s", flush=True)
 
-    def epoch_line(self, **row: Any) -> None:
+    def epoch_line(
+        self,
+        epoch: int,
+        step: int,
+        values: Mapping[str, float | None],
+        lr: float,
+        samples_per_second: float,
+        seconds: float,
+    ) -> None:
+        """``values``: {train_NAME or val_NAME: None where there was no evaluation}."""
+        shown = {name.replace("train_", "").replace("_", " "): x for name, x in values.items() if name != "val_samples"}
+        widths = [max(6, len(name) + 1) for name in shown]
         if not self._header_shown:
-            self.message(HEADER)
+            names = " ".join(f"{name:>{width}}" for name, width in zip(shown, widths, strict=True))
+            self.message(f" epoch     step {names}        lr  samples/s  seconds")
             self._header_shown = True
         total = f"/{self._epochs}" if self._epochs else ""
-        self.message(
-            f"{row['epoch'] + 1:>{6 - len(total)}}{total} {row['step']:8d} {_cell(row['train_loss'], 6, 4)} "
-            f"{_cell(row['train_accuracy'], 9, 4)} {_cell(row['val_loss'], 9, 4)} {_cell(row['val_accuracy'], 13, 4)} "
-            f"{row['lr']:9.3g} {row['samples_per_second']:10,.0f} {row['seconds']:8.1f}"
-        )
+        cells = " ".join(_cell(x, width, 4) for x, width in zip(shown.values(), widths, strict=True))
+        begin = f"{epoch + 1:>{6 - len(total)}}{total} {step:8d}"
+        self.message(f"{begin} {cells} {lr:9.3g} {samples_per_second:10,.0f} {seconds:8.1f}")
 
     def message(self, text: str) -> None:
         if self._terminal:

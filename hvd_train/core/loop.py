@@ -17,16 +17,17 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, saving, synchronizers
 from hvd_train.core.agreement import agree, together
-from hvd_train.core.evaluation import Result, evaluate
+from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
+from hvd_train.core.mean import ordered_sum
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.trees import weights_sha256
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import NonFiniteError
-from hvd_train.protocol import Batch, FrontEnd, Source
+from hvd_train.protocol import Batch, FrontEnd, Scale, Source
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -62,11 +63,7 @@ class Trainer:
             val, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
         )
         self.train_size, self.val_size = len(train), len(val)
-        self.fits = {
-            "input_shape": list(train.input_shape),
-            "num_classes": max(train.num_classes, val.num_classes),
-            "numbers": getattr(train, "numbers", ""),
-        }
+        self.sample = train.sample.joined(val.sample)
         self.data = saving.data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = config.limit_train_batches or self.steps_per_epoch
@@ -163,7 +160,9 @@ class Trainer:
         """(learning rate, this rank's sums of each micro-batch)."""
         p, c = self.progress, self.config
         own = sum(batch.count for batch in step.micro_batches)
-        scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
+        scale: Scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
+        if self.frontend.task.counted:
+            scale = self._shares(step)
         # The rate follows the place in the epoch, so that it means the same after a resume on another world size.
         position = p.epoch * self.schedule.steps_per_epoch + p.consumed // self.global_batch
         rate = self.schedule.rate(position)
@@ -186,6 +185,16 @@ class Trainer:
         self.synchronizer.stepped(self.frontend, p.step)
         return rate, sums
 
+    def _shares(self, step: Step) -> list[float]:
+        """``scale`` where labels tell how much counts, of all micro-batches before the first: each loss is divided by
+        its own count, and N ranks are one rank. One small transfer a step."""
+        counts = np.sum([self.frontend.counts(self.frontend.place(batch)) for batch in step.micro_batches], axis=0)
+        if not self.synchronizer.own_gradients:
+            # A rank that waits here must owe no step: the others may have begun it, and wait for its gradients.
+            self.frontend.run_waiting()
+            counts = ordered_sum(counts, self.communicator)
+        return [self.progress.loss_scale / count if count else 0.0 for count in counts.tolist()]
+
     def _rescale(self) -> None:
         p, finite = self.progress, self.frontend.finite()
         p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
@@ -197,7 +206,7 @@ class Trainer:
             raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
         self.log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")
 
-    def _truth(self, placed: Any, scale: float, seed: int) -> None:
+    def _truth(self, placed: Any, scale: Scale, seed: int) -> None:
         """How far the compressed gradient is from the exact one, and what it saves; on the step's last micro-batch."""
         dot, exact, decoded, sent, plain = map(
             float, self.frontend.ops.to_numpy(self.frontend.truth(placed, scale, seed))
@@ -213,13 +222,14 @@ class Trainer:
 
     def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
         p, c = self.progress, self.config
-        epoch, train = p.epoch, Result.of(np.array(p.epoch_sums))
+        epoch, train = p.epoch, _told("train", self.frontend.task.results(np.array(p.epoch_sums)))
+        del train["train_samples"]
         if complete:
-            p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, [0.0, 0.0, 0.0]
+            p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, []
         val = None
         if self._finished() or (complete and p.epoch % c.check_val_every_n_epoch == 0):
             val = self._validate(epoch, rate)
-        metrics = {"train_loss": train.loss, "train_accuracy": train.accuracy, **(p.val if val else {})}
+        metrics = {**train, **(p.val if val else {})}
         self._call("on_epoch", Epoch(epoch, complete, metrics))
         self._heed()
         last = self._finished()
@@ -228,24 +238,21 @@ class Trainer:
         self.log.epoch_line(
             epoch=epoch,
             step=p.step,
-            train_loss=train.loss,
-            train_accuracy=train.accuracy,
-            val_loss=val.loss if val else None,
-            val_accuracy=val.accuracy if val else None,
+            values=train | {name.replace("train", "val", 1): None for name in train} | (p.val if val else {}),
             lr=rate,
             samples_per_second=self.samples_per_second(),
             seconds=seconds,
         )
         every = c.checkpoint.every_n_epochs
         if last or (complete and every and p.epoch % every == 0):
-            self._save({"train_loss": train.loss, **(p.val if val else {})})
+            self._save({**train, **(p.val if val else {})})
 
-    def _validate(self, epoch: int, rate: float) -> Result:
+    def _validate(self, epoch: int, rate: float) -> dict[str, float]:
         p = self.progress
         self._together()
         val = evaluate(self.frontend, _limited(self.val_loader.evaluation(), self.config.limit_val_batches))
-        p.val = {"val_loss": val.loss, "val_accuracy": val.accuracy, "val_samples": val.samples}
-        self.log.val(epoch, p.step, val.loss, val.accuracy, val.samples, rate, self.samples_per_second())
+        p.val = _told("val", val)
+        self.log.val(epoch, p.step, val, rate, self.samples_per_second())
         return val
 
     # ---- checkpoints
@@ -281,11 +288,14 @@ class Trainer:
             "train_samples": p.seen,
             **({"skipped_steps": p.skipped} if self.scaled else {}),
             "val_samples": p.val.get("val_samples", 0),
-            "val_loss": p.val.get("val_loss"),
-            "val_accuracy": p.val.get("val_accuracy"),
+            **{f"val_{name}": p.val.get(f"val_{name}") for name in self.config.task.names},
             "samples_per_second": self.samples_per_second(),
             "weights_sha256": weights_sha256(self.frontend.state()),
         }
+
+
+def _told(part: str, results: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}_{name}": value for name, value in results.items()}
 
 
 def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -> None:

@@ -31,9 +31,7 @@ class Progress:
     epoch: Count = 0
     consumed: Count = 0  # samples of this epoch already used
     seen: Count = 0  # samples used in all epochs
-    epoch_sums: Annotated[list[float], Field(min_length=3, max_length=3)] = field(
-        default_factory=lambda: [0.0, 0.0, 0.0]
-    )
+    epoch_sums: Annotated[list[float], Field(max_length=1 << 20)] = field(default_factory=list)  # of this epoch so far
     val: dict[Text, float] = field(default_factory=dict)  # newest evaluation
     best: float | None = None  # early stopping
     waited: Count = 0
@@ -57,6 +55,19 @@ class Samples(_Part):
     fingerprint: Text
 
 
+class ArrayField(_Part):
+    shape: Annotated[list[Count], Field(max_length=64)]
+    dtype: Annotated[str, Field(pattern="^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
+    divisor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    classes: Count | None
+    masked: bool
+
+
+class SampleFields(_Part):
+    inputs: dict[Text, ArrayField]
+    labels: dict[Text, ArrayField]
+
+
 class Meta(_Part):
     """Of the run; a later version may say more."""
 
@@ -65,9 +76,10 @@ class Meta(_Part):
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     config: dict[str, Any] | None = None
     compression: Text | None = None
+    sample: SampleFields | None = None
     input_shape: Annotated[list[Count], Field(max_length=64)] | None = None
-    num_classes: Count | None = None
-    numbers: Text = ""  # what those of the inputs are
+    num_classes: Count | None = None  # like input_shape and numbers of older versions, which knew one input alone
+    numbers: Text = ""
     progress: Progress | None = None
     monitor: dict[Text, float | None] = {}
     data: dict[Literal["train", "val"], Samples] = {}

@@ -35,7 +35,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float]) -> None:
             "world_size": communicator.size,
             "config": c.model_dump(mode="json"),
             "compression": trainer.compression,
-            **trainer.fits,
+            "sample": asdict(trainer.sample),
             "data": trainer.data,
             "progress": asdict(trainer.progress),
             "monitor": dict(metrics),
@@ -121,7 +121,9 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
     other = train is not None and train != trainer.data["train"]
     if progress.consumed and (other or progress.consumed > trainer.train_size):
         notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
-        progress.consumed, progress.epoch_sums = 0, [0.0, 0.0, 0.0]
+        progress.consumed, progress.epoch_sums = 0, []
+    if len(progress.epoch_sums) != trainer.frontend.task.length:  # of another task, or none yet
+        progress.epoch_sums = []
     trainer.progress = progress
     return notes
 

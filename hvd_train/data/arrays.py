@@ -2,118 +2,192 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hvd_train.config import TaskConfig
 from hvd_train.data.order import U64, mix, permute, stream
 from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Fields, Sample, Source
 
 SPLIT_SEED = 20200101  # the held-out part is a property of the data, not of a run
 SCAN = 1 << 20  # labels looked at together
-EXACT = 1 << 24  # float32 holds every whole number up to here
 NOISE = 0x5EED  # key of the synthetic noise
+INPUT, LABEL = "input", "label"  # names of arrays that came without one
+# Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
+TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+
+    ``title``: what messages call it.
+    """
+
+    title: str
+    values: Any
+    field: Field
+    where: str
+
+    @classmethod
+    def of_inputs(cls, title: str, values: Any, ids: bool, alone: bool, where: str) -> Column:
+        """``ids``: bytes are taken as they are, else they are values between 0 and 1; ``alone``: the only input, of
+        which (height, width) gets a channel axis."""
+        kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
+        if kind.kind not in "fuib":
+            raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
+        dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
+        divisor = 255.0 if kind == np.uint8 and not ids else 1.0
+        return cls(title, values, Field((*shape, 1) if alone and len(shape) == 2 else shape, dtype, divisor), where)
+
+    @classmethod
+    def of_numbers(cls, title: str, values: Any, where: str) -> Column:
+        """Labels that are no classes: numbers, or images as inputs are."""
+        kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
+        if len(shape) > 1:
+            return cls.of_inputs(title, values, False, True, where)
+        if kind.kind not in "fuib":
+            raise DataError(f"{title} of type {kind}", where=where, fix="store numbers")
+        dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
+        return cls(title, values, Field(() if shape == (1,) else shape, dtype), where)
+
+    def of(self, taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Some samples as the field has them; ``rows``: their places, for messages."""
+        if self.field.dtype == "float32":
+            with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
+                taken = taken.astype(np.float32, copy=False)
+                finite = math.isfinite(np.sum(taken))  # cheaper than looking at each; may overflow without a fault
+            if not finite:
+                self._check(np.isfinite(taken), rows, "NaN or infinity")
+        elif taken.dtype == np.uint64:
+            self._check(np.less(taken, 1 << 63), rows, "a number of more than 63 bits")
+        return taken.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
+
+    def _check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
+        good = entries.reshape(len(entries), -1).all(axis=1)
+        if not good.all():
+            bad = int(rows[int(np.argmin(good))])
+            raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
+
+    @property
+    def note(self) -> str:
+        """What a user should know of the type, for bytes and whole numbers can mean two things."""
+        kind = np.dtype(self.values.dtype)
+        if self.field.divisor != 1:
+            return f"{self.title} are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
+        if kind == np.uint8:
+            return f"{self.title} are uint8 with a label at each place: taken as ids, not divided by 255"
+        if kind.kind in "iu":
+            return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
+        return ""
 
 
 class Arrays:
-    """Inputs (n, ...) and labels, in memory or mapped; ``rows`` chooses a subset.
+    """Inputs (n, ...) and labels, each an array or a dict of named ones, in memory or mapped.
 
-    Labels are (n,) or (n, 1), or one for each place of the inputs: (n, T) for inputs (n, T) or (n, T, ...). uint8
+    Labels that are classes are (n,) or (n, 1), or one for each place of the inputs: (n, T) for inputs (n, T) or
+    (n, T, ...); which are, ``task`` says. uint8
     inputs are divided by 255, unless they are (n, T) with a label at each place: those are ids, as of text. Others are
-    taken as they are; (n, h, w) gets a channel axis. ``numbers`` and ``note`` tell which. Labels are checked once,
-    here; inputs when they are fetched. Inputs and labels need only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+    taken as they are; (n, h, w) without a name gets a channel axis. ``note`` tells which. Labels are checked once,
+    here; inputs when they are fetched.
     """
 
     def __init__(
-        self, inputs: Any, labels: Any, where: str, num_classes: int | None = None, rows: np.ndarray | None = None
+        self, inputs: Any, labels: Any, where: str, num_classes: int | None = None, task: TaskConfig | None = None
     ) -> None:
-        self.inputs, self.labels, self.where, self.rows = inputs, labels, where, rows
-        if not inputs.shape or not labels.shape or len(inputs) != len(labels):
-            what = f"inputs {inputs.shape} and labels {labels.shape} differ in length"
-            raise DataError(what, where=where, fix="give one label per input")
-        if len(labels) == 0 or (rows is not None and len(rows) == 0):
+        self.where, self.rows = where, None
+        named = isinstance(inputs, Mapping), isinstance(labels, Mapping)
+        inputs, labels = inputs if named[0] else {INPUT: inputs}, labels if named[1] else {LABEL: labels}
+        titles = {name: f"inputs '{name}'" if named[0] else "inputs" for name in inputs}
+        own_titles = {name: f"labels '{name}'" if named[1] else "labels" for name in labels}
+        first = next(iter(labels))
+        for title, values in [
+            *((titles[name], x) for name, x in inputs.items()),
+            *((own_titles[name], x) for name, x in labels.items()),
+        ]:
+            if not values.shape or not labels[first].shape or len(values) != len(labels[first]):
+                what = f"{title} {values.shape} and {own_titles[first]} {labels[first].shape} differ in length"
+                raise DataError(what, where=where, fix="give one label per input")
+        if len(labels[first]) == 0:
             raise DataError("the data set is empty", where=where)
-        kind = np.dtype(inputs.dtype)
-        if kind.kind not in "fuib":
-            raise DataError(f"inputs of type {kind}", where=where, fix="store them as uint8 or float32")
-        shape = tuple(int(k) for k in inputs.shape[1:])
-        self._grey = len(shape) == 2
-        self.input_shape = (*shape, 1) if self._grey else shape
-        own = tuple(int(k) for k in labels.shape[1:])
-        if own not in ((), (1,)) and (own != shape[: len(own)] or 0 in own):
-            fix = "store one whole number per sample, or one per place of the inputs"
-            raise DataError(f"labels of shape {labels.shape} for inputs {inputs.shape}", where=where, fix=fix)
-        self._label_shape = () if own == (1,) else own
-        self._uint8 = kind == np.uint8 and not (len(shape) == 1 and own == shape and shape != (1,))
-        self._wide = kind.kind in "iu" and kind.itemsize > 2
-        self.numbers, self.note = "as the data hold them", ""
-        if self._uint8:
-            self.numbers = "from 0 to 1 (uint8 divided by 255)"
-            self.note = "inputs are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
-        elif kind == np.uint8:
-            self.note = "inputs are uint8 with a label at each place: taken as ids, not divided by 255"
-        elif kind.kind in "iu":
-            self.note = f"inputs are {kind} and reach the model as float32: to look up ids it casts them (x.long())"
-        self.num_classes = _check_labels(labels, where, num_classes) if rows is None else int(num_classes or 0)
+        places = {tuple(x.shape[1:]) for x in labels.values()}
+        self._inputs = {}
+        for name, values in inputs.items():
+            shape = tuple(values.shape[1:])
+            ids = len(shape) == 1 and shape in places and shape != (1,)
+            self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where)
+        wanted = task or TaskConfig()
+        self._labels = {}
+        for name, values in labels.items():
+            if wanted.classes(name, len(labels) == 1):
+                shapes = None if named[0] else tuple(inputs[INPUT].shape)
+                self._labels[name] = _classes(own_titles[name], values, where, shapes, num_classes, wanted.ignore_index)
+            else:
+                self._labels[name] = Column.of_numbers(own_titles[name], values, where)
+        self.sample = Sample(
+            {name: column.field for name, column in self._inputs.items()},
+            {name: column.field for name, column in self._labels.items()},
+        )
+        self.note = "; ".join(filter(None, (column.note for column in self._inputs.values())))
         self.fingerprint = self._fingerprint()
 
+    rows: np.ndarray | None  # the subset's, None: all
+
     def __len__(self) -> int:
-        return len(self.labels) if self.rows is None else len(self.rows)
+        return len(next(iter(self._labels.values())).values) if self.rows is None else len(self.rows)
 
-    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         rows = indices if self.rows is None else self.rows[indices]
-        taken = self.inputs[rows]
-        if self._uint8:
-            inputs = np.divide(taken, np.float32(255), dtype=np.float32)
-        else:
-            with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
-                inputs = taken.astype(np.float32, copy=False)
-                whole = np.isfinite(np.sum(inputs))  # cheaper than looking at each; may overflow without a fault
-            if not whole:
-                self._check_finite(inputs, rows)
-            if self._wide and np.abs(inputs).max(initial=0) >= EXACT:
-                self._check_exact(taken, inputs, rows)
-        labels = self.labels[rows].reshape(-1, *self._label_shape).astype(np.int64)
-        return inputs[..., None] if self._grey else inputs, labels
+        inputs, labels = (
+            {name: column.of(column.values[rows], rows) for name, column in columns.items()}
+            for columns in (self._inputs, self._labels)
+        )
+        return inputs, labels
 
-    def _check_finite(self, inputs: np.ndarray, rows: np.ndarray) -> None:
-        good = np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1)
-        if not good.all():
-            bad = int(rows[int(np.argmin(good))])
-            raise DataError(f"sample {bad} holds NaN or infinity", where=self.where, fix="mend or remove it")
-
-    def _check_exact(self, taken: np.ndarray, inputs: np.ndarray, rows: np.ndarray) -> None:
-        """Two ids must not become one."""
-        same = (inputs.astype(np.float64) == taken) & (np.abs(inputs) < 2.0**63)
-        good = same.reshape(len(inputs), -1).all(axis=1)
-        if not good.all():
-            at = int(np.argmin(good))
-            bad, first = int(rows[at]), int(taken[at].reshape(-1)[int(np.argmin(same[at].reshape(-1)))])
-            what = f"sample {bad} holds {first}: inputs travel in float32, which has whole numbers up to {EXACT:,} only"
-            raise DataError(what, where=self.where, fix="number the ids anew from 0")
+    def taken(self, inputs: Any, labels: Any, rows: np.ndarray) -> tuple[Fields, Fields]:
+        """Other samples of the same fields, which came from elsewhere."""
+        parts = []
+        for given, columns in ((inputs, self._inputs), (labels, self._labels)):
+            given = given if isinstance(given, Mapping) else dict.fromkeys(columns, given)
+            arrays = {name: np.asarray(given[name]) for name in columns}
+            for name, x in arrays.items():
+                shape = (len(rows), *columns[name].values.shape[1:])
+                if x.shape != shape:
+                    what = f"fetch gives {columns[name].title} of shape {x.shape} for {len(rows)} indices, not {shape}"
+                    raise DataError(what, where=self.where)
+            parts.append({name: columns[name].of(x, rows) for name, x in arrays.items()})
+        return parts[0], parts[1]
 
     def _fingerprint(self) -> str:
         """Over shape, types and evenly spread rows, first and last among them: milliseconds for any size."""
-        n = len(self)
-        text = f"{n} {self.input_shape} {np.dtype(self.inputs.dtype).str} {getattr(self.inputs, 'names', '')}"
-        digest = hashlib.sha256(text.encode())
-        for values, count in ((self.labels, 1024), (self.inputs, 64)):
+        n, digest = len(self), hashlib.sha256()
+        for name, column in self._inputs.items():
+            own, named = column.values, "" if len(self._inputs) == 1 else f" {name}"
+            text = f"{n} {column.field.shape} {np.dtype(own.dtype).str} {getattr(own, 'names', '')}{named}"
+            digest.update(text.encode())
+        for columns, count in ((self._labels, 1024), (self._inputs, 64)):
             picked = np.unique(np.linspace(0, n - 1, count).astype(np.int64))
             rows = picked if self.rows is None else self.rows[picked]
-            found = np.ascontiguousarray(values[rows])
-            digest.update(f"{found.dtype.str} {found.shape}".encode() + found.tobytes())
+            for column in columns.values():
+                found = np.ascontiguousarray(column.values[rows])
+                digest.update(f"{found.dtype.str} {found.shape}".encode() + found.tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         """A fixed, stratified split: the same share of each class is held out, whatever the run's seed.
 
-        Samples with many labels are of one class here.
+        Samples with many labels, or with none that is a class, are of one class here.
         """
-        one = not self._label_shape
-        labels = np.asarray(self.labels[:]).reshape(-1) if one else np.zeros(len(self.labels), np.int64)
+        column = next(iter(self._labels.values()))
+        one = not column.field.shape and column.field.classes is not None
+        labels = np.asarray(column.values[:]).reshape(-1) if one else np.zeros(len(column.values), np.int64)
         held = np.zeros(len(labels), bool)
         for label in np.unique(labels):
             members = np.flatnonzero(labels == label)
@@ -122,20 +196,34 @@ class Arrays:
         if not held.any():
             fix = "give more samples, or a validation part"
             raise DataError("no class has two samples, so nothing can be held out", where=self.where, fix=fix)
-        parts = [np.flatnonzero(~held), np.flatnonzero(held)]
-        train, val = (Arrays(self.inputs, self.labels, self.where, self.num_classes, rows) for rows in parts)
-        return train, val
+        return self._part(np.flatnonzero(~held)), self._part(np.flatnonzero(held))
+
+    def _part(self, rows: np.ndarray) -> Arrays:
+        part = copy.copy(self)
+        part.rows = rows
+        part.fingerprint = part._fingerprint()
+        return part
 
 
-def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
-    """Whole numbers in [0, num_classes); returns num_classes, by default the largest label + 1."""
+def _classes(
+    title: str, labels: Any, where: str, inputs: tuple[int, ...] | None, num_classes: int | None, ignore: int
+) -> Column:
+    """Labels that are whole numbers in [0, num_classes), by default the largest + 1, or ``ignore``. ``inputs``: the
+    shape of a single array of inputs, whose places may each have a label."""
+    own = tuple(int(k) for k in labels.shape[1:])
+    if inputs and own not in ((), (1,)) and (own != inputs[1 : 1 + len(own)] or 0 in own):
+        fix = "store one whole number per sample, or one per place of the inputs; or set another task.loss"
+        raise DataError(f"{title} of shape {labels.shape} for inputs {inputs}", where=where, fix=fix)
     kind = np.dtype(labels.dtype)
     if kind.kind not in "iu":
-        fix = "store classes as whole numbers (int64); for regression take a script with hvd_train.torch or .keras"
-        raise DataError(f"labels of type {kind}, and fit trains classes alone", where=where, fix=fix)
-    most, rows = -1, max(1, SCAN // math.prod(labels.shape[1:]))
+        fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
+        raise DataError(f"{title} of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
+    most, rows, masked = -1, max(1, SCAN // max(1, math.prod(labels.shape[1:]))), False
     for start in range(0, len(labels), rows):
         part = np.asarray(labels[start : start + rows])
+        left = part == ignore
+        if left.any():
+            masked, part = True, np.where(left, 0, part)
         low, high = int(part.min()), int(part.max())
         if low < 0 or (num_classes is not None and high >= num_classes):
             bound = f"[0, {num_classes})" if num_classes is not None else "0, 1, 2, ..."
@@ -144,7 +232,26 @@ def _check_labels(labels: Any, where: str, num_classes: int | None) -> int:
             what = f"label {bad} of sample {at} is out of range: {bound} expected"
             raise DataError(what, where=where, fix="mend the labels or data.num_classes")
         most = max(most, high)
-    return num_classes or most + 1
+    shape = () if own == (1,) else own
+    return Column(title, labels, Field(shape, "int64", classes=num_classes or most + 1, masked=masked), where)
+
+
+class Itself:
+    """Another source's samples, whose labels are their inputs."""
+
+    def __init__(self, own: Source) -> None:
+        self._own, self.fingerprint = own, hashlib.sha256(f"itself {own.fingerprint}".encode()).hexdigest()[:16]
+        self.sample = Sample(own.sample.inputs, self._labels(own.sample.inputs))
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, _ = self._own.fetch(indices)
+        return inputs, self._labels(inputs)
+
+    def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {LABEL if name == INPUT else name: x for name, x in inputs.items()}
 
 
 class Synthetic:
@@ -154,22 +261,23 @@ class Synthetic:
     """
 
     def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0) -> None:
-        self.input_shape, self.num_classes, self._n, self._start = tuple(shape), num_classes, n, start
-        self._size = int(np.prod(self.input_shape, dtype=np.int64))
+        self._shape, self._classes, self._n, self._start = tuple(shape), num_classes, n, start
+        self.sample = Sample({INPUT: Field(self._shape, "float32")}, {LABEL: Field((), "int64", classes=num_classes)})
+        self._size = math.prod(self._shape)
         self._patterns = 0.5 * _noise(mix(NOISE, 1), np.arange(num_classes, dtype=U64), self._size)
-        text = f"synthetic {n} {self.input_shape} {num_classes} {start}"
+        text = f"synthetic {n} {self._shape} {num_classes} {start}"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self._n
 
-    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         places = np.asarray(indices, np.int64) + self._start
-        labels = places % self.num_classes
+        labels = places % self._classes
         inputs = _noise(mix(NOISE, 2), places.astype(U64), self._size)
         inputs *= np.float32(0.5)
         inputs += self._patterns[labels]
-        return inputs.reshape(-1, *self.input_shape), labels
+        return {INPUT: inputs.reshape(-1, *self._shape)}, {LABEL: labels}
 
 
 class Text:
@@ -178,8 +286,9 @@ class Text:
     CLASSES = 256  # bytes
 
     def __init__(self, found: np.ndarray, length: int, start: int, stop: int) -> None:
-        self.input_shape: tuple[int, ...] = (length,)
-        self.num_classes, self._length = self.CLASSES, length
+        self._length = length
+        label = Field((length,), "int64", classes=self.CLASSES)
+        self.sample = Sample({INPUT: Field((length,), "uint8")}, {LABEL: label})
         self._bytes, self._start, self._n = found, start, stop - start
         picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))
         digest = hashlib.sha256(f"text {length} {start} {stop}".encode() + self._sample(picked).tobytes())
@@ -193,9 +302,9 @@ class Text:
         first = (np.asarray(indices, np.int64) + self._start) * self._length
         return self._bytes[first[:, None] + np.arange(self._length + 1)]
 
-    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         taken = self._sample(indices)
-        return taken[:, :-1].astype(np.float32), taken[:, 1:].astype(np.int64)
+        return {INPUT: taken[:, :-1].copy()}, {LABEL: taken[:, 1:].astype(np.int64)}
 
 
 def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:

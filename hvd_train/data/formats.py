@@ -188,21 +188,33 @@ def _refuse_foreign(path: Path, name: str, file: Any) -> None:
 # ---- text
 
 
+def text_files(path: Path) -> list[Path]:
+    """The file, or a folder's text files in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    listed = sorted(file.relative_to(path).parts for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
+    files = [path.joinpath(*parts) for parts in listed if not any(part.startswith(".") for part in parts)]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise DataError("no text files in this folder", where=str(path), fix=f"known: {' '.join(TEXT_SUFFIXES)}")
+    return files
+
+
 def read_text(path: Path) -> np.ndarray:
-    """The bytes of a file (mapped), or of a folder's text files one after the other, in the order of their names."""
-    files = [path]
-    if path.is_dir():
-        listed = sorted(
-            file.relative_to(path).parts for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES
-        )
-        files = [path.joinpath(*parts) for parts in listed if not any(part.startswith(".") for part in parts)]
-        files = [file for file in files if file.is_file()]
-        if not files:
-            raise DataError("no text files in this folder", where=str(path), fix=f"known: {' '.join(TEXT_SUFFIXES)}")
+    """The bytes of a file (mapped), or of a folder's text files one after the other."""
+    files = text_files(path)
     try:
         if len(files) == 1 and files[0].stat().st_size:
             return np.asarray(np.memmap(files[0], np.uint8, "r"))
         return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+    except OSError as error:
+        raise unreadable(error.filename or path, error, "text file") from error
+
+
+def read_documents(path: Path) -> list[str]:
+    """The text of each file; bytes that are no UTF-8 become U+FFFD."""
+    try:
+        return [file.read_text(encoding="utf-8", errors="replace") for file in text_files(path)]
     except OSError as error:
         raise unreadable(error.filename or path, error, "text file") from error
 

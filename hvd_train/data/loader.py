@@ -99,7 +99,7 @@ class Loader:
         # An empty part has shapes, too: those of any sample.
         inputs, labels = self.source.fetch(indices if count else np.zeros(1, np.int64))
         if count < self.length:
-            inputs, labels = (self._padded(x[:count]) for x in (inputs, labels))
+            inputs, labels = ({k: self._padded(x[:count]) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)
 
     def _padded(self, x: np.ndarray) -> np.ndarray:

@@ -8,20 +8,21 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvd_train.config import DataConfig
-from hvd_train.data import formats
-from hvd_train.data.arrays import Arrays, Synthetic, Text
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import formats, masked
+from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
 from hvd_train.errors import DataError
-from hvd_train.protocol import Source
+from hvd_train.protocol import Fields, Sample, Source
 
 RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
 Pair = tuple[Source, Source]
+TASK = TaskConfig()
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,8 @@ class DataSet:
     val: Source
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self.train.input_shape
-
-    @property
-    def num_classes(self) -> int:
-        return max(self.train.num_classes, self.val.num_classes)
+    def sample(self) -> Sample:
+        return self.train.sample.joined(self.val.sample)
 
     @property
     def fingerprint(self) -> str:
@@ -46,7 +43,7 @@ class DataSet:
         return hashlib.sha256(f"{self.train.fingerprint} {self.val.fingerprint}".encode()).hexdigest()[:12]
 
 
-def _digits(config: DataConfig) -> Pair:
+def _digits(config: DataConfig, task: TaskConfig) -> Pair:
     """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
     images, labels = formats.read_digits()
     images = (images / 16).astype(np.float32)
@@ -55,7 +52,7 @@ def _digits(config: DataConfig) -> Pair:
     return Arrays(images, labels, "digits", config.num_classes or 10).split(0.2)
 
 
-def _idx(config: DataConfig) -> Pair:
+def _idx(config: DataConfig, task: TaskConfig) -> Pair:
     """MNIST format: path holds train-images-idx3-ubyte, ... and t10k-..., plain or .gz"""
     folder, parts = _folder(config), []
     for part in ("train", "t10k"):
@@ -69,37 +66,37 @@ def _idx(config: DataConfig) -> Pair:
     return parts[0], parts[1]
 
 
-def _named_arrays(config: DataConfig, read: Callable[[Path], dict[str, Any]]) -> Pair:
+def _named_arrays(config: DataConfig, task: TaskConfig, read: Callable[[Path], dict[str, Any]]) -> Pair:
     path = _existing(config)
     arrays, classes = read(path), config.num_classes
     held = [name for name in formats.ARRAY_NAMES if name in arrays]
     if held[:4] == list(formats.ARRAY_NAMES[:4]):
-        train = Arrays(arrays["train_x"], arrays["train_y"], f"{path}: train", classes)
-        return train, Arrays(arrays["val_x"], arrays["val_y"], f"{path}: val", classes)
+        train = Arrays(arrays["train_x"], arrays["train_y"], f"{path}: train", classes, task)
+        return train, Arrays(arrays["val_x"], arrays["val_y"], f"{path}: val", classes, task)
     for pair in (["train_x", "train_y"], ["x", "y"]):
         if held == pair:
-            return Arrays(arrays[pair[0]], arrays[pair[1]], str(path), classes).split(config.val_fraction)
+            return Arrays(arrays[pair[0]], arrays[pair[1]], str(path), classes, task).split(config.val_fraction)
     what = f"{', '.join(held) or 'none of the arrays'} found"
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
 
-def _npz(config: DataConfig) -> Pair:
+def _npz(config: DataConfig, task: TaskConfig) -> Pair:
     """one .npz file with train_x, train_y, val_x, val_y (or x, y: split by val_fraction)"""
-    return _named_arrays(config, formats.read_npz)
+    return _named_arrays(config, task, formats.read_npz)
 
 
-def _npy(config: DataConfig) -> Pair:
+def _npy(config: DataConfig, task: TaskConfig) -> Pair:
     """a folder of train_x.npy, train_y.npy, ... (memory-mapped: may be larger than memory)"""
     _folder(config)
-    return _named_arrays(config, formats.read_npy_folder)
+    return _named_arrays(config, task, formats.read_npy_folder)
 
 
-def _hdf5(config: DataConfig) -> Pair:
+def _hdf5(config: DataConfig, task: TaskConfig) -> Pair:
     """one HDF5 file with datasets train_x, train_y, ... (read as needed)"""
-    return _named_arrays(config, formats.read_hdf5)
+    return _named_arrays(config, task, formats.read_hdf5)
 
 
-def _imagefolder(config: DataConfig) -> Pair:
+def _imagefolder(config: DataConfig, task: TaskConfig) -> Pair:
     """path/train/CLASS/*.png and path/val/CLASS/* (or path/CLASS/*: split); set image_size"""
     folder = _folder(config)
     top = folder / "train" if (folder / "train").is_dir() else folder
@@ -121,14 +118,14 @@ def _images(files: list[tuple[Path, str]], classes: list[str], config: DataConfi
     return Arrays(inputs, labels, str(where), config.num_classes or len(classes))
 
 
-def _synthetic(config: DataConfig) -> Pair:
+def _synthetic(config: DataConfig, task: TaskConfig) -> Pair:
     """num_samples made-up samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
     held = max(1, int(n * config.val_fraction))
     return Synthetic(n, config.input_shape, classes), Synthetic(held, config.input_shape, classes, start=n)
 
 
-def _text(config: DataConfig) -> Pair:
+def _text(config: DataConfig, task: TaskConfig) -> Pair:
     """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
     path = _existing(config)
     length, classes = config.sequence_length, config.num_classes or Text.CLASSES
@@ -144,7 +141,28 @@ def _text(config: DataConfig) -> Pair:
     return Text(found, length, 0, count - held), Text(found, length, count - held, count)
 
 
-KINDS: dict[str, Callable[[DataConfig], Pair]] = {
+def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
+    """a file or a folder of text, for bert: pairs of sentences with masked words; vocabulary_size, sequence_length"""
+    path, length = _existing(config), config.sequence_length
+    if length < 8:
+        fix = "of these, three are [CLS] and two [SEP]"
+        raise DataError(f"samples of {length} tokens; at least 8", where="data.sequence_length", fix=fix)
+    documents = [masked.sentences(text) for text in formats.read_documents(path)]
+    tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary)
+    text = masked.tokenized(documents, tokenizer, length)
+    count = len(text)
+    if count < 4:
+        what = (
+            f"too little text: {len(text.ids):,} tokens make {count} samples, and training and validation need two each"
+        )
+        raise DataError(what, where=str(path), fix="give more, or lower data.sequence_length")
+    held = min(count - 2, max(2, round(count * config.val_fraction)))
+    parts = (0, count - held), (count - held, count)
+    train, val = (masked.Pairs(text, length, *part, task.ignore_index) for part in parts)
+    return train, val
+
+
+KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
     "digits": _digits,
     "idx": _idx,
     "npz": _npz,
@@ -153,6 +171,7 @@ KINDS: dict[str, Callable[[DataConfig], Pair]] = {
     "imagefolder": _imagefolder,
     "synthetic": _synthetic,
     "text": _text,
+    "masked_text": _masked_text,
 }
 
 
@@ -161,30 +180,42 @@ def catalog() -> dict[str, str]:
     return {name: (kind.__doc__ or "").strip() for name, kind in KINDS.items()}
 
 
-def open_data(config: DataConfig, given: Any = None) -> DataSet:
+def open_data(config: DataConfig, task: TaskConfig = TASK, given: Any = None) -> DataSet:
     """Opens and checks a data set; a DataError names the file or key and the way out.
 
     ``given``: the user's (train, val), or the function itself that gives it.
     """
     if given is not None or ":" in config.name:
-        train, val = _own(config, given)
+        train, val = _own(config, task, given)
     elif config.name in KINDS:
         if config.image_size and config.name not in RESIZED:
             fix = f"leave it out; it is for {', '.join(RESIZED)}"
             raise DataError(f"data set '{config.name}' is not resized", where="data.image_size", fix=fix)
-        train, val = KINDS[config.name](config)
+        train, val = KINDS[config.name](config, task)
     else:
         near = difflib.get_close_matches(config.name, KINDS, 1)
         listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
         fix = f"did you mean '{near[0]}'? {listed}" if near else listed
         raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
-    if train.input_shape != val.input_shape:
-        what = f"training samples of shape {train.input_shape}, validation samples of {val.input_shape}"
-        raise DataError(what, where=config.path or config.name)
+    if config.target == "inputs":
+        train, val = Itself(train), Itself(val)
+    parts = [
+        {
+            name: replace(field, classes=None)
+            for name, field in (*part.sample.inputs.items(), *part.sample.labels.items())
+        }
+        for part in (train, val)
+    ]
+    if parts[0] != parts[1]:
+        what, other = (", ".join(f"{name} {field}" for name, field in part.items()) for part in parts)
+        what = f"training samples of {what}, validation samples of {other}"
+        raise DataError(
+            what, where=config.path or f"data.name: {config.name}", fix="give both the same names, shapes and types"
+        )
     return DataSet(config.name, train, val)
 
 
-def _own(config: DataConfig, given: Any) -> Pair:
+def _own(config: DataConfig, task: TaskConfig, given: Any) -> Pair:
     """The user's function(**options) -> (train, val), each a Source or an (inputs, labels) pair of arrays."""
     where = "data" if given is not None else f"data.name: {config.name}"
     made = given
@@ -192,7 +223,10 @@ def _own(config: DataConfig, given: Any) -> Pair:
         made = _called(given or _imported(config.name, where), config, where)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
-    return _source(made[0], config, f"{where}, train"), _source(made[1], config, f"{where}, val")
+    train, val = (
+        _source(part, config, task, f"{where}, {name}") for part, name in zip(made, ("train", "val"), strict=True)
+    )
+    return train, val
 
 
 def _imported(path: str, where: str) -> Callable[..., Any]:
@@ -215,51 +249,80 @@ def _called(function: Callable[..., Any], config: DataConfig, where: str) -> Any
         raise DataError(f"the function failed: {reason}", where=where, fix="look at data.options too") from error
 
 
-ATTRIBUTES = ("__len__", "fetch", "input_shape", "num_classes", "fingerprint")
+ATTRIBUTES = ("__len__", "fetch", "fingerprint", "num_classes")
 WANTED = (
-    "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs float32, labels int64), input_shape "
-    "(of a sample, channels last), num_classes and fingerprint (a text, the same for the same data)"
+    "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
+    "(a text, the same for the same data)"
 )
 
 
-def _source(part: Any, config: DataConfig, where: str) -> Source:
-    """Arrays are wrapped; a source of the user's own is tried with one sample, so that faults show here."""
-    if isinstance(part, tuple | list | dict):
-        if isinstance(part, dict) or len(part) != 2:
-            raise DataError(f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays")
-        labels = _array(part[1], "labels", where)
-        inputs = _array(part[0], "inputs", where, len(labels) if labels.ndim else None)
-        return Arrays(inputs, labels, where, config.num_classes)
-    missing = [name for name in ATTRIBUTES if not hasattr(part, name)]
-    if missing:
-        raise DataError(f"{type(part).__name__} has no {', '.join(missing)}", where=where, fix=WANTED)
-    if len(part) == 0:
-        raise DataError("the data set is empty", where=where)
-    try:
-        fetched = part.fetch(np.zeros(1, np.int64))
-    except DataError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"fetch failed: {reason}", where=where) from error
-    if not isinstance(fetched, tuple | list) or len(fetched) != 2:
-        raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
-    inputs, labels = _array(fetched[0], "inputs of fetch", where), _array(fetched[1], "labels of fetch", where)
-    found = (inputs.shape, inputs.dtype.name, labels.shape, labels.dtype.name)
-    expected = ((1, *part.input_shape), "float32", (1, *labels.shape[1:]), "int64")
-    if found != expected:
-        raise DataError(f"fetch gives {found} for one index, not {expected}", where=where)
-    return part
+class Fetched:
+    """A source of the user's own. One sample tells its fields, so that faults show at once."""
+
+    def __init__(self, own: Any, task: TaskConfig, where: str) -> None:
+        wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
+        missing = [name for name in wanted if not hasattr(own, name)]
+        if missing:
+            raise DataError(f"{type(own).__name__} has no {', '.join(missing)}", where=where, fix=WANTED)
+        if len(own) == 0:
+            raise DataError("the data set is empty", where=where)
+        self._own, self._where, self.fingerprint = own, where, own.fingerprint
+        try:
+            fetched = own.fetch(np.zeros(1, np.int64))
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DataError(f"fetch failed: {reason}", where=where) from error
+        if not isinstance(fetched, tuple | list) or len(fetched) != 2:
+            raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
+        inputs, labels = _arrays(fetched[0], "inputs of fetch", where), _arrays(fetched[1], "labels of fetch", where)
+        self._like = Arrays(inputs, labels, where, getattr(own, "num_classes", None), task)
+        # One sample does not tell whether others have places without a label.
+        fields = self._like.sample.labels
+        labels = {name: replace(field, masked=bool(field.classes and field.shape)) for name, field in fields.items()}
+        self.sample, self.note = replace(self._like.sample, labels=labels), self._like.note
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, labels = self._own.fetch(indices)
+        return self._like.taken(inputs, labels, indices)
+
+
+def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Source:
+    """What one part of the user's pair is: arrays, or an object with ``fetch``."""
+    if not isinstance(part, tuple | list | dict):
+        return Fetched(part, task, where)
+    if isinstance(part, dict) or len(part) != 2:
+        raise DataError(
+            f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
+        )
+    labels = _arrays(part[1], "labels", where)
+    count = np.shape(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))[:1]
+    inputs = _arrays(part[0], "inputs", where, *count)
+    return Arrays(inputs, labels, where, config.num_classes, task)
+
+
+def _arrays(given: Any, name: str, where: str, count: int | None = None) -> Any:
+    """One array, or a dict of them; their names are the model's."""
+    if not isinstance(given, dict):
+        return _array(given, name, where, count)
+    strange = [key for key in given if not (isinstance(key, str) and key.isidentifier())]
+    if strange or not given:
+        fix = "name them as the model's arguments are"
+        raise DataError(f"{name} are {_told(given)}: {strange or given} names no argument", where=where, fix=fix)
+    return {key: _array(values, f"{name} '{key}'", where, count) for key, values in given.items()}
 
 
 def _array(given: Any, name: str, where: str, count: int | None = None) -> np.ndarray:
-    """One array of all (``count``) samples; what several of them mean is another thing in each model."""
+    """One array of all (``count``) samples; several without names mean another thing in each model."""
     several = isinstance(given, dict)
     if isinstance(given, tuple | list) and len(given) != count:
         several = any(np.ndim(one) > 0 and len(one) == count for one in given)
     if several:
-        fix = "join them into one array, or use hvd_train.torch or hvd_train.keras in a script of your own"
-        raise DataError(f"{name} are {_told(given)}, and fit takes one array", where=where, fix=fix)
+        raise DataError(f"{name} are {_told(given)}", where=where, fix="give one array, or a dict of named inputs")
     try:
         return np.asarray(given)
     except Exception as error:

@@ -21,9 +21,10 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.core.mean import differing, mean
+from hvd_train.core.task import Task
 from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
-from hvd_train.protocol import Build, Communicator, Ops, Tree
+from hvd_train.protocol import Batch, Build, Communicator, Ops, Sample, Scale, Tree, made_up
 
 
 def checksum(x: np.ndarray) -> int:
@@ -76,6 +77,7 @@ class StateTree(ABC):
     """
 
     ops: Ops
+    task: Task
     communicator: Communicator
     layouts: dict[str, Layout]
     _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
@@ -89,10 +91,31 @@ class StateTree(ABC):
     def finite(self) -> bool:
         return True
 
-    @abstractmethod
-    def _measure(self, placed: Any, scale: float, seed: int) -> Any: ...
+    def counts(self, placed: Any) -> np.ndarray:
+        _, labels, weights = placed
+        return self.ops.to_numpy(self.task.counts(labels, weights))
 
-    def truth(self, placed: Any, scale: float, seed: int) -> Any:
+    def _ask(self, sample: Sample) -> None:
+        """Shows the task what the model gives, where functions of the user's own are asked."""
+        if self.task.own:
+            inputs, labels, weights = self.place(made_up(sample))
+            self.task.probe(self._evaluated(inputs), labels, weights)
+
+    @abstractmethod
+    def place(self, batch: Batch) -> Any: ...
+
+    @abstractmethod
+    def _evaluated(self, inputs: Any) -> Any:
+        """What the model gives in evaluation, as tensors."""
+
+    def _scales(self, scale: Scale) -> np.ndarray:
+        """(losses,)."""
+        return np.broadcast_to(np.atleast_1d(scale), (len(self.task.terms),))
+
+    @abstractmethod
+    def _measure(self, placed: Any, scale: Scale, seed: int) -> Any: ...
+
+    def truth(self, placed: Any, scale: Scale, seed: int) -> Any:
         """``Exchange.truth`` of this batch's gradient; its forward pass leaves no trace in the running statistics."""
         kept = self._arrays([key for key in self._keys() if key.startswith("statistics/")])
         figures = self._measure(placed, scale, seed)
@@ -318,30 +341,31 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
     return build, module
 
 
-def build_model(zoo: str, name: str, options: Mapping[str, Any], input_shape: tuple[int, ...], num_classes: int):
-    """(model, its module); a build function that refuses its arguments is the configuration's fault."""
+def build_model(
+    zoo: str, name: str, options: Mapping[str, Any], input_shape: Any, num_classes: Any
+) -> tuple[Any, ModuleType, dict[str, Any]]:
+    """(model, its module, what its build function got: options, and of the two others what it has parameters for).
+
+    A build function that refuses its arguments is the configuration's fault.
+    """
     build, module = find_model(zoo, name, options)
+    parameters = inspect.signature(build).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    facts = {"input_shape": input_shape, "num_classes": num_classes}
+    given = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
     try:
-        return build(input_shape=input_shape, num_classes=num_classes, **options), module
+        return build(**given), module, given
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
 
 
-def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
-    """Whether logits (n, ..., at least ``num_classes``) belong to labels (n, ...)."""
-    pairs = zip(logits[:-1], labels, strict=False)
-    same = len(logits) == len(labels) + 1 and all(a is None or b is None or a == b for a, b in pairs)
-    return same and (logits[-1] is None or logits[-1] >= num_classes)
-
-
-def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
-    """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
-    wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
-    return ConfigError(
-        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",
-        where="model.name, data.name",
-        fix=f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid",
-    )
+def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
+    """The model does not take what the data give."""
+    listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    what = f"the model does not take its inputs ({listed}): {reason}"
+    fix = "several inputs are given by name; whole numbers stay whole: store quantities as float32"
+    return ConfigError(what, where=f"model.name: {name}", fix=fix)
 
 
 def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -14,18 +14,17 @@ from hvd_train.config import Config
 from hvd_train.core.saving import check_tree
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.base import layouts_of
-from hvd_train.protocol import Tree
+from hvd_train.protocol import Sample, Tree
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint. ``arrays``: neutral name -> weight or running statistic; ``input_shape``: of a sample as the data
-    give it; ``about``: what a file that can hold notes says of itself; ``scale``: what the inputs' numbers are."""
+    """A checkpoint. ``arrays``: neutral name -> weight or running statistic; ``sample``: as the data give it;
+    ``about``: what a file that can hold notes says of itself; ``scale``: what the inputs' numbers are."""
 
     config: Config
     arrays: Tree
-    input_shape: tuple[int, ...]
-    num_classes: int
+    sample: Sample
     about: dict[str, str]
     scale: str = ""
 
@@ -40,29 +39,43 @@ class Trained:
         check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
         return {name: x.from_neutral(self.arrays[x.name]) for name, x in layouts.items()}
 
-    def build_call(self, module: ModuleType, input_shape: tuple[int, ...]) -> str:
+    def inputs(self, dtype: str) -> dict[str, str]:
+        """{name: type} of what the model itself takes, computing in ``dtype``."""
+        return {
+            name: dtype if not field.whole else "bool" if field.dtype == "bool" else "int64"
+            for name, field in self.sample.inputs.items()
+        }
+
+    def build_call(self, module: ModuleType, given: Mapping[str, Any]) -> str:
         """The line that builds the untrained model: ``pt_models.mlp.build(input_shape=(64,), num_classes=10)``."""
         function = self.config.model.name.partition(":")[2] or "build"
-        given = {"input_shape": input_shape, "num_classes": self.num_classes, **self.config.model.options}
         return f"{module.__name__}.{function}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
 @dataclass(frozen=True)
 class Exported:
     """A file's content and how to use it. Shapes are without the samples' axis; ``load`` is one line of Python that
-    opens the file ``{path}``."""
+    opens the file ``{path}``; ``inputs``: {name: (shape, type)};
+    ``outputs``: {name: shape}."""
 
     content: bytes
     load: str
-    input_shape: tuple[int, ...]
-    dtype: str
-    output_shape: tuple[int, ...] = ()
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-ONNX_LOAD = (
-    "import onnxruntime; model = onnxruntime.InferenceSession({path}); "
-    "logits = model.run(['logits'], {{'input': x}})[0]"
-)
+def shapes(found: Any) -> dict[str, tuple[int, ...]]:
+    """{name: shape of a sample} of what a model gives: "logits", or its several outputs."""
+    named = found if isinstance(found, Mapping) else {"logits": found}
+    return {name: tuple(x.shape[1:]) for name, x in named.items()}
+
+
+def onnx_load(names: Collection[str], outputs: Collection[str]) -> str:
+    given = "'input': x" if len(names) == 1 else ", ".join(f"'{name}': {name}" for name in names)
+    open_it = "import onnxruntime; model = onnxruntime.InferenceSession({path}); "
+    if len(outputs) == 1:
+        return open_it + f"logits = model.run(['logits'], {{{{{given}}}}})[0]"
+    return open_it + f"{', '.join(outputs)} = model.run({list(outputs)}, {{{{{given}}}}})"
 
 
 def onnx_packages(*names: str) -> list[Any]:

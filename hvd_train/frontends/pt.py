@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.config import Config
+from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
@@ -25,9 +26,20 @@ from hvd_train.frontends.base import (
     guarded,
     layouts_of,
     overlaps,
-    unfit,
+    untaken,
 )
-from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec
+from hvd_train.protocol import (
+    Batch,
+    Communicator,
+    Exchange,
+    Field,
+    Packing,
+    Sample,
+    Scale,
+    TensorSpec,
+    made_up,
+    one_or_all,
+)
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -115,6 +127,30 @@ class TorchOps:
 
     def stack(self, parts):
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
+
+    def cross_entropy(self, logits, labels):
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+
+    def softplus(self, x):
+        return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
+
+    def sigmoid(self, x):
+        return torch.sigmoid(x)
+
+    def argmax(self, x):
+        return x.argmax(-1)
+
+    def pick(self, x, indices):
+        return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
+
+    def add_last(self, x):
+        return x.sum(-1)
+
+    def row_means(self, x):
+        return x.reshape(len(x), -1).mean(1)
+
+    def dot(self, a, b):
+        return a.dot(b)
 
     def sum_of_squares(self, x):
         """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
@@ -240,24 +276,29 @@ def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
 SLOTS = {"momentum_buffer": "momentum", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
+def own_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of an input: (channels, height, width) for an image."""
+    return (shape[2], *shape[:2]) if len(shape) == 3 else tuple(shape)
+
+
 class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
-    def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
-        self.config, self.communicator, self._classes = config, communicator, num_classes
+    def __init__(self, config: Config, communicator: Communicator, sample: Sample):
+        self.config, self.communicator, self._sample = config, communicator, sample
         self.device = _device(config, communicator)
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
+        self.task = Task(config.task, sample, self.ops)
         self._mixed = _mixed(config, self.device)
-        # Images arrive as (height, width, channels), the order that decoders give; PyTorch wants channels first.
-        self._images = len(input_shape) == 3
-        own_shape = (input_shape[2], *input_shape[:2]) if self._images else input_shape
         torch.manual_seed(config.seed)
         # torch.manual_seed takes 80 us a step to look for devices that are not there.
         cpu = self.device.type == "cpu"
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
-        model, module = build_model(PYTORCH.zoo, config.model.name, options, own_shape, num_classes)
+        shapes = {name: own_shape(field.shape) for name, field in sample.inputs.items()}
+        facts = one_or_all(shapes), sample.num_classes
+        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, *facts)
         self.model = model.to(self.device, self.dtype)
         self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
@@ -267,28 +308,51 @@ class PyTorchFrontEnd(StateTree):
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
-        self._channels_last = self._takes_channels_last(own_shape)
+        self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
+        self._ask(sample)
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
 
-    def _takes_channels_last(self, shape: tuple[int, ...]) -> bool:
+    def _takes_channels_last(self) -> bool:
         """Whether images and kernels lie channels last: a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
 
         Models whose forward insists on the other order (``view`` after a convolution) keep it.
         """
+        images = any(len(field.shape) == 3 for field in self._sample.inputs.values())
         kernels = any(p.dim() == 4 for p in self.model.parameters())
-        if not (self._images and kernels) or (self.device.type == "cuda" and self.config.precision not in MIXED):
-            return False
-        self.model.to(memory_format=torch.channels_last)
-        images = torch.zeros(2, *shape, dtype=self.dtype, device=self.device)
-        try:
-            with torch.no_grad(), self._mixed:  # a tensor that the model keeps from here must do for training
-                self.model.eval()(images.to(memory_format=torch.channels_last))
-        except RuntimeError:
-            self.model.to(memory_format=torch.contiguous_format)
-            return False
-        return True
+        mixed = self.device.type == "cuda" and self.config.precision not in MIXED
+        if images and kernels and not mixed:
+            self.model.to(memory_format=torch.channels_last)
+            try:
+                self._try(channels_last=True)
+                return True
+            except RuntimeError:
+                self.model.to(memory_format=torch.contiguous_format)
+        if len(self._sample.inputs) > 1 or any(field.whole for field in self._sample.inputs.values()):
+            try:
+                self._try(channels_last=False)
+            except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
+                raise untaken(self.config.model.name, self._sample, error) from error
+        return False
+
+    def _try(self, channels_last: bool) -> None:
+        """A tensor that the model keeps from here must do for training."""
+        self._channels_last = channels_last
+        self._evaluated(self.place(made_up(self._sample))[0])
+
+    @torch.no_grad()
+    def _evaluated(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        self.model.eval()
+        return self._outputs(inputs)
+
+    def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """What the model gives: a tensor, or several by name."""
+        with self._mixed:
+            found = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
+        if isinstance(found, Mapping):
+            return {name: x.to(self.dtype) for name, x in found.items()}
+        return found.to(self.dtype)
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -373,27 +437,37 @@ class PyTorchFrontEnd(StateTree):
 
     def place(self, batch: Batch):
         """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
-        rows = max(batch.count, 1)
-        inputs = torch.from_numpy(batch.inputs[:rows]).to(self.device, self.dtype, non_blocking=True)
-        if self._images:
-            inputs = inputs.permute(0, 3, 1, 2)
-            if not self._channels_last:
-                inputs = inputs.contiguous()
-        labels = torch.from_numpy(batch.labels[:rows]).to(self.device, non_blocking=True)
+        rows, fields = max(batch.count, 1), self._sample.inputs
+        inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
+        labels = {name: self._placed(batch.labels[name][:rows], field) for name, field in self._sample.labels.items()}
         return inputs, labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
-    def accumulate(self, placed, scale: float, seed: int):
+    def _placed(self, x: np.ndarray, field: Field) -> torch.Tensor:
+        """As stored to the device, there as its field tells. Images come as (height, width, channels), the order that
+        decoders give; PyTorch wants channels first."""
+        placed = torch.from_numpy(x).to(self.device, non_blocking=True)
+        if field.divisor != 1:
+            placed = placed.to(torch.float32).div_(field.divisor)
+        if placed.is_floating_point():
+            placed = placed.to(self.dtype)
+        elif placed.dtype != torch.bool:
+            placed = placed.long()
+        if len(field.shape) == 3 and not field.classes:
+            placed = placed.permute(0, 3, 1, 2)
+            if not self._channels_last:
+                placed = placed.contiguous()
+        return placed
+
+    def accumulate(self, placed, scale: Scale, seed: int):
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
         self._batchnorm.take(weights)
-        with self._mixed:
-            logits = self.model(inputs)
-        loss, sums = _sums(logits.to(self.dtype), labels, weights, self._classes)
-        (loss * scale).backward()
-        return sums
+        loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale).tolist())
+        loss.backward()
+        return sums.detach()
 
-    def step(self, placed, scale: float, seed: int, learning_rate: float, unscale: float = 1.0):
+    def step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
         self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
         sums = self.accumulate(placed, scale, seed)
         self._waiting = None
@@ -430,7 +504,7 @@ class PyTorchFrontEnd(StateTree):
     def finite(self) -> bool:
         return self._finite
 
-    def _measure(self, placed, scale: float, seed: int):
+    def _measure(self, placed, scale: Scale, seed: int):
         self.accumulate(placed, scale, seed)
         figures = self.exchange.truth(self._gradients(), self._exchange_state)
         self._forget()
@@ -439,16 +513,13 @@ class PyTorchFrontEnd(StateTree):
     @torch.no_grad()
     def score(self, placed):
         inputs, labels, weights = placed
-        self.model.eval()
-        with self._mixed:
-            logits = self.model(inputs)
-        return _sums(logits.to(self.dtype), labels, weights, self._classes)[1]
+        return self.task(self._evaluated(inputs), labels, weights)[1]
 
-    @torch.no_grad()
-    def predict(self, placed) -> np.ndarray:
-        self.model.eval()
-        with self._mixed:
-            return self.ops.to_numpy(self.model(placed[0]).to(self.dtype))
+    def predict(self, placed) -> Any:
+        found = self._evaluated(placed[0])
+        if isinstance(found, dict):
+            return {name: self.ops.to_numpy(x) for name, x in found.items()}
+        return self.ops.to_numpy(found)
 
     def _slots(self) -> dict[str, torch.Tensor]:
         """Own key -> view into the optimizer's flat slots, or its scalar step count."""
@@ -495,23 +566,6 @@ class PyTorchFrontEnd(StateTree):
                 self._optimizer.state[flat.weight]["step"].fill_(float(arrays["slots/step"]))
 
 
-def _sums(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, num_classes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
-
-    Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
-    """
-    if logits.shape[:-1] != labels.shape or logits.shape[-1] < num_classes:
-        raise unfit(logits.shape, labels.shape, num_classes)
-    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
-    right = (logits.detach().argmax(-1) == labels).to(weights.dtype)
-    if labels.dim() > 1:
-        losses, right = (x.reshape(len(weights), -1).mean(1) for x in (losses, right))
-    loss, correct = losses.dot(weights), right.dot(weights)
-    return loss, torch.stack([loss.detach(), correct, weights.sum()]).double()
-
-
 def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
     """The context of forward passes: most arithmetic in 16 bits, or as the weights are."""
     dtype = MIXED.get(config.precision)
@@ -533,10 +587,8 @@ def configure(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def open_frontend(
-    config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
-) -> PyTorchFrontEnd:
-    return PyTorchFrontEnd(config, communicator, tuple(input_shape), num_classes)
+def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> PyTorchFrontEnd:
+    return PyTorchFrontEnd(config, communicator, sample)
 
 
 def horovod(expected_size: int) -> HorovodTorch:

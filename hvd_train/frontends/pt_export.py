@@ -7,19 +7,22 @@ import logging
 import warnings
 from contextlib import redirect_stderr
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import build_model
-from hvd_train.frontends.plain import ONNX_LOAD, Exported, Trained, onnx_packages, unfit_for
+from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
+from hvd_train.frontends.pt import own_shape
+from hvd_train.protocol import one_or_all
 
 
-def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, torch.Tensor]:
-    """(the trained model for evaluation, the module that builds it, two samples of zeros), all on the CPU."""
-    given, name = trained.input_shape, trained.config.model.name
-    shape = (given[2], *given[:2]) if len(given) == 3 else given
-    model, module = build_model(PYTORCH.zoo, name, trained.config.model.options, shape, trained.num_classes)
+def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
+    """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
+    name, sizes = trained.config.model.name, {k: own_shape(field.shape) for k, field in trained.sample.inputs.items()}
+    facts = one_or_all(sizes), trained.sample.num_classes
+    model, module, given = build_model(PYTORCH.zoo, name, trained.config.model.options, *facts)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     table = module.neutral(model) if hasattr(module, "neutral") else {}
     # Batch normalization's counter is in no checkpoint where no arithmetic uses it.
@@ -31,41 +34,53 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, t
     with torch.no_grad():
         for path, array in trained.own({path: x.shape for path, x in tensors.items()}, table).items():
             tensors[path].copy_(torch.from_numpy(array))
-    return model, module, torch.zeros(2, *shape, dtype=getattr(torch, dtype))
+    kinds = trained.inputs(dtype)
+    example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
+    return model, module, given, example
+
+
+def _output(model: torch.nn.Module, example: dict[str, torch.Tensor]) -> Any:
+    return model(*example.values()) if len(example) == 1 else model(**example)
+
+
+def _told(example: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {k: (tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for k, x in example.items()}
 
 
 @torch.no_grad()
 def to_pytorch(trained: Trained) -> Exported:
     """A state dictionary, which ``torch.load`` opens with ``weights_only=True``."""
-    model, module, example = _model(trained, trained.dtype)
-    buffer, shape = io.BytesIO(), tuple(example.shape[1:])
+    model, module, given, example = _model(trained, trained.dtype)
+    buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
-    build = trained.build_call(module, shape) + (".double()" if trained.dtype == "float64" else "")
+    build = trained.build_call(module, given) + (".double()" if trained.dtype == "float64" else "")
     load = (
         f"import torch, {module.__name__}; model = {build}.eval(); "
         "model.load_state_dict(torch.load({path}, weights_only=True))"
     )
-    return Exported(buffer.getvalue(), load, shape, trained.dtype, tuple(model(example).shape[1:]))
+    return Exported(buffer.getvalue(), load, _told(example), shapes(_output(model, example)))
 
 
 @torch.no_grad()
 def to_onnx(trained: Trained) -> Exported:
     """An ONNX model of 32 bits, input ``input`` and output ``logits``, for any number of samples."""
     package, _ = onnx_packages("onnx", "onnxscript")
-    model, _, example = _model(trained, "float32")
-    output_shape = tuple(model(example).shape[1:])
+    model, _, _, example = _model(trained, "float32")
+    outputs, alone = shapes(_output(model, example)), len(example) == 1
+    batch = {0: torch.export.Dim("batch")}
     logging.disable(logging.CRITICAL)  # the exporter misses torchvision, and thinks aloud
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 model,
-                (example,),
+                tuple(example.values()) if alone else (),
+                kwargs=None if alone else example,
                 dynamo=True,
                 verbose=False,
-                input_names=["input"],
-                output_names=["logits"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=["input"] if alone else list(example),
+                output_names=list(outputs),
+                dynamic_shapes=(batch,) if alone else dict.fromkeys(example, batch),
             )
         proto = program.model_proto
         package.helper.set_model_props(proto, trained.about)
@@ -74,4 +89,4 @@ def to_onnx(trained: Trained) -> Exported:
         raise unfit_for("ONNX", trained.config.model.name, error.__cause__ or error) from error
     finally:
         logging.disable(logging.NOTSET)
-    return Exported(content, ONNX_LOAD, tuple(example.shape[1:]), "float32", output_shape)
+    return Exported(content, onnx_load(example, outputs), _told(example), outputs)

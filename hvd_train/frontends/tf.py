@@ -9,7 +9,7 @@ import time
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
+from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
@@ -25,14 +26,25 @@ from hvd_train.frontends.base import (
     HorovodCommunicator,
     StateTree,
     build_model,
-    fits,
     gpu_of,
     guarded,
     layouts_of,
     overlaps,
-    unfit,
+    untaken,
 )
-from hvd_train.protocol import Batch, Communicator, Exchange, Packing, TensorSpec, Tree
+from hvd_train.protocol import (
+    Batch,
+    Communicator,
+    Exchange,
+    Field,
+    Packing,
+    Sample,
+    Scale,
+    TensorSpec,
+    Tree,
+    made_up,
+    one_or_all,
+)
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
@@ -119,6 +131,30 @@ class TensorFlowOps:
 
     def stack(self, parts):
         return tf.stack(parts)
+
+    def cross_entropy(self, logits, labels):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+
+    def softplus(self, x):
+        return tf.math.softplus(x)
+
+    def sigmoid(self, x):
+        return tf.math.sigmoid(x)
+
+    def argmax(self, x):
+        return tf.argmax(x, -1)
+
+    def pick(self, x, indices):
+        return tf.gather(x, indices, axis=-1, batch_dims=len(indices.shape))
+
+    def add_last(self, x):
+        return tf.reduce_sum(x, -1)
+
+    def row_means(self, x):
+        return tf.reduce_mean(x, list(range(1, x.shape.rank)))
+
+    def dot(self, a, b):
+        return tf.reduce_sum(a * b)
 
     def sum_of_squares(self, x):
         """Rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
@@ -214,20 +250,20 @@ class _Later:
 
 
 class TensorFlowFrontEnd(StateTree):
-    def __init__(self, config: Config, communicator: Communicator, input_shape: tuple[int, ...], num_classes: int):
+    def __init__(self, config: Config, communicator: Communicator, sample: Sample):
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
-        self.packing, self._classes = packing(communicator), num_classes
+        self.packing, self._sample = packing(communicator), sample
+        self.task = Task(config.task, sample, self.ops)
         self._device = _device(config, communicator)
         self.dtype = DTYPES.get(config.precision, "float32")
         keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
         keras.config.set_floatx(self.dtype)
         keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
-        options = dict(config.model.options)
+        options, facts = dict(config.model.options), (sample.input_shape, sample.num_classes)
         with tf.device(self._device):
-            self.model, module = build_model(TENSORFLOW.zoo, config.model.name, options, input_shape, num_classes)
-            if not self.model.built:
-                self.model.build((None, *input_shape))
+            self.model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, *facts)
+            self._try()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
         found = self.model.trainable_variables[0].dtype
@@ -245,6 +281,23 @@ class TensorFlowFrontEnd(StateTree):
         if table:
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
+        self._ask(sample)
+
+    def _try(self) -> None:
+        """Builds a model that is not, and shows whether it takes what the data give."""
+        fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
+        if plain and not any(field.whole for field in fields.values()):
+            if not self.model.built:
+                self.model.build((None, *self._sample.input_shape))
+            return
+        # A functional model leaves out what it does not take.
+        own = getattr(self.model, "_inputs_struct", None)
+        try:
+            if isinstance(own, dict) and not plain and own.keys() != fields.keys():
+                raise ValueError(f"it has {', '.join(own)}")
+            self._evaluated(self.place(made_up(self._sample))[0])
+        except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
+            raise untaken(self.config.model.name, self._sample, error) from error
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
@@ -283,19 +336,20 @@ class TensorFlowFrontEnd(StateTree):
         self.waiting: list[tuple[tuple[Any, ...], _Later]] = []
         self._truth = _graph(self._traced_truth)
         self._score = _graph(self._traced_score)
-        self._predict = _graph(lambda inputs: self._logits(inputs, training=False))
+        self._predict = _graph(self._evaluated)
 
     def place(self, batch: Batch):
         with tf.device(self._device):
-            inputs = tf.constant(batch.inputs.astype(self.dtype, copy=False))
-            return inputs, tf.constant(batch.labels), tf.constant(batch.weights.astype(self.dtype, copy=False))
+            inputs = {name: self._values(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
+            labels = {name: self._values(batch.labels[name], field) for name, field in self._sample.labels.items()}
+            return inputs, labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
-    def accumulate(self, placed, scale: float, seed: int):
-        return self._accumulate(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
+    def accumulate(self, placed, scale: Scale, seed: int):
+        return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
 
-    def step(self, placed, scale: float, seed: int, learning_rate: float, unscale: float = 1.0):
+    def step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
         rates = tf.constant(learning_rate, self.dtype), tf.constant(unscale, self.dtype)
-        given = (*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64), *rates)
+        given = (*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64), *rates)
         if self._alone:
             sums, self._failures = self._step(*given)
             return sums
@@ -309,13 +363,14 @@ class TensorFlowFrontEnd(StateTree):
         steps, self.waiting = self.waiting, []
         if not steps:
             return
-        first = steps[0][0]
+        flat = [tf.nest.flatten(given) for given, _ in steps]
+        first = flat[0]
         if first[0].shape not in self._steps:
-            specs = [tf.TensorSpec((None, *x.shape), x.dtype) for x in first]
-            self._steps[first[0].shape] = _graph(self._traced_steps).get_concrete_function(*specs)
-        columns = zip(*(given for given, _ in steps), strict=True)
+            like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
+            self._steps[first[0].shape] = _graph(self._traced_steps).get_concrete_function(*like)
+        columns = [tf.stack(x) if len(x) > 1 else x[0][None] for x in zip(*flat, strict=True)]
         started = time.perf_counter()
-        sums = self._steps[first[0].shape](*(tf.stack(x) if len(x) > 1 else x[0][None] for x in columns))
+        sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
         for (_, later), own in zip(steps, tf.unstack(sums), strict=True):
             later.sums = own
         if self.config.steps_per_execution == "auto":
@@ -328,16 +383,16 @@ class TensorFlowFrontEnd(StateTree):
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
-    def _measure(self, placed, scale: float, seed: int):
-        return self._truth(*placed, tf.constant(scale, self.dtype), tf.constant(seed, tf.int64))
+    def _measure(self, placed, scale: Scale, seed: int):
+        return self._truth(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
 
     def score(self, placed):
         self.run_waiting()
         return self._score(*placed)
 
-    def predict(self, placed) -> np.ndarray:
+    def predict(self, placed) -> Any:
         self.run_waiting()
-        return self._predict(placed[0]).numpy()
+        return tf.nest.map_structure(lambda x: x.numpy(), self._predict(placed[0]))
 
     def _backward(self, inputs, labels, weights, scale, seed):
         # uint32 pairs, one per generator: masks depend on (seed, step, rank) and repeat after a resume.
@@ -348,13 +403,24 @@ class TensorFlowFrontEnd(StateTree):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
-            loss, sums = _sums(self._logits(inputs, training=True), labels, weights, self._classes)
-            scaled = loss * scale
-        gradients = tape.gradient(scaled, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
+        gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
-    def _logits(self, inputs, training: bool):
-        return tf.cast(self.model(inputs, training=training), self.dtype)
+    def _outputs(self, inputs, training: bool):
+        found = self.model(one_or_all(inputs), training=training)
+        return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), found)
+
+    def _evaluated(self, inputs):
+        return self._outputs(inputs, training=False)
+
+    def _values(self, x, field: Field):
+        """As stored to the device, there as its field tells. Not within a graph, which makes a multiplication of the
+        division, and other bits."""
+        x = tf.constant(x)
+        if field.divisor != 1:
+            x = tf.cast(x, tf.float32) / field.divisor
+        return tf.cast(x, self.dtype) if x.dtype.is_floating else x if x.dtype.is_bool else tf.cast(x, tf.int64)
 
     def _traced_accumulate(self, inputs, labels, weights, scale, seed):
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
@@ -380,14 +446,14 @@ class TensorFlowFrontEnd(StateTree):
         return sums, tf.cond(failures[0] > 0, lambda: failures, update)
 
     def _traced_steps(self, *columns):
-        """As many steps as the columns have rows, one after the other -> (steps, 3) sums."""
-        steps = tf.shape(columns[0])[0]
+        """As many steps as the columns have rows, one after the other -> (steps, sums)."""
+        steps = tf.shape(columns[-1])[0]
 
         def body(k, sums):
-            own, _ = self._traced_step(*(column[k] for column in columns))
+            own, _ = self._traced_step(*tf.nest.map_structure(lambda column: column[k], columns))
             return k + 1, sums.write(k, own)
 
-        start = 0, tf.TensorArray(tf.float64, steps, element_shape=(3,))
+        start = 0, tf.TensorArray(tf.float64, steps, element_shape=(self.task.length,))
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
     def _states(self):
@@ -409,7 +475,7 @@ class TensorFlowFrontEnd(StateTree):
         return self.exchange.truth(self.exchange.join(gradients), self._states())
 
     def _traced_score(self, inputs, labels, weights):
-        return _sums(self._logits(inputs, training=False), labels, weights, self._classes)[1]
+        return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def local_state(self) -> Tree:
         self.run_waiting()
@@ -451,21 +517,6 @@ class TensorFlowFrontEnd(StateTree):
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
 
 
-def _sums(logits, labels, weights, num_classes):
-    """(weighted sum of cross-entropies, [the same, weighted number correct, sum of weights] in float64).
-
-    Logits (n, ..., classes), labels (n, ...): a sample counts by the mean over its labels.
-    """
-    if not fits(logits.shape, labels.shape, num_classes):
-        raise unfit(logits.shape, labels.shape, num_classes)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-    right = tf.cast(tf.argmax(logits, -1) == labels, weights.dtype)
-    if labels.shape.rank > 1:
-        losses, right = (tf.reduce_mean(x, list(range(1, labels.shape.rank))) for x in (losses, right))
-    loss, correct = tf.reduce_sum(losses * weights), tf.reduce_sum(right * weights)
-    return loss, tf.cast(tf.stack([loss, correct, tf.reduce_sum(weights)]), tf.float64)
-
-
 def _view(variable) -> np.ndarray:
     """.numpy() would copy."""
     return np.asarray(memoryview(tf.convert_to_tensor(variable.value)))
@@ -487,10 +538,8 @@ def configure(threads: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def open_frontend(
-    config: Config, communicator: Communicator, input_shape: Sequence[int], num_classes: int
-) -> TensorFlowFrontEnd:
-    return TensorFlowFrontEnd(config, communicator, tuple(input_shape), num_classes)
+def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> TensorFlowFrontEnd:
+    return TensorFlowFrontEnd(config, communicator, sample)
 
 
 def horovod(expected_size: int) -> HorovodTensorFlow:

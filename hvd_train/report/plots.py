@@ -29,14 +29,14 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
     """(epoch numbers from 1, mean of ``value`` in each): lines weigh as many samples as they cover."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
-        if row["event"] == event:
+        if row["event"] == event and row.get(value) is not None:
             total, count = sums.get(row["epoch"], (0.0, 0.0)) if event == "train" else (0.0, 0.0)
             sums[row["epoch"]] = (total + row[value] * row["samples"], count + row["samples"])
     return list(sums), [total / max(count, 1) for total, count in sums.values()]
 
 
 def curves(run_dirs: Sequence[Path], picture: Path) -> None:
-    """Loss and accuracy per epoch of all runs, training dashed and validation drawn through."""
+    """Loss and metrics per epoch of all runs, training dashed and validation drawn through."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,14 +44,18 @@ def curves(run_dirs: Sequence[Path], picture: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     runs = [(run_dir.name, metrics(run_dir)) for run_dir in run_dirs]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
+    lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
+    names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
+    figure, drawn = pyplot.subplots(1, len(names), figsize=(5 * len(names), 3.8), layout="constrained", squeeze=False)
+    axes = drawn[0]
     for k, (name, rows) in enumerate(runs):
         # Equal runs lie on one another: the first is drawn widest, so that each stays visible.
         line = {"color": f"C{k % 10}", "linewidth": 1.5 + 2.0 * (len(runs) - 1 - k), "alpha": 0.5 + 0.5 * k / len(runs)}
-        for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
+        for axis, value in zip(axes, names, strict=True):
             for event, style in (("train", "--"), ("val", "-")):
                 axis.plot(*epochs(rows, event, value), style, label=f"{name}, {event}", **line)
-    for axis, value in zip(axes, ("loss", "accuracy"), strict=True):
+    for axis, value in zip(axes, names, strict=True):
         axis.set(xlabel="epoch", ylabel=value)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)

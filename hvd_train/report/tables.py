@@ -43,12 +43,13 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 def side_by_side(run_dirs: Sequence[Path]) -> str:
     """The results of finished runs, a row each."""
-    header = ["run folder", "framework", "model", "ranks", "epochs", "steps", "val loss", "val accuracy", "samples/s"]
+    runs = [summary(run_dir) for run_dir in run_dirs]
+    told = dict.fromkeys(key for run in runs for key in run if key.startswith("val_") and key != "val_samples")
+    header = ["run folder", "framework", "model", "ranks", "epochs", "steps"]
+    header += [*(key.replace("_", " ") for key in told), "samples/s"]
     rows = []
-    for run_dir in run_dirs:
-        run = summary(run_dir)
+    for run_dir, run in zip(run_dirs, runs, strict=True):
         row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
-        missing = run["val_loss"] is None
-        row += ["-", "-"] if missing else [f"{run['val_loss']:.4f}", f"{run['val_accuracy']:.4f}"]
+        row += ["-" if run.get(key) is None else f"{run[key]:.4f}" for key in told]
         rows.append([*row, f"{run['samples_per_second']:,.0f}"])
     return table(header, rows)

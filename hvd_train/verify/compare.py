@@ -84,6 +84,8 @@ def verify(
 def _frameworks(config: Config) -> tuple[list[str], list[str]]:
     """(what to compare, notes): the configuration's framework, and all others that are installed and have the model."""
     own, name = FRAMEWORKS[config.framework], config.model.name
+    if config.task.own:
+        return [own.name], [f"task names functions for {own.name}: only the ranks are compared"]
     others = [other for other in FRAMEWORKS.values() if other is not own and own.has(name) and other.has(name)]
     found = [own.name, *(other.name for other in others if other.installed())]
     rest = "" if len(found) > 1 else ": only the ranks are compared"

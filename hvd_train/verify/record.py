@@ -33,6 +33,7 @@ class Recorder(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self._first = trainer.frontend.state()
+        self._notes["losses"] = [list(entries) for entries in trainer.frontend.task.entries]
 
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
         sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in taken.sums], axis=0)
@@ -96,7 +97,8 @@ class Record:
         steps = zip(*(n["samples"] for n in notes), strict=True)
         samples = [np.sort(np.concatenate(own)).astype(np.int64) for own in steps]
         apart = {s: {rank: part[s] for rank, part in enumerate(parts) if rank and part[s]} for s in STAGES}
-        return cls(sums[:, 0] / sums[:, 2], np.array([n["rates"] for n in notes]), samples, parts[0], apart)
+        losses = sum(sums[:, value] / np.maximum(sums[:, count], 1e-300) for value, count in notes[0]["losses"])
+        return cls(losses, np.array([n["rates"] for n in notes]), samples, parts[0], apart)
 
 
 def _stages(tree: Tree) -> dict[str, Tree]:

@@ -125,16 +125,17 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     held.append(data)  # as a loader of theirs would
     module = FRAMEWORKS[framework].load()
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    frontend = module.open_frontend(config, Serial(), data.input_shape, data.num_classes)
+    frontend = module.open_frontend(config, Serial(), data.sample)
     loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
     batches = []
     for step in loader.epoch(0):
-        batches.append(frontend.place(step.micro_batches[0])[:2])
+        inputs, labels, _ = frontend.place(step.micro_batches[0])
+        batches.append((inputs["input"], labels))
         if len(batches) == count:
             break
     if framework == "tensorflow":  # with Keras' own layers
         build = importlib.import_module(f"tf_models.{config.model.name}").build
-        model = build(data.input_shape, data.num_classes, **dict(config.model.options))
+        model = build(data.sample.input_shape, data.sample.num_classes, **dict(config.model.options))
         model.set_weights(frontend.model.get_weights())
         return model, batches
     if framework == "pytorch" and not channels_last:  # as one writes it by hand
@@ -343,12 +344,13 @@ def multi_worker(model: str, count: Count) -> None:
     loader = Loader(data.train, global_batch=config.global_batch(size), rank=rank, size=size, seed=config.seed)
     held.append(data)
     steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
-    inputs, labels = (np.concatenate([getattr(b, key) for b in steps]) for key in ("inputs", "labels"))
+    inputs = np.concatenate([batch.inputs["input"] for batch in steps])
+    labels = np.concatenate([batch.labels["label"] for batch in steps])
 
     with strategy.scope():
         options = dict(config.model.options)
         net = importlib.import_module(f"tf_models.{config.model.name}").build(
-            data.input_shape, data.num_classes, **options
+            data.sample.input_shape, data.sample.num_classes, **options
         )
         zoo = {"gamma": "scale", "beta": "bias"}  # as the zoo's tables name them
         for variable in net.trainable_variables:

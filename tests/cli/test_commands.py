@@ -221,7 +221,7 @@ def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
     one, three = (np.load(file) for file in files)
     assert one.shape == (359, 10) and np.isfinite(one).all()
     np.testing.assert_allclose(one, three, rtol=1e-12)
-    _, labels = open_data(DataConfig(name="digits")).val.fetch(np.arange(359))
+    labels = open_data(DataConfig(name="digits")).val.fetch(np.arange(359))[1]["label"]
     summary = json.loads((folder / "summary.json").read_text())
     assert (one.argmax(1) == labels).mean() == pytest.approx(summary["val_accuracy"])
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["1.npy", "3.npy"], "no partial file is left"

@@ -57,12 +57,14 @@ import numpy as np
 for how, line, inputs, outputs in json.load(sys.stdin):
     x, known = np.load(inputs), {}
     if how == "onnx":
-        known["x"] = x.astype("float32")
+        known["x"] = x.astype("float32" if x.dtype.kind == "f" else "int64")
     exec(line, known)
     if how == "pytorch":
         import torch
         with torch.no_grad():
-            logits = known["model"](torch.from_numpy(x).to(next(known["model"].parameters()).dtype)).numpy()
+            own = next(known["model"].parameters()).dtype
+            x = torch.from_numpy(x)
+            logits = known["model"](x.to(own) if x.is_floating_point() else x.long()).numpy()
     else:
         logits = known["logits"] if how == "onnx" else known["model"](x, training=False).numpy()
     np.save(outputs, logits)
@@ -111,7 +113,7 @@ def _open_all(folder: Path, told: dict) -> None:
     jobs: dict[str, list] = {"keras": [], "torch and ONNX": []}
     for name in RUNS:
         val = open_data(load_config(None, settings(name, folder)).data).val
-        x = val.fetch(np.arange(len(val)))[0]
+        x = val.fetch(np.arange(len(val)))[0]["input"]
         first = x.transpose(0, 3, 1, 2) if x.ndim == 4 else x
         np.save(folder / f"{name}.last.npy", x)
         np.save(folder / f"{name}.first.npy", np.ascontiguousarray(first))
@@ -177,7 +179,7 @@ def test_the_command_tells_what_was_written(made):
     )
     assert load.startswith("to load it: import torch, pt_models.cnn; model = pt_models.cnn.build(input_shape=")
     assert "channels last, numbers from 0 to 1 -> logits (n, 10)" in made.told["cnn", "keras"]
-    assert "input (n, 16) float32, numbers the bytes' numbers -> logits (n, 16, 256)" in made.told["gpt", "onnx"]
+    assert "input (n, 16) int64, numbers the bytes' numbers -> logits (n, 16, 256)" in made.told["gpt", "onnx"]
     assert "import keras, tf_models.gpt;" in made.told["gpt", "keras"], "its layers are its own"
     assert "import keras;" in made.told["resnet", "keras"]
 
@@ -187,7 +189,7 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
     shutil.copytree(made.folder / "mlp", tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
     manifest = json.loads((step / "manifest.json").read_text())
-    del manifest["meta"]["input_shape"]
+    del manifest["meta"]["sample"]
     (step / "manifest.json").write_text(json.dumps(manifest))
     for which in ("best", str(step)):
         where = ["--run-dir", "run", "--checkpoint", which, "-o", "deep/weights", "--overwrite"]

@@ -225,7 +225,7 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
     manifest["meta"]["config"][key] |= {"name": f"evil:{key}"}
     if key == "model":
         del manifest["meta"]["config"]["model"]["hidden"]
-    del manifest["meta"]["input_shape"]
+    del manifest["meta"]["sample"]
     (step / "manifest.json").write_text(json.dumps(manifest))
     where = ["--run-dir", tmp_path / "run"]
     own = ["--set", f"{key}.name=evil:{key}"]

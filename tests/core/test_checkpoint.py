@@ -18,6 +18,7 @@ from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.checkpoint import Progress, Snapshot
 from hvd_train.errors import CheckpointError
+from hvd_train.protocol import Field, Sample
 
 TREE = {
     "weights/a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -37,7 +38,8 @@ def full_snapshot():
     part = {"samples": 53, "fingerprint": "0123456789abcdef"}
     meta = {
         "framework": "pytorch", "world_size": 2, "config": Config().model_dump(mode="json"), "compression": "topk",
-        "input_shape": [5], "num_classes": 3, "progress": asdict(Progress(step=3, epoch=1, consumed=32)),
+        "sample": asdict(Sample({"input": Field((5,), "float32")}, {"label": Field((), "int64", classes=3)})),
+        "progress": asdict(Progress(step=3, epoch=1, consumed=32)),
         "monitor": {"val_loss": 0.5}, "data": {"train": part, "val": part},
     }  # fmt: skip
     return Snapshot(3, 1, 32, TREE, [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}], meta)

@@ -28,9 +28,12 @@ def made(tmp_path, monkeypatch):
         one.close()
 
 
-def line(**other):
-    row = {"epoch": 0, "step": 7, "train_loss": 1.5, "train_accuracy": 0.5, "val_loss": 1.25, "val_accuracy": 0.75}
-    return row | {"lr": 0.01, "samples_per_second": 1234.5, "seconds": 2.0} | other
+TOLD = {"train_loss": 1.5, "train_accuracy": 0.5, "val_loss": 1.25, "val_accuracy": 0.75, "val_samples": 10}
+
+
+def line(epoch=0, **other):
+    row = {"epoch": epoch, "step": 7, "values": TOLD | other, "lr": 0.01}
+    return row | {"samples_per_second": 1234.5, "seconds": 2.0}
 
 
 def test_a_line_per_epoch_under_one_header(made, capsys):
@@ -38,10 +41,18 @@ def test_a_line_per_epoch_under_one_header(made, capsys):
     log.epoch_line(**line())
     log.epoch_line(**line(epoch=1, val_loss=None, val_accuracy=None))
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["epoch", "step", "loss"]
+    assert header == " epoch     step   loss  accuracy  val loss  val accuracy        lr  samples/s  seconds"
     assert first.split() == ["1/2", "7", "1.5000", "0.5000", "1.2500", "0.7500", "0.01", "1,234", "2.0"]
     assert second.split()[4:6] == ["-", "-"]
     assert len(first) == len(header) == len(second)
+
+
+def test_a_line_has_the_names_of_the_task(made, capsys):
+    values = {"train_loss": 1.5, "train_words_accuracy": 0.5, "val_loss": 1.25, "val_words_accuracy": None}
+    made().epoch_line(epoch=0, step=7, values=values, lr=0.1, samples_per_second=3.0, seconds=1.0)
+    header, row = capsys.readouterr().out.splitlines()
+    assert "loss  words accuracy  val loss  val words accuracy " in header and len(row) == len(header)
+    assert row.split()[2:6] == ["1.5000", "0.5000", "1.2500", "-"]
 
 
 def test_without_a_terminal_progress_is_a_plain_line_now_and_then(made, capsys, monkeypatch):
@@ -74,7 +85,7 @@ def test_warnings_go_to_stderr(made, capsys):
 
 def test_numbers_that_are_not_finite_become_null(made, tmp_path):
     log = made()
-    log.val(0, 7, float("nan"), 0.5, 10, 0.1, 3.0)
+    log.val(0, 7, {"loss": float("nan"), "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row == {
         "event": "val", "epoch": 1, "step": 7, "loss": None, "accuracy": 0.5, "samples": 10, "lr": 0.1,
@@ -85,10 +96,10 @@ def test_numbers_that_are_not_finite_become_null(made, tmp_path):
 def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
     log = made()
     for step in (2, 4, 6):
-        log.train(0, step, 1.0, 0.5, 10, 0.1, 3.0)
+        log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
     log.close()
     log = made(resumed_at=4)
-    log.train(0, 5, 1.0, 0.5, 10, 0.1, 3.0)
+    log.train(0, 5, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
     rows = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
 

@@ -128,7 +128,7 @@ def test_one_rank_is_plain_gradient_descent(tmp_path):
     w, m = np.vstack([start.w["w"], start.w["b"]]), 0.0
     for epoch in range(2):
         for step in made.train_loader.epoch(epoch):
-            x, y = TRAIN.fetch(step.micro_batches[0].indices)
+            (x,), (y,) = (named.values() for named in TRAIN.fetch(step.micro_batches[0].indices))
             x = np.hstack([x.astype(np.float64), np.ones((len(x), 1))])
             p = np.exp(x @ w)
             p /= p.sum(axis=1, keepdims=True)
@@ -145,8 +145,8 @@ def test_every_sample_counts_once(tmp_path, size):
     summary = final(size, c, tmp_path, log=log)[0]
     assert summary["train_samples"] == 3 * N and summary["val_samples"] == VAL
     per_epoch = {}
-    for epoch, _, _, _, samples, _, _ in log.trains:
-        per_epoch[epoch] = per_epoch.get(epoch, 0) + samples
+    for epoch, _, results, _, _ in log.trains:
+        per_epoch[epoch] = per_epoch.get(epoch, 0) + results["samples"]
     assert per_epoch == {0: N * size, 1: N * size, 2: N * size}, "each rank's lines add up to the epoch"
 
 

@@ -43,13 +43,13 @@ def epoch_of(loaders, epoch=0, consumed=0):
 
 
 def check(batch, one):
-    assert batch.inputs.shape == (one.length, 1)
-    assert batch.labels.shape == batch.weights.shape == (one.length,)
-    types = [a.dtype.name for a in (batch.inputs, batch.labels, batch.weights, batch.indices)]
+    assert batch.inputs["input"].shape == (one.length, 1)
+    assert batch.labels["label"].shape == batch.weights.shape == (one.length,)
+    types = [a.dtype.name for a in (batch.inputs["input"], batch.labels["label"], batch.weights, batch.indices)]
     assert types == ["float32", "int64", "float32", "int64"]
     assert batch.weights.tolist() == [1.0] * batch.count + [0.0] * (one.length - batch.count)
-    assert batch.inputs[: batch.count, 0].tolist() == batch.indices.tolist()
-    assert not batch.inputs[batch.count :].any()
+    assert batch.inputs["input"][: batch.count, 0].tolist() == batch.indices.tolist()
+    assert not batch.inputs["input"][batch.count :].any()
 
 
 @pytest.mark.parametrize("n", [5, 8, 13, 64, 101])
@@ -79,14 +79,17 @@ def test_resume_goes_on_in_the_same_order(first, then):
 def test_labels_of_any_shape_are_padded(size):
     """Also on a rank whose part is empty: shapes never change."""
     tokens = np.arange(28).reshape(7, 4)
-    places = Arrays(tokens.astype(np.float32), tokens, "test")
+    places = Arrays(tokens, tokens, "test")
     seen = []
     for rank in range(size):
         one = Loader(places, global_batch=6, rank=rank, size=size)
         for batch in [*(step.micro_batches[0] for step in one._steps(0, 0)), *one._evaluation()]:
-            assert batch.labels.shape == batch.inputs.shape == (one.length, 4) and batch.labels.dtype == np.int64
-            assert batch.labels[: batch.count].tolist() == tokens[batch.indices].tolist()
-            assert not batch.labels[batch.count :].any() and not batch.inputs[batch.count :].any()
+            assert (
+                batch.labels["label"].shape == batch.inputs["input"].shape == (one.length, 4)
+                and batch.labels["label"].dtype == np.int64
+            )
+            assert batch.labels["label"][: batch.count].tolist() == tokens[batch.indices].tolist()
+            assert not batch.labels["label"][batch.count :].any() and not batch.inputs["input"][batch.count :].any()
             seen += batch.indices.tolist()
     assert sorted(seen) == sorted([*range(7)] * 2)
 
@@ -121,7 +124,7 @@ def test_both_iterators_give_the_same_through_the_thread():
         a, b = list(threaded), list(direct)
         assert len(a) == len(b) > 0
         flat = [[x for step in side for x in getattr(step, "micro_batches", (step,))] for side in (a, b)]
-        assert all(np.array_equal(x.inputs, y.inputs) for x, y in zip(*flat, strict=True))
+        assert all(np.array_equal(x.inputs["input"], y.inputs["input"]) for x, y in zip(*flat, strict=True))
 
 
 def test_a_rank_without_samples_gets_padding():
@@ -170,7 +173,7 @@ def test_impossible_places_are_refused():
 class Watched:
     """A source that counts its fetches and fails at one of them."""
 
-    input_shape, num_classes, fingerprint = (1,), 1, "watched"
+    fingerprint = "watched"
 
     def __init__(self, n, fail_at=-1):
         self.n, self.fail_at, self.fetches = n, fail_at, 0
@@ -182,7 +185,7 @@ class Watched:
         self.fetches += 1
         if self.fetches == self.fail_at:
             raise DataError("sample 7 holds NaN", where="x")
-        return np.zeros((len(indices), 1), np.float32), np.zeros(len(indices), np.int64)
+        return {"input": np.zeros((len(indices), 1), np.float32)}, {"label": np.zeros(len(indices), np.int64)}
 
 
 def threads():

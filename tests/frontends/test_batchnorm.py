@@ -13,7 +13,7 @@ from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
-from tests.frontends.test_contract import CLASSES, FRAMEWORKS, OWN, batch, close, module, opened
+from tests.frontends.test_contract import CLASSES, FRAMEWORKS, OWN, batch, close, module, opened, part, sample_of
 from tests.numpy_frontend import Threads, run_ranks
 
 SHAPE = (6, 5, 2)
@@ -28,7 +28,7 @@ def norm(framework, **keys):
 def trained(frontend, counts=COUNTS, rows=6, padding=0.0):
     for k, count in enumerate(counts):
         one = batch(k, rows, count, SHAPE)
-        one.inputs[count:] = padding
+        one.inputs["input"][count:] = padding
         frontend.step(frontend.place(one), 1 / max(count, 1), k, 0.1)
     return frontend.state()
 
@@ -39,8 +39,7 @@ def test_padding_does_not_enter_statistics(framework, sync):
     padded = trained(norm(framework, sync_batchnorm=sync), [4], padding=50.0)
     one = batch(0, 6, 4, SHAPE)
     alone = norm(framework, sync_batchnorm=sync)
-    cut = Batch(one.inputs[:4], one.labels[:4], one.weights[:4], np.arange(4))
-    alone.step(alone.place(cut), 1 / 4, 0, 0.1)
+    alone.step(alone.place(part(one, slice(4))), 1 / 4, 0, 0.1)
     close(padded, alone.state(), rtol=1e-12)
     conv = padded["statistics/norm.mean"]
     assert conv.any() and abs(conv).max() < 10
@@ -100,16 +99,17 @@ def ranks_train(size, sync, counts):
     def work(communicator):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
         with lock:
-            frontend = module("pytorch").open_frontend(config, communicator, SHAPE, CLASSES)
+            frontend = module("pytorch").open_frontend(config, communicator, sample_of(SHAPE, CLASSES))
         frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
         for k, count in enumerate(counts):
             whole = batch(k, count, count, SHAPE)
             own = np.array_split(np.arange(count), [count // 2, *[count - 1] * (size - 2)] if size > 1 else 1)[
                 communicator.rank
             ]
-            rows = Batch(whole.inputs[own], whole.labels[own], whole.weights[own], np.arange(len(own)))
+            rows = part(whole, own)
             if not len(own):  # a row of padding, as the loader gives
-                rows = Batch(np.full((1, *SHAPE), 9, np.float32), np.zeros(1, np.int64), np.zeros(1, np.float32), own)
+                empty = {"input": np.full((1, *SHAPE), 9, np.float32)}, {"label": np.zeros(1, np.int64)}
+                rows = Batch(*empty, np.zeros(1, np.float32), own)
             frontend.step(frontend.place(rows), 1 / count, k, 0.1)
         return frontend.state()
 

@@ -11,9 +11,10 @@ from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core.exchange import Exchange
+from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch
+from hvd_train.protocol import Batch, Field, Sample
 from tests.numpy_frontend import NumpyFrontEnd
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
@@ -33,6 +34,10 @@ def module(framework):
     return tf
 
 
+def sample_of(shape, classes, dtype="float32", labels=()):
+    return Sample({"input": Field(shape, dtype)}, {"label": Field(labels, "int64", classes=classes)})
+
+
 def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap=lambda exchange: exchange, **keys):
     """A front-end on one rank, connected."""
     optim = {"lr": 0.1, "momentum": 0.9} if optim is None else optim
@@ -41,7 +46,7 @@ def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap
     else:
         settings = {"framework": framework, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
         config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
-        frontend = module(framework).open_frontend(config, Serial(), shape, CLASSES)
+        frontend = module(framework).open_frontend(config, Serial(), sample_of(shape, CLASSES))
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
     frontend.connect(wrap(Exchange(*parts, small=0)))
     return frontend
@@ -52,7 +57,13 @@ def batch(seed=0, rows=ROWS, count=None, shape=SHAPE):
     count = rows if count is None else count
     weights = (np.arange(rows) < count).astype(np.float32)
     inputs = rng.normal(size=(rows, *shape)).astype(np.float32)
-    return Batch(inputs, rng.integers(0, CLASSES, rows), weights, np.arange(count))
+    return Batch({"input": inputs}, {"label": rng.integers(0, CLASSES, rows)}, weights, np.arange(count))
+
+
+def part(whole, rows):
+    """Some rows of a batch."""
+    inputs, labels = ({name: x[rows] for name, x in of.items()} for of in (whole.inputs, whole.labels))
+    return Batch(inputs, labels, whole.weights[rows], np.arange(len(whole.weights[rows])))
 
 
 def weights(frontend):
@@ -83,7 +94,7 @@ def test_accumulated_parts_are_one_batch(framework):
     whole = batch(rows=ROWS)
     both = opened(framework, accumulate_grad_batches=2), opened(framework)
     both[0].load(both[1].state())
-    parts = [Batch(*(x[k : k + 3] for x in (whole.inputs, whole.labels, whole.weights)), np.arange(3)) for k in (0, 3)]
+    parts = [part(whole, slice(k, k + 3)) for k in (0, 3)]
     for _ in range(2):  # twice: the second must not see the first's gradients
         sums = both[0].ops.to_numpy(both[0].accumulate(both[0].place(parts[0]), 1 / ROWS, 0))
         sums = sums + both[0].ops.to_numpy(both[0].step(both[0].place(parts[1]), 1 / ROWS, 0, 0.1))
@@ -97,7 +108,7 @@ def test_accumulated_parts_are_one_batch(framework):
 def test_padding_counts_for_nothing(framework):
     """Rows of weight 0 may hold anything finite; a batch of padding alone leaves the weights where they are."""
     padded, other = batch(count=4), batch(count=4)
-    other.inputs[4:] = 1e3
+    other.inputs["input"][4:] = 1e3
     frontends = [opened(framework) for _ in range(2)]
     sums = [f.ops.to_numpy(f.step(f.place(b), 1 / 4, 0, 0.1)) for f, b in zip(frontends, (padded, other), strict=True)]
     assert sums[0].tolist() == pytest.approx(sums[1].tolist()) and sums[0][2] == 4
@@ -177,8 +188,8 @@ def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     logits = np.asarray(frontend.predict(frontend.place(one)), np.float64)[:4]
     assert logits.shape == (4, CLASSES)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    loss = -logp[np.arange(4), one.labels[:4]].sum()
-    correct = (logits.argmax(axis=1) == one.labels[:4]).sum()
+    loss = -logp[np.arange(4), one.labels["label"][:4]].sum()
+    correct = (logits.argmax(axis=1) == one.labels["label"][:4]).sum()
     sums = frontend.ops.to_numpy(frontend.score(frontend.place(one)))
     assert sums.dtype == np.float64
     np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)
@@ -490,7 +501,7 @@ def test_a_model_that_cannot_be_used(name, what):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_unknown_option_of_a_model_lists_the_known(framework):
-    with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden'\]"):
+    with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden', 'outputs'\]"):
         opened(framework, {"name": "mlp", "hiden": [3]})
 
 
@@ -508,6 +519,157 @@ def test_no_gpu_is_one_clear_error(framework):
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match="sees no GPU; device: cuda"):
         opened(framework, device="cuda")
+
+
+# ---- what a sample is made of
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bytes_become_the_floats_that_they_were(framework):
+    """Bit for bit those of a division by 255 in float32, with statistics and gradients of them."""
+    rng, fronts = np.random.default_rng(0), []
+    one = batch()
+    stored = rng.integers(0, 256, one.inputs["input"].shape, np.uint8)
+    floats = replace(one, inputs={"input": np.divide(stored, np.float32(255), dtype=np.float32)})
+    for precision in (32, 64):
+        made = opened(framework, precision=precision), opened(framework, precision=precision)
+        made[0]._sample = replace(made[0]._sample, inputs={"input": Field(SHAPE, "uint8", 255.0)})
+        placed = [f.place(b) for f, b in zip(made, (replace(one, inputs={"input": stored}), floats), strict=True)]
+        sums = [f.ops.to_numpy(f.step(x, 1 / ROWS, 0, 0.1)) for f, x in zip(made, placed, strict=True)]
+        assert (sums[0] == sums[1]).all() and same(made[0].state(), made[1].state())
+        fronts.append(made)
+    assert not same(fronts[0][0].state(), fronts[1][0].state())
+
+
+TWO = {"pytorch": "tests.own_models:pytorch_two_inputs", "tensorflow": "tests.own_models:keras_two_inputs"}
+
+
+def two_inputs(dtype="int32", names=("tokens", "image")):
+    inputs = dict(zip(names, (Field((5,), dtype), Field((4, 4, 1), "uint8", 255.0)), strict=True))
+    return Sample(inputs, {"label": Field((), "int64", classes=CLASSES)})
+
+
+def open_two(framework, sample, **options):
+    settings = {"framework": framework, "model": {"name": TWO[framework]} | options, "precision": 64, "device": "cpu"}
+    frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
+    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    return frontend
+
+
+def test_several_inputs_reach_the_model_by_name_in_both_frameworks():
+    rng = np.random.default_rng(0)
+    inputs = {
+        "tokens": rng.integers(0, 7, (ROWS, 5), np.int32),
+        "image": rng.integers(0, 256, (ROWS, 4, 4, 1), np.uint8),
+    }
+    one = Batch(inputs, {"label": rng.integers(0, CLASSES, ROWS)}, np.ones(ROWS, np.float32), np.arange(ROWS))
+    fronts = [open_two(framework, two_inputs()) for framework in FRAMEWORKS]
+    assert same(*(weights(f) for f in fronts)) and len(weights(fronts[0])) == 3
+    close(*(stepped(f, [one, one]).state() for f in fronts))
+    moved = [f.predict(f.place(replace(one, inputs=inputs | {"image": 255 - inputs["image"]}))) for f in fronts]
+    np.testing.assert_allclose(*moved, rtol=1e-10)
+    assert np.abs(moved[0] - fronts[0].predict(fronts[0].place(one))).max() > 1e-3
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"names": ("tokens", "picture")}, "picture"),
+        ({"names": ("words", "image")}, "words"),
+        ({"dtype": "float32"}, "tokens"),
+    ],
+    ids=str,
+)
+def test_inputs_that_the_model_does_not_take_are_one_line(framework, keys, word):
+    if framework == "tensorflow" and "dtype" in keys:
+        pytest.skip("Keras casts to the type of the model's input")
+    with pytest.raises(ConfigError, match="the model does not take its inputs .*by name") as caught:
+        open_two(framework, two_inputs(**keys))
+    assert word in str(caught.value) and "\n" not in str(caught.value) and "tests.own_models" in str(caught.value)
+
+
+# ---- tasks
+
+TASKS = {
+    "mse": ({"loss": "mse", "metrics": ["mae", "rmse", "r2", "huber"]}, "numbers"),
+    "mae": ({"loss": "mae"}, "numbers"),
+    "huber": ({"loss": "huber"}, "numbers"),
+    "bce": ({"loss": "bce", "metrics": ["accuracy", "f1", "auc"]}, "binary"),
+    "own": ({"loss": "tests.own_models:weighted", "metrics": ["tests.own_models:weighted", "mse"]}, "numbers"),
+    "classes": ({"metrics": ["accuracy", "top5", "f1", "cross_entropy"]}, "classes"),
+}
+
+
+def task_batches(kind):
+    """Four batches of different counts; labels of three numbers, or a class."""
+    rng = np.random.default_rng(3)
+    for count in (6, 4, 1, 0):
+        one = batch(count, count=count)
+        labels = one.labels["label"]
+        if kind != "classes":
+            drawn = rng.normal(size=(ROWS, CLASSES))
+            labels = (drawn > 0 if kind == "binary" else drawn).astype(np.float32)
+            labels[count:] = 0
+        yield replace(one, labels={"label": labels})
+
+
+def task_run(framework, task, kind):
+    field = Field((), "int64", classes=CLASSES) if kind == "classes" else Field((CLASSES,), "float32")
+    sample = Sample({"input": Field(SHAPE, "float32")}, {"label": field})
+    options = {"units": CLASSES} if kind != "classes" else {}
+    name = TASK_MODELS[framework]
+    settings = {
+        "framework": framework,
+        "model": {"name": name} | options,
+        "precision": 64,
+        "device": "cpu",
+        "task": task,
+    }
+    frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
+    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    frontend.load(
+        {"weights/kernel": np.linspace(-1, 1, 12 * CLASSES).reshape(12, CLASSES), "weights/bias": np.zeros(CLASSES)}
+    )
+    vectors = []
+    for k, one in enumerate(task_batches(kind)):
+        placed = frontend.place(one)
+        scale = [1 / max(float(c), 1) for c in frontend.counts(placed)] if frontend.task.counted else 1 / ROWS
+        vectors.append(frontend.ops.to_numpy(frontend.step(placed, scale, k, 0.1)))
+        vectors.append(frontend.ops.to_numpy(frontend.score(placed)))
+    return frontend, vectors
+
+
+TASK_MODELS = {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests.own_models:keras_units"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
+    task, kind = TASKS[name]
+    (first, one), (second, two) = (task_run(framework, task, kind) for framework in FRAMEWORKS)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    close(first.state(), second.state(), rtol=1e-11)
+    assert first.task.results(sum(one)) == pytest.approx(second.task.results(sum(two)), rel=1e-11)
+    *_, last = (x for x in task_batches(kind) if x.count == 6)
+    logits = np.asarray(first.predict(first.place(last)))
+    sums = first.ops.to_numpy(first.score(first.place(last)))
+    plain = Task(first.config.task, first._sample, OPS["numpy"]())
+    if plain.own:
+        plain.probe(logits[:2], {"label": last.labels["label"][:2]}, np.ones(2))
+    labels = last.labels["label"].astype(np.float64 if kind != "classes" else np.int64)
+    np.testing.assert_allclose(plain(logits, {"label": labels}, np.ones(6))[1], sums, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [("tests.own_models:mean_loss", "one number for a batch"), ("tests.own_models:nothing_here", "cannot be imported")],
+)
+def test_a_loss_that_cannot_be_used_is_one_line_before_training(framework, loss, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        task_run(framework, {"loss": loss}, "numbers")
+    assert loss in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---- verbs

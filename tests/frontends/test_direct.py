@@ -115,6 +115,11 @@ CASES = {
         IMAGES | {"input_shape": (4, 3, 2)},
         np.random.default_rng(0).normal(size=(3, 4, 3, 2)),
     ),
+    "mlp without classes": (
+        "mlp",
+        {"input_shape": (5,), "num_classes": None, "hidden": [6], "outputs": 2},
+        np.random.default_rng(0).normal(size=(3, 5)),
+    ),
     "autoencoder flat": ("autoencoder", IMAGES | {"input_shape": (5,)}, np.random.default_rng(0).normal(size=(3, 5))),
 }
 

@@ -10,7 +10,7 @@ from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends import pt
 from hvd_train.frontends.serial import Serial
-from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close
+from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close, sample_of
 
 
 class Hosts(Serial):
@@ -29,7 +29,7 @@ def trained(overlap, model="tests.own_models:checkpointed"):
     exchange = {"overlap": overlap}
     settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
     config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
-    frontend = pt.open_frontend(config, Hosts(), SHAPE, CLASSES)
+    frontend = pt.open_frontend(config, Hosts(), sample_of(SHAPE, CLASSES))
     frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops))
     early = []
     start, frontend._start = frontend._start, lambda b: (early.append(frontend._waiting is not None), start(b))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config import Config
+from hvd_train.config import Config, TaskConfig
 from hvd_train.core.exchange import Exchange
+from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
-from tests.frontends.test_contract import FRAMEWORKS, module
+from tests.frontends.test_contract import FRAMEWORKS, module, sample_of
 
 ROWS = 6
 RESNET = {"name": "resnet", "width": 2}
@@ -36,7 +37,9 @@ ZOO = {  # model, shape of a sample, classes
 def opened(framework, model, shape, classes, **keys):
     settings = {"framework": framework, "model": model, "precision": 64, "device": "cpu", "optim": {"lr": 1.0}}
     config = Config.model_validate(settings | keys)
-    frontend = module(framework).open_frontend(config, Serial(), shape, classes)
+    tokens = model["name"] == "gpt"
+    sample = sample_of(shape, classes, "int32", shape) if tokens else sample_of(shape, classes)
+    frontend = module(framework).open_frontend(config, Serial(), sample)
     parts = frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops
     frontend.connect(Exchange(*parts))
     return frontend
@@ -48,13 +51,13 @@ def batch(shape, classes, seed=0, count=ROWS):
     weights = (np.arange(ROWS) < count).astype(np.float32)
     if len(shape) == 1 and classes > 3:
         text = rng.integers(0, classes, (ROWS, shape[0] + 1))
-        return Batch(text[:, :-1].astype(np.float32), text[:, 1:], weights, np.arange(count))
+        return Batch({"input": text[:, :-1].astype(np.int32)}, {"label": text[:, 1:]}, weights, np.arange(count))
     inputs = rng.normal(size=(ROWS, *shape)).astype(np.float32)
-    return Batch(inputs, rng.integers(0, classes, ROWS), weights, np.arange(count))
+    return Batch({"input": inputs}, {"label": rng.integers(0, classes, ROWS)}, weights, np.arange(count))
 
 
 def training_logits(frontend, placed):
-    inputs = placed[0]
+    inputs = placed[0]["input"]
     if frontend.config.framework == "pytorch":
         return frontend.ops.to_numpy(frontend.model.train()(inputs))
     frontend._batchnorm.weights = placed[2]  # as a step does while it is traced
@@ -124,7 +127,7 @@ def test_the_tied_embedding_is_one_weight_that_learns_from_both_ends(framework):
     names = [spec.name for spec in frontend.specs()]
     assert names.count("tokens.embedding") == 1 and len(set(names)) == len(names)
     one = batch((10,), 11)
-    inputs, labels = np.zeros_like(one.inputs), np.ones_like(one.labels)  # tokens 0 and 1 alone
+    inputs, labels = {"input": 0 * one.inputs["input"]}, {"label": 0 * one.labels["label"] + 1}  # tokens 0 and 1 alone
     before = weights(frontend)["weights/tokens.embedding"]
     frontend.step(frontend.place(replace(one, inputs=inputs, labels=labels)), 1 / ROWS, 0, 1.0)
     changed = (weights(frontend)["weights/tokens.embedding"] != before).any(axis=1)
@@ -136,8 +139,9 @@ def test_the_tied_embedding_is_one_weight_that_learns_from_both_ends(framework):
 def test_no_place_sees_later_tokens(framework):
     frontend = opened(framework, GPT, (10,), 11)
     one = batch((10,), 11)
-    other = replace(one, inputs=one.inputs.copy())
-    other.inputs[:, 6] = (other.inputs[:, 6] + 1) % 11
+    changed = one.inputs["input"].copy()
+    changed[:, 6] = (changed[:, 6] + 1) % 11
+    other = replace(one, inputs={"input": changed})
     a, b = (frontend.predict(frontend.place(x)) for x in (one, other))
     assert a.shape == (ROWS, 10, 11)
     np.testing.assert_allclose(a[:, :6], b[:, :6], rtol=0, atol=1e-15)
@@ -161,11 +165,13 @@ def test_a_sample_counts_by_the_mean_over_its_labels(framework, shape):
     rng = np.random.default_rng(0)
     logits, labels = 3 * rng.normal(size=(*shape, 7)), rng.integers(0, 7, shape)
     weights = np.array([1.0, 0, 1, 1, 0])
-    tensors = map(module(framework).cpu_ops().from_numpy, (logits, labels, weights))
-    loss, sums = module(framework)._sums(*tensors, 7)
-    found = module(framework).cpu_ops().to_numpy(sums)
+    ops = module(framework).cpu_ops()
+    task = Task(TaskConfig(), sample_of(shape[1:], 7, labels=shape[1:]), ops)
+    given, told, counted = map(ops.from_numpy, (logits, labels, weights))
+    loss, sums = task(given, {"label": told}, counted, [0.5])
+    found = ops.to_numpy(sums)
     np.testing.assert_allclose(found, expected_sums(logits, labels, weights), rtol=1e-13)
-    assert float(loss) == pytest.approx(found[0]) and found.dtype == np.float64
+    assert float(loss) == pytest.approx(found[0] / 2) and found.dtype == np.float64
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -174,7 +180,7 @@ def test_padding_of_token_samples_counts_for_nothing(framework):
     part = batch((10,), 11, count=4)
     scored = frontend.ops.to_numpy(frontend.score(frontend.place(part)))
     logits = frontend.predict(frontend.place(part))[:4]
-    expected = expected_sums(logits, part.labels[:4], part.weights[:4])
+    expected = expected_sums(logits, part.labels["label"][:4], part.weights[:4])
     np.testing.assert_allclose(scored, expected, rtol=1e-12)
     assert scored[2] == 4
 
@@ -190,7 +196,8 @@ def test_padding_of_token_samples_counts_for_nothing(framework):
 )
 def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, model, labels, what):
     frontend = opened(framework, model, (10,), 11)
-    one = replace(batch((10,), 11), labels=np.zeros(labels, np.int64))
+    inputs = np.zeros((ROWS, 10), "int32" if model is GPT else "float32")
+    one = replace(batch((10,), 11), inputs={"input": inputs}, labels={"label": np.zeros(labels, np.int64)})
     for call in (lambda p: frontend.step(p, 1.0, 0, 0.1), frontend.score):
         with pytest.raises(ConfigError, match=what):
             call(frontend.place(one))
@@ -245,7 +252,7 @@ def test_the_keras_gpt_works_under_mixed_precision(kind):
 
     from tf_models import gpt
 
-    count, inputs = 3000, np.array([[2999.0, 2049.0, 257.0, 0.0]], np.float32)
+    count, inputs = 3000, np.array([[2999, 2049, 257, 0]])
     options = {"width": 16, "depth": 1, "heads": 2}
     before = keras.config.dtype_policy(), keras.config.floatx()
     try:
@@ -272,7 +279,7 @@ def test_keras_saves_and_loads_the_models(name):
 
     again = keras.models.model_from_json(frontend.model.to_json())
     again.set_weights(frontend.model.get_weights())
-    inputs = frontend.place(batch(shape, classes))[0]
+    inputs = frontend.place(batch(shape, classes))[0]["input"]
     np.testing.assert_allclose(again(inputs), frontend.model(inputs), rtol=1e-13)
 
 

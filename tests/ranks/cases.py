@@ -50,6 +50,32 @@ GPT = {
     "tensorboard": False,
 }
 TRAININGS["gpt"] = GPT
+# Labels tell how much counts: words of which few are to be guessed, with another loss beside them; own loss and metric.
+OWN_TASK = {"precision": 64, "global_batch_size": 47, "max_steps": 20, "optim.lr": 0.5, "tensorboard": False}
+OWN_TASK |= {"optim.momentum": 0.9, "optim.schedule": "cosine", "max_epochs": 9}
+TRAININGS["masked"] = OWN_TASK | {
+    "model": {"name": "gpt", "width": 8, "depth": 1, "heads": 2},
+    "data.name": "tests.own_models:masked_only",
+    "accumulate_grad_batches": 3,
+    "optim.lr": 0.05,
+}
+TRAININGS["words"] = OWN_TASK | {
+    "data.name": "tests.own_models:masked_words",
+    "task": {"loss": {"words": "cross_entropy", "next": "cross_entropy"}, "metrics": {"words": ["accuracy", "f1"]}},
+    "checkpoint.monitor": "val_words_accuracy",
+    "checkpoint.mode": "max",
+}
+TRAININGS["words-accumulated"] = TRAININGS["words"] | {"accumulate_grad_batches": 2}
+TRAININGS["curves"] = OWN_TASK | {
+    "data.name": "tests.own_models:curves",
+    "model.units": 3,
+    "optim.lr": 0.05,
+    "task": {"loss": "tests.own_models:weighted", "metrics": ["tests.own_models:weighted", "mse", "r2"]},
+}
+OWN_MODELS = {
+    "words": {"pytorch": "tests.own_models:pytorch_words", "tensorflow": "tests.own_models:keras_words"},
+    "curves": {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests.own_models:keras_units"},
+}
 DROPOUT = GPT | {"model": GPT["model"] | {"dropout": 0.2, "depth": 1}, "max_steps": 8}
 # Each rank's own statistics: the result must depend on the world.
 APART = {"norm-apart": NORM}
@@ -106,6 +132,9 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
     def own(name: str, config: dict) -> dict:
         if name.startswith("norm"):
             config = config | {"model.name": OWN[framework]}
+        for begin, models in OWN_MODELS.items():
+            if name.startswith(begin):
+                config = config | {"model.name": models[framework]}
         return config | {"framework": framework, "run_dir": str(folder / name)}
 
     made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
@@ -126,6 +155,8 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
             made.append({"name": f"steps-{steps}", "kind": "train", "config": own(f"steps-{steps}", keys)})
         keys = NORM | {"sync_batchnorm": True, "steps_per_execution": 4}
         made.append({"name": "calls", "kind": "calls", "config": own("norm", keys)})
+        config = own("words-calls", TRAININGS["words"] | {"steps_per_execution": 4})
+        made.append({"name": "words-calls", "kind": "train", "config": config, "apart": True})
     if framework == "pytorch":
         made.append(
             {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}

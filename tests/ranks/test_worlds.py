@@ -49,6 +49,18 @@ def test_pytorch_equals_keras(worlds, training):
 
 
 @pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
+def test_tasks_tell_the_same_in_every_world(worlds, framework, launcher, size):
+    """What labels leave out counts on no rank; names are those of the task."""
+    names = {"masked": ["loss", "accuracy"], "curves": ["loss", "weighted", "mse", "r2"]}
+    names["words"] = ["loss", "words_loss", "next_loss", "words_accuracy", "words_f1"]
+    for training, own in names.items():
+        one = worlds("pytorch", "", 1).json(training)[0]
+        assert [key[4:] for key in one if key.startswith("val_") and key != "val_samples"] == own
+        for other in worlds(framework, launcher, size).json(training):
+            assert all(other[f"val_{name}"] == pytest.approx(one[f"val_{name}"], rel=TOLERANCE) for name in own)
+
+
+@pytest.mark.parametrize(("framework", "launcher", "size"), WORLDS)
 def test_batch_normalization_apart_depends_on_the_world(worlds, framework, launcher, size):
     """Or the test of "norm" could not fail; running statistics are equal on all ranks all the same."""
     one, other = (worlds(framework, launcher, n).trees("norm-apart") for n in (1, size))
@@ -84,6 +96,14 @@ def test_ranks_that_group_their_steps_apart_still_meet(worlds, launcher, size):
     first, *others = worlds("tensorflow", launcher, size).json("calls")
     assert all(other == first for other in others)
     assert first == pytest.approx(one, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
+def test_ranks_that_group_their_steps_apart_meet_where_counts_are_data(worlds, launcher, size):
+    """The counts of a step travel before it: a rank that still owed the step before would be waited for, for ever."""
+    results = worlds("tensorflow", launcher, size)
+    for usual, apart in zip(results.json("words"), results.json("words-calls"), strict=True):
+        assert apart["weights_sha256"] == usual["weights_sha256"]
 
 
 @LONG

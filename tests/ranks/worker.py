@@ -19,6 +19,7 @@ import numpy as np
 from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, together
+from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import evaluate, forward_seed
 from hvd_train.core.mean import differing, mean
 from hvd_train.data.loader import Loader
@@ -34,13 +35,21 @@ SECONDS = 120  # of one case
 
 def job_of(case, module, communicator):
     config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in case["config"].items()])
-    return run.open_job(config, module, communicator, open_data(config.data))
+    return run.open_job(config, module, communicator, open_data(config.data, config.task))
+
+
+class Apart(Hook):
+    """A rank that found its steps slow takes them alone, the others as many in a call as they are told."""
+
+    def on_start(self, trainer):
+        trainer.frontend._alone = trainer.communicator.rank == 0
 
 
 def train(case, module, communicator, folder):
     """Trains as ``fit`` does; the final tree and the summary are the result."""
     job = job_of(case, module, communicator)
-    summary = run.train(job, case.get("resume"), case.get("allow", ()))
+    hooks = [Apart()] if case.get("apart") else []
+    summary = run.train(job, case.get("resume"), case.get("allow", ()), hooks=hooks)
     metrics = Path(job.config.run_dir) / "metrics.jsonl"
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -154,7 +163,7 @@ def same_facts(case, module, communicator, folder):
 
 def evaluation(case, module, communicator, folder):
     job = connected(case, module, communicator)
-    return dataclasses.asdict(evaluate(job.frontend, job.loader("train").evaluation()))
+    return evaluate(job.frontend, job.loader("train").evaluation())
 
 
 def average(case, module, communicator, folder):

@@ -1,0 +1,414 @@
+"""What is trained for and told: losses and metrics as sums, once for every framework.
+
+A loss or metric gives values, one per sample or place, never a mean: S = sum of w v and W = sum of w are added over
+places, micro-batches and ranks, and divided once. n is the number of samples, T of places, C of classes. Where no
+place is left out, a sample counts by the mean over its places, and W is the number of samples, known beforehand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config.keys import TaskConfig
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Field, Ops, Sample, Tensor, one_or_all
+
+BINS = 1000  # of the histogram from which AUC is taken
+Given = tuple[Tensor, Tensor | None]  # values, and their weights where not all count alike
+
+
+def _cross_entropy(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    return ops.cross_entropy(z, y)
+
+
+def _mse(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    return (z - y) ** 2
+
+
+def _mae(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    return abs(z - y)
+
+
+def _huber(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    """Huber (1964), with 1 as the border between the square and the line."""
+    far = abs(z - y)
+    return ops.where(far <= 1.0, 0.5 * far**2, far - 0.5)
+
+
+def _bce(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    """-y log s(z) - (1 - y) log(1 - s(z)) for the sigmoid s; no term cancels another."""
+    return y * ops.softplus(-z) + (1.0 - y) * ops.softplus(z)
+
+
+def _accuracy(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    """The largest logit's class; without an axis of classes, whether z > 0 where y is 1."""
+    if len(z.shape) == len(y.shape):
+        return ops.cast((z > 0) == (y > 0.5), ops.dtype(z))
+    return ops.cast(ops.argmax(z) == y, ops.dtype(z))
+
+
+def _top5(z: Tensor, y: Tensor, ops: Ops) -> Tensor:
+    """Fewer than 5 logits are larger than the label's."""
+    own = ops.reshape(ops.pick(z, y), (*_shape(y), 1))
+    return ops.cast(ops.add_last(ops.cast(z > own, ops.dtype(z))) < 5, ops.dtype(z))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Ops], Tensor]] = {
+    "cross_entropy": _cross_entropy, "mse": _mse, "mae": _mae, "huber": _huber, "bce": _bce,
+}  # fmt: skip
+MEANS = LOSSES | {"rmse": _mse, "accuracy": _accuracy, "top5": _top5}
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """For ``reshape``: the first axis may be unknown while a graph is traced."""
+    return (-1, *(int(k) for k in tuple(x.shape)[1:]))
+
+
+def own_function(name: str, where: str) -> Callable[..., Any]:
+    """``package.module:function`` of the user's own."""
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot be imported: {error}", where=f"{where}: {name}") from error
+
+
+# ---- metrics that are no mean: sums of fixed length, and what becomes of them
+
+
+def _r2_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
+    """[W, sum of y, of y^2, of (z - y)^2]."""
+    return ops.stack([ops.add_rows(w * x) for x in (w * 0 + 1, y, y**2, (z - y) ** 2)])
+
+
+def _r2(sums: np.ndarray) -> float:
+    count, first, second, residual = map(float, sums)
+    spread = second - first**2 / count if count else 0.0
+    return 1 - residual / spread if spread > 0 else math.nan
+
+
+def _f1_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
+    """Per class: found rightly, found, there."""
+    there = ops.cast(y, "int64")
+    classes, found = length // 3, ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
+    right = w * ops.cast(found == there, ops.dtype(w))
+    return ops.join(
+        [ops.scatter(classes, there, right), ops.scatter(classes, found, w), ops.scatter(classes, there, w)]
+    )
+
+
+def _f1(sums: np.ndarray) -> float:
+    """The mean over the classes that occur; of two classes without logits of their own, that of the class 1."""
+    right, found, there = np.split(sums, 3)
+    used = found + there > 0
+    scores = 2 * right[used] / (found + there)[used]
+    return float(scores.mean()) if used.any() else math.nan
+
+
+def _f1_of_one(sums: np.ndarray) -> float:
+    return _f1(np.array([sums[1], sums[3], sums[5]]))
+
+
+def _auc_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
+    """Histograms of the sigmoid, of the class 0 and of the class 1."""
+    bins = length // 2
+    score = z[:, 1] - z[:, 0] if len(z.shape) > 1 else z
+    at = ops.cast(ops.clip(ops.sigmoid(score) * bins, bins - 1.0), "int64")
+    one = ops.cast(y > 0.5, ops.dtype(w))
+    return ops.join([ops.scatter(bins, at, w * (1 - one)), ops.scatter(bins, at, w * one)])
+
+
+def _auc(sums: np.ndarray) -> float:
+    """The chance that a sample of class 1 lies above one of class 0; within a bin it is a half."""
+    zero, one = np.split(sums, 2)
+    below = np.cumsum(zero) - zero / 2
+    pairs = zero.sum() * one.sum()
+    return float((below * one).sum() / pairs) if pairs else math.nan
+
+
+# ---- the task
+
+
+SUMS: dict[str, tuple[Callable[..., Tensor], Callable[[np.ndarray], float]]] = {
+    "r2": (_r2_sums, _r2), "f1": (_f1_sums, _f1), "auc": (_auc_sums, _auc),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``function`` gives values, or, of ``SUMS``, what adds up to ``length`` entries of the vector from ``begin``."""
+
+    title: str
+    kind: str
+    function: Callable[..., Any]
+    result: Callable[[np.ndarray], float] | None
+    length: int
+    begin: int
+
+
+class Term:
+    """A loss and the metrics of one output. ``output`` "": all that the model gives."""
+
+    def __init__(self, output: str, loss: str, metrics: Sequence[str], sample: Sample, ignore: int) -> None:
+        self.output, self.loss, self.metrics = output, loss, tuple(metrics)
+        self.own = ":" in loss
+        where = f"task.loss: {loss}"
+        if output and output not in sample.labels:
+            fix = f"the data have {', '.join(sample.labels)}"
+            raise ConfigError(f"there are no labels '{output}'", where=where, fix=fix)
+        if not output and not self.own and len(sample.labels) != 1:
+            fix = f"give a loss for each: {{{', '.join(f'{name}: {loss}' for name in sample.labels)}}}"
+            raise ConfigError(f"one loss for the labels {', '.join(sample.labels)}", where=where, fix=fix)
+        alone = output or (next(iter(sample.labels)) if len(sample.labels) == 1 else "")
+        self.field: Field | None = sample.labels[alone] if alone else None
+        self.function = own_function(loss, "task.loss") if self.own else LOSSES[loss]
+        # Whether some places have no label: then W is data.
+        self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
+        self.ignore = ignore
+        self.counted = self.masked
+
+    def part(self, given: Any) -> Any:
+        """What of the outputs or labels belongs to this term."""
+        if not self.output:
+            return one_or_all(given) if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping) or self.output not in given:
+            has = f"gives {', '.join(given)}" if isinstance(given, Mapping) else "gives one output"
+            fix = "return a dict with a name for each loss"
+            raise refused(f"the model {has}, and task.loss names '{self.output}'", "model.name", fix)
+        return given[self.output]
+
+
+def refused(what: str, where: str, fix: str) -> ConfigError:
+    error: Any = ConfigError(what, where=where, fix=fix)
+    error.ag_pass_through = True  # else tf.function makes an error of its own of it
+    return error
+
+
+class Task:
+    """The sums of a batch and what becomes of them. The vector of sums: of each loss S, and W where that is counted;
+    of each metric its own; then the number of samples, and after it the metrics of more than two entries."""
+
+    def __init__(self, config: TaskConfig, sample: Sample, ops: Ops) -> None:
+        self._ops = ops
+        self.terms = [Term(name, *each, sample, config.ignore_index) for name, each in config.terms.items()]
+        self._shapes: Any = None  # of the outputs, where own losses must be asked for their weights
+        self._own_metrics: dict[tuple[int, str], bool] = {}
+        self.own = config.own
+        self._place()
+
+    def _place(self) -> None:
+        """Gives every sum its entry."""
+        self._metrics: list[tuple[int, Metric]] = []
+        at = sum(1 + term.counted for term in self.terms)
+        wide: list[tuple[int, str, int]] = []
+        for k, term in enumerate(self.terms):
+            for kind in term.metrics:
+                if kind in SUMS:
+                    classes = term.field.classes if term.field and term.loss == "cross_entropy" else None
+                    wide.append((k, kind, {"r2": 4, "f1": 3 * (classes or 2), "auc": 2 * BINS}[kind]))
+                    continue
+                own = ":" in kind
+                function = own_function(kind, "task.metrics") if own else MEANS[kind]
+                length = 1 + (self._own_metrics.get((k, kind), False) if own else term.masked)
+                title = term.output + "_" * bool(term.output) + kind.rpartition(":")[2]
+                self._metrics.append((k, Metric(title, kind, function, None, length, at)))
+                at += length
+        self.samples = at  # its entry
+        at += 1
+        for k, kind, length in wide:
+            term, (function, result) = self.terms[k], SUMS[kind]
+            one = kind == "f1" and length == 6 and not (term.field and term.loss == "cross_entropy")
+            title = term.output + "_" * bool(term.output) + kind
+            self._metrics.append((k, Metric(title, kind, function, _f1_of_one if one else result, length, at)))
+            at += length
+        self.length = at
+
+    @property
+    def counted(self) -> bool:
+        """Whether the W of some loss is data, and must be joined over ranks before the step."""
+        return any(term.counted for term in self.terms)
+
+    @property
+    def entries(self) -> list[tuple[int, int]]:
+        """Of each loss, where S and W stand."""
+        found, at = [], 0
+        for term in self.terms:
+            found.append((at, at + 1 if term.counted else self.samples))
+            at += 1 + term.counted
+        return found
+
+    def probe(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> None:
+        """Made-up samples show what functions of the user's own give; only then ``length`` and the like are final."""
+        for k, term in enumerate(self.terms):
+            z, y = term.part(outputs), term.part(labels)
+            if term.own:
+                term.counted = self._own(term.function, "task.loss", term.loss, z, y, weights)[1] is not None
+            for kind in term.metrics:
+                if ":" in kind:
+                    function = own_function(kind, "task.metrics")
+                    self._own_metrics[k, kind] = self._own(function, "task.metrics", kind, z, y, weights)[1] is not None
+        self._shapes = _map(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
+        self._place()
+
+    def _own(self, function: Callable[..., Any], key: str, name: str, z: Any, y: Any, weights: Tensor) -> Given:
+        """What a function of the user's own gives, held to its contract."""
+        where = f"{key}: {name}"
+        try:
+            given = function(z, y)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
+        values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+        fix = "give a value for each sample or place (in PyTorch losses: reduction='none'), or (values, weights)"
+        for x in (values,) if own is None else (values, own):
+            if not hasattr(x, "shape"):
+                raise refused(f"the function gives {type(x).__name__}, and no tensor", where, fix)
+            shape = tuple(x.shape)
+            if not shape:
+                what = "the function gives one number for a batch: a mean over parts of unequal size is no mean of all"
+                raise refused(what, where, fix)
+            if None not in (shape[0], weights.shape[0]) and shape[0] != weights.shape[0]:
+                raise refused(f"the function gives {shape} for {weights.shape[0]} samples", where, fix)
+        if own is not None and tuple(own.shape) != tuple(values.shape):
+            what = f"the function gives values {tuple(values.shape)} and weights {tuple(own.shape)}"
+            raise refused(what, where, "give both the same shape")
+        return self._ops.cast(values, self._ops.dtype(weights)), own
+
+    def __call__(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor, scale: Any = None) -> Any:
+        """(what is to be minimized, the vector of sums in float64); ``scale``: a number for each loss, None: no need.
+
+        outputs: (n, ...) or {name: (n, ...)}; labels: {name: (n, ...)}; weights (n,): 1, or 0 for padding.
+        """
+        ops, scalars, wide, loss = self._ops, [], [], None
+        prepared = []
+        for k, term in enumerate(self.terms):
+            z, y = term.part(outputs), term.part(labels)
+            if term.own:
+                values, own = self._own(term.function, "task.loss", term.loss, z, y, weights)
+            else:
+                z, y, own = self._fitting(term, z, y)
+                values = term.function(z, y, ops)
+            prepared.append((z, y, own if term.masked else None))
+            total, count = self._sum(values, own, weights)
+            scalars += [total] if count is None else [total, count]
+            if scale is not None:
+                part = total * scale[k]
+                loss = part if loss is None else loss + part
+        for k, metric in self._metrics:
+            z, y, own = prepared[k]
+            if metric.result:
+                wide.append(metric.function(*self._flat(z, y, own, weights), metric.length, ops))
+                continue
+            if ":" in metric.kind:
+                values, own = self._own(metric.function, "task.metrics", metric.kind, z, y, weights)
+            else:
+                values = metric.function(z, y, ops)
+            scalars += [x for x in self._sum(values, own, weights) if x is not None]
+        sums = ops.stack([*scalars, ops.add_rows(weights)])
+        sums = ops.join([sums, *wide]) if wide else sums
+        return loss, ops.cast(sums, "float64")
+
+    def _fitting(self, term: Term, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Outputs and labels of shapes that belong together, and the weights of places if some do not count."""
+        ops, own = self._ops, None
+        if term.masked:
+            own = ops.cast(y != term.ignore, ops.dtype(z))
+            y = ops.where(y == term.ignore, 0, y)
+        logits, labels = tuple(z.shape), tuple(y.shape)
+        if term.loss == "cross_entropy":
+            classes = (term.field.classes if term.field else None) or 1
+            if not fits(logits, labels, classes):
+                raise unfit(logits, labels, classes)
+            return z, y, own
+        if len(logits) == len(labels) + 1 and logits[-1] == 1:
+            z = ops.reshape(z, _shape(y))
+        if tuple(z.shape)[1:] != labels[1:]:
+            what = f"the model gives outputs of shape {logits} for labels of shape {labels}"
+            raise refused(
+                what, f"task.loss: {term.loss}", "a model for it gives a number for each number of the labels"
+            )
+        return z, ops.cast(y, ops.dtype(z)), None
+
+    def _sum(self, values: Tensor, own: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(S, W); W None: the number of samples. What does not count may be no number."""
+        ops = self._ops
+        if own is None:
+            values = values if len(values.shape) == 1 else ops.row_means(values)
+            return ops.dot(ops.where(weights > 0, values, 0.0), weights), None
+        w = self._flat_weights(own, weights)
+        values = ops.reshape(values, (-1,))
+        return ops.dot(ops.where(w > 0, values, 0.0), w), ops.add_rows(w)
+
+    def _flat_weights(self, own: Tensor, weights: Tensor) -> Tensor:
+        each = self._ops.reshape(weights, (-1, *[1] * (len(own.shape) - 1)))
+        return self._ops.reshape(self._ops.cast(own, self._ops.dtype(weights)) * each, (-1,))
+
+    def _flat(self, z: Tensor, y: Tensor, own: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Places one after the other: outputs (places,) or (places, C), labels and weights (places,)."""
+        ops, kind = self._ops, self._ops.dtype(weights)
+        w = self._flat_weights(ops.cast(y == y, kind) if own is None else own, weights)
+        last = (int(z.shape[-1]),) if len(z.shape) > len(y.shape) else ()
+        return ops.reshape(z, (-1, *last)), ops.cast(ops.reshape(y, (-1,)), kind), w
+
+    def counts(self, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+        """(losses,) float64: the W of each loss. Weights follow from labels alone: no model is asked."""
+        ops, found = self._ops, []
+        for term in self.terms:
+            own, y = None, term.part(labels)
+            if term.masked:
+                own = ops.cast(y != term.ignore, ops.dtype(weights))
+            elif term.counted:
+                zeros = term.part(_map(partial(self._zeros, int(weights.shape[0])), self._shapes))
+                own = self._own(term.function, "task.loss", term.loss, zeros, y, weights)[1]
+            found.append(ops.add_rows(weights if own is None else self._flat_weights(own, weights)))
+        return ops.cast(ops.stack(found), "float64")
+
+    def _zeros(self, rows: int, like: tuple[tuple[int, ...], str]) -> Tensor:
+        return self._ops.cast(self._ops.from_numpy(np.zeros((rows, *like[0]))), like[1])
+
+    def results(self, sums: np.ndarray) -> dict[str, float]:
+        """{"loss", each loss of several, each metric, "samples"} of sums over all ranks."""
+        samples, found = float(sums[self.samples]), {}
+        for term, (value, count) in zip(self.terms, self.entries, strict=True):
+            found[f"{term.output}_loss"] = float(sums[value]) / (float(sums[count]) or 1.0)
+        values: dict[str, float] = {"loss": sum(found.values()), **(found if len(found) > 1 else {})}
+        for _, metric in self._metrics:
+            own = sums[metric.begin : metric.begin + metric.length]
+            if metric.result:
+                values[metric.title] = metric.result(own)
+                continue
+            number = float(own[0]) / ((float(own[1]) if metric.length == 2 else samples) or 1.0)
+            values[metric.title] = math.sqrt(number) if metric.kind == "rmse" else number
+        return values | {"samples": round(samples)}
+
+
+def _map(function: Callable[[Any], Any], outputs: Any) -> Any:
+    return {name: function(x) for name, x in outputs.items()} if isinstance(outputs, Mapping) else function(outputs)
+
+
+def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
+    """Whether logits (n, ..., at least ``num_classes``) belong to labels (n, ...)."""
+    pairs = zip(logits[:-1], labels, strict=False)
+    same = len(logits) == len(labels) + 1 and all(a is None or b is None or a == b for a, b in pairs)
+    return same and (logits[-1] is None or logits[-1] >= num_classes)
+
+
+def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
+    """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
+    wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
+    return refused(
+        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",
+        "model.name, data.name",
+        f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid",
+    )

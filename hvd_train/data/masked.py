@@ -1,0 +1,166 @@
+"""Pairs of sentences with masked words, from which BERT learns (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.order import U64, mix, stream
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Fields, Sample
+
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+PAD, CLS, SEP, MASK = range(len(SPECIAL))
+SHARE = 0.15  # of the words that are
+SEED = 0xBE27  # masks are a property of the data, not of a run
+SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+
+
+def sentences(document: str) -> list[str]:
+    """With single spaces between words."""
+    return [" ".join(part.split()) for part in SENTENCE.split(document) if part.strip()]
+
+
+def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None) -> Any:
+    """A tokenizer of byte pairs (Sennrich et al. 2016) for any text: learned from these sentences, or a file's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if path is not None:
+        try:
+            found = Tokenizer.from_file(str(Path(path).expanduser()))
+        except Exception as error:  # the library raises Exception itself
+            reason = str(error).splitlines()[0]
+            raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
+        own = [found.token_to_id(token) for token in SPECIAL]
+        if own != list(range(len(SPECIAL))):
+            what = f"{', '.join(SPECIAL)} have the numbers {own}"
+            fix = f"they must be 0 to {len(SPECIAL) - 1}: train it with these special_tokens first"
+            raise DataError(what, where=f"data.vocabulary: {path}", fix=fix)
+        return found
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(chain.from_iterable(documents), trainer)
+    return made
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All documents one after the other, and where samples can lie in them.
+
+    ids: (m,) tokens; firsts, ends: (k,) a sample's first place, and the end of its document; cuts: (c,) places within
+    samples at which a sentence begins, those of sample i are cuts[bounds[i] : bounds[i + 1]]; size: of the vocabulary.
+    """
+
+    ids: np.ndarray
+    firsts: np.ndarray
+    ends: np.ndarray
+    cuts: np.ndarray
+    bounds: np.ndarray
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+
+def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -> Tokens:
+    """``length``: tokens of a sample, of which three are [CLS] and two [SEP]."""
+    room, base = length - 3, 0
+    ids: list[np.ndarray] = []
+    found: list[tuple[int, int, np.ndarray]] = []
+    for document in documents:
+        pieces = [
+            np.array(part.ids[k : k + room // 2], np.int32)
+            for part in tokenizer.encode_batch(list(document), add_special_tokens=False)
+            for k in range(0, len(part.ids), room // 2)
+        ]
+        starts = base + np.cumsum([0, *map(len, pieces)])
+        found += [(first, int(starts[-1]), cuts) for first, cuts in _samples(starts, room)]
+        ids += pieces
+        base = int(starts[-1])
+    return Tokens(
+        np.concatenate([np.zeros(0, np.int32), *ids]),
+        np.array([first for first, _, _ in found], np.int64),
+        np.array([end for _, end, _ in found], np.int64),
+        np.concatenate([np.zeros(0, np.int64), *(cuts for _, _, cuts in found)]),
+        np.cumsum([0, *(len(cuts) for _, _, cuts in found)]),
+        tokenizer.get_vocab_size(),
+    )
+
+
+def _samples(starts: np.ndarray, room: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Of one document, whose sentences begin at starts[:-1]: (first place, sentences that begin within ``room``)."""
+    begin = 0
+    while begin < len(starts) - 1:
+        stop = int(np.searchsorted(starts[:-1], starts[begin] + room))
+        if stop == begin + 1:  # a last sentence alone
+            return
+        yield int(starts[begin]), starts[begin + 1 : stop]
+        begin = stop
+
+
+class Pairs:
+    """Samples ``start`` to ``stop`` of a text; sample i is a pure function of i: [CLS] A [SEP] B [SEP], then padding.
+
+    A are the sample's sentences up to one drawn at random. B is what follows in the document (label ``next`` 0), or,
+    for half of the samples, what follows a sentence of another sample (1). 15 % of the words have a label, other
+    places ``ignore``; of these 80 % are masked, 10 % become any word, and 10 % stay as they are.
+    """
+
+    def __init__(self, text: Tokens, length: int, start: int, stop: int, ignore: int = -100) -> None:
+        self._text, self._length, self._start, self._n, self._ignore = text, length, start, stop - start, ignore
+        self.sample = Sample(
+            {"tokens": Field((length,), "int32"), "segments": Field((length,), "uint8")},
+            {"words": Field((length,), "int32", classes=text.size, masked=True), "next": Field((), "int32", classes=2)},
+        )
+        told = f"pairs {length} {start} {stop} {text.size}".encode() + text.ids.tobytes()
+        self.fingerprint = hashlib.sha256(told).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        shape = len(indices), self._length
+        tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
+        words, follows = np.full(shape, self._ignore, np.int32), np.zeros(len(indices), np.int32)
+        for k, i in enumerate(indices):
+            follows[k] = self._one(int(i), tokens[k], segments[k], words[k])
+        return {"tokens": tokens, "segments": segments}, {"words": words, "next": follows}
+
+    def _one(self, i: int, tokens: np.ndarray, segments: np.ndarray, words: np.ndarray) -> int:
+        """Writes sample i into these rows; returns its label ``next``."""
+        text, draws = self._text, stream(mix(SEED, self._start + i), np.arange(4 + 3 * self._length, dtype=U64))
+        which, other, cut, place = (int(x) for x in draws[:4])
+        apart = which % 2
+        j = (i + 1 + other % (self._n - 1)) % self._n if apart else i
+        first, middle = int(text.firsts[self._start + i]), self._cut(i, cut)
+        begin = self._cut(j, place) if apart else middle
+        a = text.ids[first:middle]
+        b = text.ids[begin : min(begin + self._length - 3 - len(a), int(text.ends[self._start + j]))]
+        end = len(a) + len(b) + 3
+        tokens[:end] = np.concatenate([[CLS], a, [SEP], b, [SEP]])
+        segments[len(a) + 2 : end] = 1
+        self._mask(draws[4:].reshape(3, -1), np.delete(np.arange(1, end - 1), len(a)), tokens, words)
+        return apart
+
+    def _cut(self, i: int, draw: int) -> int:
+        low, high = self._text.bounds[self._start + i : self._start + i + 2]
+        return int(self._text.cuts[low + draw % int(high - low)])
+
+    def _mask(self, draws: np.ndarray, places: np.ndarray, tokens: np.ndarray, words: np.ndarray) -> None:
+        """``draws`` (3, length): which places, what becomes of them, which words."""
+        at = places[np.argsort(draws[0, places], kind="stable")[: max(1, round(SHARE * len(places)))]]
+        fate, strange = draws[1, at] % U64(10), len(SPECIAL) + draws[2, at] % U64(self._text.size - len(SPECIAL))
+        words[at] = tokens[at]
+        tokens[at] = np.where(fate < 8, MASK, np.where(fate < 9, strange.astype(np.int32), tokens[at]))

@@ -1,0 +1,203 @@
+"""Losses and metrics are sums: any partition into ranks, micro-batches and padding gives the same ones."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvd_train.config import Config, TaskConfig
+from hvd_train.config.keys import LOSSES, METRICS
+from hvd_train.core import task as module
+from hvd_train.core.task import Task
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Field, Sample
+from tests.numpy_frontend import NumpyOps
+
+N, PLACES, CLASSES = 23, 5, 7
+RNG = np.random.default_rng(0)
+
+
+def own_loss(outputs, labels):
+    """Values and weights, some of them 0 where the value is no number."""
+    weights = (labels > 0).astype(float) * labels
+    with np.errstate(invalid="ignore"):
+        return np.where(weights > 0, (outputs - labels) ** 2, np.nan), weights
+
+
+def near(outputs, labels):
+    return abs(outputs - labels) < 0.5
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(loss=own_loss, near=near))
+
+
+def labels_of(kind, shape):
+    if kind == "classes":
+        return RNG.integers(0, CLASSES, shape)
+    return RNG.integers(0, 2, shape).astype(float) if kind == "binary" else RNG.normal(size=shape)
+
+
+def made(loss, metrics, kind, shape, masked=False):
+    """(task, outputs, labels) of N samples."""
+    labels = labels_of(kind, (N, *shape))
+    last = (CLASSES,) if kind == "classes" else ()
+    outputs = 2 * RNG.normal(size=(N, *shape, *last))
+    field = Field(shape, "int64", classes=CLASSES, masked=masked) if last else Field(shape, "float32")
+    if masked:
+        labels[RNG.random(labels.shape) < 0.6] = -100
+    config = TaskConfig(loss=loss, metrics=metrics)
+    task = Task(config, Sample({}, {"label": field}), NumpyOps())
+    if task.own:
+        task.probe(outputs[:2], {"label": labels[:2]}, np.ones(2))
+    return task, outputs, labels
+
+
+CASES = {
+    "classes": ("cross_entropy", ["accuracy", "top5", "f1"], "classes", ()),
+    "places": ("cross_entropy", ["accuracy", "top5", "f1"], "classes", (PLACES,)),
+    "masked": ("cross_entropy", ["accuracy", "top5", "cross_entropy", "f1"], "classes", (PLACES,), True),
+    "binary": ("bce", ["accuracy", "bce", "f1", "auc"], "binary", ()),
+    "regression": ("mse", ["mse", "mae", "rmse", "huber", "r2"], "numbers", (3,)),
+    "absolute": ("mae", ["own_task:near"], "numbers", ()),
+    "huber": ("huber", [], "numbers", (2, 3)),
+    "own": ("own_task:loss", ["own_task:loss", "mae"], "numbers", (4,)),
+}
+
+
+def summed(task, outputs, labels, parts, pad):
+    """The vector of parts, each padded to the longest with rows of ``pad``."""
+    longest, total = max(map(len, parts)), 0.0
+    for rows in parts:
+        z, y = (np.concatenate([x[rows], np.full((longest - len(rows), *x.shape[1:]), pad, x.dtype)])
+                for x in (outputs, labels))  # fmt: skip
+        total = total + task(z, {"label": y}, (np.arange(longest) < len(rows)).astype(float))[1]
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_partition_gives_the_same_sums(name):
+    task, outputs, labels = made(*CASES[name])
+    whole = summed(task, outputs, labels, [np.arange(N)], 0)
+    assert whole.shape == (task.length,) and whole[task.samples] == N
+    for count in (2, 3, 7):
+        parts = np.array_split(RNG.permutation(N), count)
+        found = summed(task, outputs, labels, [*parts, parts[0][:0]], 1)
+        np.testing.assert_allclose(found, whole, rtol=1e-12, atol=1e-12)
+    assert task.results(whole) == pytest.approx(task.results(found), rel=1e-12)
+    counts = sum(task.counts({"label": labels[rows]}, np.ones(len(rows))) for rows in parts)
+    assert counts == pytest.approx(whole[[count for _, count in task.entries]], rel=1e-12)
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_results_are_their_formulas():
+    task, z, y = made(*CASES["masked"])
+    found, there = task.results(summed(task, z, y, [np.arange(N)], 0)), y >= 0
+    losses = -np.log(softmax(z[there])[np.arange(there.sum()), y[there]])
+    assert found["loss"] == found["cross_entropy"] == pytest.approx(losses.mean(), rel=1e-12)
+    assert found["accuracy"] == pytest.approx((z[there].argmax(-1) == y[there]).mean(), rel=1e-12)
+    top = np.argsort(-z[there], -1)[:, :5]
+    assert found["top5"] == pytest.approx((top == y[there][:, None]).any(-1).mean(), rel=1e-12)
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert found["f1"] == pytest.approx(metrics.f1_score(y[there], z[there].argmax(-1), average="macro"), rel=1e-12)
+    task, z, y = made(*CASES["regression"])
+    found, gap = task.results(summed(task, z, y, [np.arange(N)], 0)), abs(z - y)
+    assert found["loss"] == pytest.approx((gap**2).mean(), rel=1e-12)
+    assert found["rmse"] == pytest.approx(np.sqrt((gap**2).mean()), rel=1e-12)
+    assert found["mae"] == pytest.approx(gap.mean(), rel=1e-12)
+    assert found["huber"] == pytest.approx(np.where(gap <= 1, gap**2 / 2, gap - 0.5).mean(), rel=1e-12)
+    assert found["r2"] == pytest.approx(metrics.r2_score(y.ravel(), z.ravel()), rel=1e-12)
+    task, z, y = made(*CASES["binary"])
+    found, chance = task.results(summed(task, z, y, [np.arange(N)], 0)), 1 / (1 + np.exp(-z))
+    assert found["loss"] == pytest.approx(metrics.log_loss(y, chance), rel=1e-12)
+    assert found["accuracy"] == pytest.approx(((z > 0) == (y > 0)).mean(), rel=1e-12)
+    assert found["auc"] == pytest.approx(metrics.roc_auc_score(y, z), abs=0.01)
+    assert found["f1"] == pytest.approx(metrics.f1_score(y, z > 0), rel=1e-12)
+
+
+def test_several_outputs_are_added_each_by_its_own_count():
+    """A masked loss per place and one per sample."""
+    fields = {"words": Field((PLACES,), "int64", classes=CLASSES, masked=True), "next": Field((), "int64", classes=2)}
+    config = TaskConfig(loss={"words": "cross_entropy", "next": "cross_entropy"}, metrics={"next": ["accuracy"]})
+    task = Task(config, Sample({}, fields), NumpyOps())
+    z = {"words": RNG.normal(size=(N, PLACES, CLASSES)), "next": RNG.normal(size=(N, 2))}
+    y = {"words": RNG.integers(0, CLASSES, (N, PLACES)), "next": RNG.integers(0, 2, N)}
+    y["words"][RNG.random((N, PLACES)) < 0.7] = -100
+    assert task.counted and task.counts(y, np.ones(N)).tolist() == [(y["words"] >= 0).sum(), N]
+    loss, sums = task(z, y, np.ones(N), 1 / task.counts(y, np.ones(N)))
+    found = task.results(sums)
+    assert list(found) == [*config.names, "samples"] == ["loss", "words_loss", "next_loss", "next_accuracy", "samples"]
+    assert found["loss"] == pytest.approx(found["words_loss"] + found["next_loss"]) == pytest.approx(float(loss))
+
+
+def test_the_default_costs_no_count():
+    task = Task(TaskConfig(), Sample({}, {"label": Field((), "int64", classes=3)}), NumpyOps())
+    assert not task.counted and task.length == 3 and task.entries == [(0, 2)]
+
+
+def test_the_names_of_the_configuration_are_those_that_there_are():
+    assert set(LOSSES) == set(module.LOSSES) and set(METRICS) == set(module.MEANS) | set(module.SUMS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, y: ((z - y) ** 2).mean(), "one number for a batch.*reduction='none'"),
+        (lambda z, y: float(z.sum()), "gives float, and no tensor"),
+        (lambda z, y: (z - y)[:1], r"gives \(1,\) for 2 samples"),
+        (lambda z, y: (z - y, np.ones((2, 3))), r"values \(2,\) and weights \(2, 3\)"),
+        (lambda z, y: z.nothing, "the function failed: AttributeError"),
+    ],
+)
+def test_what_is_no_loss_is_one_line(monkeypatch, loss, words):
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(loss=loss))
+    with pytest.raises(ConfigError, match=f"{words}.*") as caught:
+        made("own_task:loss", [], "numbers", ())
+    assert "task.loss: own_task:loss" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_outputs_that_do_not_fit_are_one_line():
+    task, z, y = made("mse", [], "numbers", (3,))
+    with pytest.raises(ConfigError, match=r"outputs of shape \(23, 2\) for labels of shape \(23, 3\)"):
+        task(z[:, :2], {"label": y}, np.ones(N))
+    column, z, y = made("mse", [], "numbers", ())
+    assert column(z[:, None], {"label": y}, np.ones(N))[1].tolist() == column(z, {"label": y}, np.ones(N))[1].tolist()
+    fields = {"a": Field((), "float32"), "b": Field((), "float32")}
+    with pytest.raises(ConfigError, match="one loss for the labels a, b; .*{a: mse, b: mse}"):
+        Task(TaskConfig(loss="mse"), Sample({}, fields), NumpyOps())
+    with pytest.raises(ConfigError, match="no labels 'c'; .*; the data have a, b"):
+        Task(TaskConfig(loss={"c": "mse"}), Sample({}, fields), NumpyOps())
+    two = Task(TaskConfig(loss={"a": "mse", "b": "mse"}), Sample({}, fields), NumpyOps())
+    with pytest.raises(ConfigError, match="the model gives one output, and task.loss names 'a'"):
+        two(z, {"a": y, "b": y}, np.ones(N))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"task": {"loss": "cross_entrop"}}, "task.loss.*did you mean 'cross_entropy'"),
+        ({"task": {"metrics": ["acuracy"]}}, "did you mean 'accuracy'"),
+        ({"task": {"loss": {"a": "mse"}, "metrics": ["mae"]}}, "give them by the outputs of loss"),
+        ({"checkpoint": {"monitor": "val_acuracy"}}, "did you mean 'val_accuracy'"),
+        ({"task": {"loss": "mse"}, "early_stopping": {"monitor": "val_accuracy"}}, "early_stopping.monitor.*val_loss"),
+    ],
+    ids=str,
+)
+def test_unknown_names_are_told(keys, words):
+    with pytest.raises(ValueError, match=words.replace("task.loss.*", "")):
+        Config.model_validate(keys)
+
+
+def test_any_name_can_be_the_monitor():
+    Config.model_validate(
+        {"task": {"loss": "mse", "metrics": ["r2"]}, "checkpoint": {"monitor": "val_r2", "mode": "max"}}
+    )
+    Config.model_validate({"early_stopping": {"monitor": "train_accuracy", "mode": "max"}})

@@ -67,7 +67,7 @@ def export(
     _write(output, done.content)
     print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
     print(f"takes and gives: {_takes(trained, done, framework)}")
-    print(f"to load it: {done.load.format(path=repr(str(output)))}", flush=True)
+    print(f"to load it: {done.load.replace('{path}', repr(str(output)))}", flush=True)
     return 0
 
 

@@ -238,6 +238,9 @@ class Ops(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...)."""
 
+    def constant(self, x: Tensor) -> Tensor:
+        """The same numbers, through which no gradient goes."""
+
     def softplus(self, x: Tensor) -> Tensor:
         """log(1 + e^x)."""
 
@@ -329,7 +332,7 @@ class FrontEnd(Protocol):
 
     def place(self, batch: Batch) -> Any: ...
 
-    def counts(self, placed: Any) -> np.ndarray:
+    def counts(self, batch: Batch) -> np.ndarray:
         """(losses,) float64: by how much each loss of this batch counts."""
 
     def accumulate(self, placed: Any, scale: Scale, seed: int) -> Sums: ...

@@ -31,7 +31,7 @@ from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import keep_memory, world
-from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule
+from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule, one_or_all
 
 
 @dataclass
@@ -263,7 +263,9 @@ def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:
         return
     indices = np.arange(min(8, len(job.data.train)))
     inputs, labels = job.data.train.fetch(indices)
-    logits = job.frontend.predict(job.frontend.place(Batch(inputs, labels, np.ones(len(indices), np.float32), indices)))
+    batch = Batch(inputs, labels, np.ones(len(indices), np.float32), indices)
+    found = job.frontend.predict(job.frontend.place(batch))
+    logits = one_or_all(found) if isinstance(found, dict) else found
     sums = np.sum(logits, axis=-1, dtype=np.float64)
     if logits.shape[-1] > 1 and (logits >= 0).all() and np.abs(sums - 1).max() < 0.01:
         what = "the model gives probabilities (its outputs are not negative and sum to 1), and the loss applies softmax"
@@ -395,7 +397,8 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
                 written.forget()
             raise
         if communicator.rank == 0:
-            print(f"{total:,} predictions of the {split} split: {output}", flush=True)
+            names = ", ".join(str(_named(output, name)) for name in files)
+            print(f"{total:,} predictions of the {split} split: {names}", flush=True)
     return 0
 
 

@@ -94,6 +94,9 @@ class NumpyOps:
         z = logits - logits.max(-1, keepdims=True)
         return np.log(np.exp(z).sum(-1)) - self.pick(z, labels)
 
+    def constant(self, x):
+        return x
+
     def softplus(self, x):
         return np.logaddexp(x, 0)
 
@@ -220,6 +223,9 @@ class NumpyFrontEnd(StateTree):
 
     def place(self, batch):
         return batch
+
+    def _judged(self, batch):
+        return batch.labels, batch.weights
 
     def _forward(self, batch):
         (x,), (labels,) = batch.inputs.values(), batch.labels.values()

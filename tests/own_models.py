@@ -237,6 +237,23 @@ def keras_one_output(input_shape, num_classes):
     return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(1)])
 
 
+def pytorch_pair(input_shape, num_classes):
+    import torch.nn as nn
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.flatten(1)), x
+
+    return Pair(int(np.prod(input_shape)), num_classes)
+
+
+def keras_pair(input_shape, num_classes):
+    import keras
+
+    inputs = keras.Input(input_shape)
+    return keras.Model(inputs, [keras.layers.Dense(num_classes)(keras.layers.Flatten()(inputs)), inputs])
+
+
 # ---- two inputs by name
 
 
@@ -283,6 +300,10 @@ def _positive(labels):
     import tensorflow as tf
 
     return tf.maximum(labels, 0)
+
+
+def weighted_by_outputs(outputs, labels):
+    return (outputs - labels) ** 2, abs(outputs)
 
 
 def mean_loss(outputs, labels):

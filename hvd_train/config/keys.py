@@ -91,6 +91,9 @@ LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
 METRICS = ("accuracy", "top5", "cross_entropy", "mse", "mae", "huber", "bce", "rmse", "r2", "f1", "auc")
 
 
+TAKEN = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # what else a line of the log holds
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
@@ -109,8 +112,8 @@ class TaskConfig(Section):
 
     @property
     def terms(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """{output, or "" where there is one: (loss, its metrics)}."""
-        losses = self.loss if isinstance(self.loss, dict) else {"": self.loss}
+        """{output, or "" where there is one: (loss, its metrics)}, in the order of names: files may keep another."""
+        losses = dict(sorted(self.loss.items())) if isinstance(self.loss, dict) else {"": self.loss}
         given = {"": self.metrics} if isinstance(self.metrics, list) else self.metrics
         usual = {name: ["accuracy"] if loss in ("cross_entropy", "bce") else [] for name, loss in losses.items()}
         return {name: (loss, tuple((given or usual).get(name, []))) for name, loss in losses.items()}
@@ -144,6 +147,12 @@ class TaskConfig(Section):
         strange = [name for name in named if name not in self.terms]
         if strange:
             problems.append(("metrics", f"{', '.join(strange) or 'a list'}: give them by the outputs of loss"))
+        names = self.names
+        for name in dict.fromkeys(names):
+            if names.count(name) > 1 or name in TAKEN:
+                problems.append(
+                    ("metrics", f"'{name}' names two things in the log: leave one out or rename the function")
+                )
         rule(problems)
         return self
 

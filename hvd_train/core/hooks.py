@@ -135,8 +135,12 @@ class Lines(Hook):
             return
         local = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in self.pending], axis=0)
         self.pending.clear()
-        sums = ordered_sum(local, trainer.communicator)
-        result = trainer.frontend.task.results(sums)
+        task = trainer.frontend.task
+        sums = ordered_sum(np.append(local, trainer.counts), trainer.communicator)
+        if task.counted:
+            task.check(sums, sums[task.length :])
+            trainer.counts, sums = np.zeros(len(task.terms)), sums[: task.length]
+        result = task.results(sums)
         if not math.isfinite(result["loss"]):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"
             raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)

@@ -70,6 +70,8 @@ class Trainer:
         self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
+        # Of this rank's samples since the last line of the log, by which each loss is divided.
+        self.counts = np.zeros(len(frontend.task.terms) if frontend.task.counted else 0)
         self._begun = False  # whether the run folder is written
         self.synchronizer = synchronizers.make(config.exchange)
         self._why = ""  # this rank's wish to stop
@@ -188,7 +190,8 @@ class Trainer:
     def _shares(self, step: Step) -> list[float]:
         """``scale`` where labels tell how much counts, of all micro-batches before the first: each loss is divided by
         its own count, and N ranks are one rank. One small transfer a step."""
-        counts = np.sum([self.frontend.counts(self.frontend.place(batch)) for batch in step.micro_batches], axis=0)
+        counts = np.sum([self.frontend.counts(batch) for batch in step.micro_batches], axis=0)
+        self.counts = self.counts + counts
         if not self.synchronizer.own_gradients:
             # A rank that waits here must owe no step: the others may have begun it, and wait for its gradients.
             self.frontend.run_waiting()

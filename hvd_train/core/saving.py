@@ -122,7 +122,9 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
     if progress.consumed and (other or progress.consumed > trainer.train_size):
         notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
         progress.consumed, progress.epoch_sums = 0, []
-    if len(progress.epoch_sums) != trainer.frontend.task.length:  # of another task, or none yet
+    # Sums of another task are those of other things; there may be none yet, or other classes.
+    same = found["task"] == trainer.config.task.model_dump(mode="json")
+    if not same or len(progress.epoch_sums) != trainer.frontend.task.length:
         progress.epoch_sums = []
     trainer.progress = progress
     return notes
@@ -160,6 +162,7 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
         "compression": snapshot.meta.get("compression"),
         "mode": config.exchange.mode,
         "precision": config.precision,
+        "task": config.task.model_dump(mode="json"),
         "data": snapshot.meta.get("data", {}),
         "ranks": len(snapshot.local),
         "kept": any(snapshot.local),

@@ -181,6 +181,9 @@ class Term:
     def part(self, given: Any) -> Any:
         """What of the outputs or labels belongs to this term."""
         if not self.output:
+            if isinstance(given, Mapping) and len(given) > 1 and not self.own:
+                fix = f"give a loss for each: {{{', '.join(f'{name}: {self.loss}' for name in given)}}}"
+                raise refused(f"the model gives {', '.join(given)}", f"task.loss: {self.loss}", fix)
             return one_or_all(given) if isinstance(given, Mapping) else given
         if not isinstance(given, Mapping) or self.output not in given:
             has = f"gives {', '.join(given)}" if isinstance(given, Mapping) else "gives one output"
@@ -261,8 +264,17 @@ class Task:
         self._shapes = _map(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._place()
 
-    def _own(self, function: Callable[..., Any], key: str, name: str, z: Any, y: Any, weights: Tensor) -> Given:
-        """What a function of the user's own gives, held to its contract."""
+    def _own(
+        self,
+        function: Callable[..., Any],
+        key: str,
+        name: str,
+        z: Any,
+        y: Any,
+        weights: Tensor,
+        counted: bool | None = None,
+    ) -> Given:
+        """What a function of the user's own gives, held to its contract; ``counted``: whether it has weights."""
         where = f"{key}: {name}"
         try:
             given = function(z, y)
@@ -271,6 +283,8 @@ class Task:
             raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
         values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
         fix = "give a value for each sample or place (in PyTorch losses: reduction='none'), or (values, weights)"
+        if counted is not None and counted != (own is not None):
+            raise refused("the function gives weights for some batches and none for others", where, "give them always")
         for x in (values,) if own is None else (values, own):
             if not hasattr(x, "shape"):
                 raise refused(f"the function gives {type(x).__name__}, and no tensor", where, fix)
@@ -295,13 +309,14 @@ class Task:
         for k, term in enumerate(self.terms):
             z, y = term.part(outputs), term.part(labels)
             if term.own:
-                values, own = self._own(term.function, "task.loss", term.loss, z, y, weights)
+                values, own = self._own(term.function, "task.loss", term.loss, z, y, weights, term.counted)
             else:
                 z, y, own = self._fitting(term, z, y)
                 values = term.function(z, y, ops)
-            prepared.append((z, y, own if term.masked else None))
-            total, count = self._sum(values, own, weights)
-            scalars += [total] if count is None else [total, count]
+            total, count = self._sum(values, own, weights, term.own)
+            # What is only told needs no graph for gradients.
+            scalars += [ops.constant(total)] if count is None else [ops.constant(total), count]
+            prepared.append((_map(ops.constant, z), y, own if term.masked else None))
             if scale is not None:
                 part = total * scale[k]
                 loss = part if loss is None else loss + part
@@ -311,10 +326,11 @@ class Task:
                 wide.append(metric.function(*self._flat(z, y, own, weights), metric.length, ops))
                 continue
             if ":" in metric.kind:
-                values, own = self._own(metric.function, "task.metrics", metric.kind, z, y, weights)
+                counted = metric.length == 2
+                values, own = self._own(metric.function, "task.metrics", metric.kind, z, y, weights, counted)
             else:
                 values = metric.function(z, y, ops)
-            scalars += [x for x in self._sum(values, own, weights) if x is not None]
+            scalars += [x for x in self._sum(values, own, weights, ":" in metric.kind) if x is not None]
         sums = ops.stack([*scalars, ops.add_rows(weights)])
         sums = ops.join([sums, *wide]) if wide else sums
         return loss, ops.cast(sums, "float64")
@@ -340,15 +356,15 @@ class Task:
             )
         return z, ops.cast(y, ops.dtype(z)), None
 
-    def _sum(self, values: Tensor, own: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(S, W); W None: the number of samples. What does not count may be no number."""
+    def _sum(self, values: Tensor, own: Tensor | None, weights: Tensor, foreign: bool) -> tuple[Tensor, Tensor | None]:
+        """(S, W); W None: the number of samples. What does not count may be no number in a ``foreign`` function."""
         ops = self._ops
         if own is None:
             values = values if len(values.shape) == 1 else ops.row_means(values)
-            return ops.dot(ops.where(weights > 0, values, 0.0), weights), None
+            return ops.dot(ops.where(weights > 0, values, 0.0) if foreign else values, weights), None
         w = self._flat_weights(own, weights)
         values = ops.reshape(values, (-1,))
-        return ops.dot(ops.where(w > 0, values, 0.0), w), ops.add_rows(w)
+        return ops.dot(ops.where(w != 0, values, 0.0), w), ops.add_rows(w)
 
     def _flat_weights(self, own: Tensor, weights: Tensor) -> Tensor:
         each = self._ops.reshape(weights, (-1, *[1] * (len(own.shape) - 1)))
@@ -370,9 +386,17 @@ class Task:
                 own = ops.cast(y != term.ignore, ops.dtype(weights))
             elif term.counted:
                 zeros = term.part(_map(partial(self._zeros, int(weights.shape[0])), self._shapes))
-                own = self._own(term.function, "task.loss", term.loss, zeros, y, weights)[1]
+                own = self._own(term.function, "task.loss", term.loss, zeros, y, weights, True)[1]
             found.append(ops.add_rows(weights if own is None else self._flat_weights(own, weights)))
         return ops.cast(ops.stack(found), "float64")
+
+    def check(self, sums: np.ndarray, counts: np.ndarray) -> None:
+        """``counts``: the W that labels told before the steps of these sums, by which the gradients were divided."""
+        for term, (_, at), count in zip(self.terms, self.entries, counts.tolist(), strict=True):
+            if not math.isclose(sums[at], count, rel_tol=1e-3):
+                what = f"the weights add up to {sums[at]:g}, and for outputs of zeros to {count:g}"
+                fix = "let weights follow from the labels alone; what outputs change belongs into the values"
+                raise ConfigError(what, where=f"task.loss: {term.loss}", fix=fix, common=True)
 
     def _zeros(self, rows: int, like: tuple[tuple[int, ...], str]) -> Tensor:
         return self._ops.cast(self._ops.from_numpy(np.zeros((rows, *like[0]))), like[1])

@@ -124,7 +124,7 @@ class Arrays:
             ids = len(shape) == 1 and shape in places and shape != (1,)
             self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where)
         wanted = task or TaskConfig()
-        self._labels = {}
+        self._labels, self._ignore = {}, wanted.ignore_index
         for name, values in labels.items():
             if wanted.classes(name, len(labels) == 1):
                 shapes = None if named[0] else tuple(inputs[INPUT].shape)
@@ -135,7 +135,8 @@ class Arrays:
             {name: column.field for name, column in self._inputs.items()},
             {name: column.field for name, column in self._labels.items()},
         )
-        self.note = "; ".join(filter(None, (column.note for column in self._inputs.values())))
+        divided = [column for column in self._labels.values() if column.field.divisor != 1]
+        self.note = "; ".join(filter(None, (column.note for column in (*self._inputs.values(), *divided))))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all
@@ -163,6 +164,12 @@ class Arrays:
                     what = f"fetch gives {columns[name].title} of shape {x.shape} for {len(rows)} indices, not {shape}"
                     raise DataError(what, where=self.where)
             parts.append({name: columns[name].of(x, rows) for name, x in arrays.items()})
+        for name, x in parts[1].items():
+            column = self._labels[name]
+            if column.field.classes:
+                good = (x >= 0) & (x < column.field.classes)
+                good = good | (x == self._ignore) if column.field.shape else good
+                column._check(good, rows, f"a label out of [0, {column.field.classes})")
         return parts[0], parts[1]
 
     def _fingerprint(self) -> str:

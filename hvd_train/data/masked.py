@@ -124,7 +124,7 @@ class Pairs:
             {"tokens": Field((length,), "int32"), "segments": Field((length,), "uint8")},
             {"words": Field((length,), "int32", classes=text.size, masked=True), "next": Field((), "int32", classes=2)},
         )
-        told = f"pairs {length} {start} {stop} {text.size}".encode() + text.ids.tobytes()
+        told = f"pairs {length} {start} {stop} {text.size}".encode() + text.ids.tobytes() + text.cuts.tobytes()
         self.fingerprint = hashlib.sha256(told).hexdigest()[:16]
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from hvd_train.config import Config
 from hvd_train.core.initial import first_weight
 from hvd_train.core.mean import differing, mean
-from hvd_train.core.task import Task
+from hvd_train.core.task import Task, refused
 from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
 from hvd_train.protocol import Batch, Build, Communicator, Ops, Sample, Scale, Tree, made_up
@@ -91,9 +91,8 @@ class StateTree(ABC):
     def finite(self) -> bool:
         return True
 
-    def counts(self, placed: Any) -> np.ndarray:
-        _, labels, weights = placed
-        return self.ops.to_numpy(self.task.counts(labels, weights))
+    def counts(self, batch: Batch) -> np.ndarray:
+        return self.ops.to_numpy(self.task.counts(*self._judged(batch)))
 
     def _ask(self, sample: Sample) -> None:
         """Shows the task what the model gives, where functions of the user's own are asked."""
@@ -102,7 +101,12 @@ class StateTree(ABC):
             self.task.probe(self._evaluated(inputs), labels, weights)
 
     @abstractmethod
-    def place(self, batch: Batch) -> Any: ...
+    def place(self, batch: Batch) -> Any:
+        """(inputs, labels, weights) on the device."""
+
+    @abstractmethod
+    def _judged(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
+        """(labels, weights) of it."""
 
     @abstractmethod
     def _evaluated(self, inputs: Any) -> Any:
@@ -357,6 +361,15 @@ def build_model(
         return build(**given), module, given
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
+
+
+def checked(found: Any, name: str) -> Any:
+    """What a model gives: a tensor, or several by name."""
+    for x in found.values() if isinstance(found, Mapping) else [found]:
+        if not hasattr(x, "shape"):
+            what = f"the model gives a {type(x).__name__} {'by a name' if isinstance(found, Mapping) else ''}".rstrip()
+            raise refused(what, f"model.name: {name}", "return a tensor, or a dict of them with a name for each loss")
+    return found
 
 
 def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:

@@ -73,9 +73,8 @@ def shapes(found: Any) -> dict[str, tuple[int, ...]]:
 def onnx_load(names: Collection[str], outputs: Collection[str]) -> str:
     given = "'input': x" if len(names) == 1 else ", ".join(f"'{name}': {name}" for name in names)
     open_it = "import onnxruntime; model = onnxruntime.InferenceSession({path}); "
-    if len(outputs) == 1:
-        return open_it + f"logits = model.run(['logits'], {{{{{given}}}}})[0]"
-    return open_it + f"{', '.join(outputs)} = model.run({list(outputs)}, {{{{{given}}}}})"
+    alone = "[0]" if len(outputs) == 1 else ""
+    return open_it + f"{', '.join(outputs)} = model.run({list(outputs)}, {{{given}}}){alone}"
 
 
 def onnx_packages(*names: str) -> list[Any]:

@@ -22,6 +22,7 @@ from hvd_train.frontends.base import (
     HorovodCommunicator,
     StateTree,
     build_model,
+    checked,
     gpu_of,
     guarded,
     layouts_of,
@@ -42,6 +43,7 @@ from hvd_train.protocol import (
 )
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
+UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 ROW = 4096  # entries that one thread adds up, whatever the number of threads
 THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
@@ -129,7 +131,11 @@ class TorchOps:
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
 
     def cross_entropy(self, logits, labels):
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        return losses if labels.dim() == 1 else losses.view(labels.shape)
+
+    def constant(self, x):
+        return x.detach()
 
     def softplus(self, x):
         return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
@@ -327,12 +333,12 @@ class PyTorchFrontEnd(StateTree):
             try:
                 self._try(channels_last=True)
                 return True
-            except RuntimeError:
+            except UNTAKEN:
                 self.model.to(memory_format=torch.contiguous_format)
         if len(self._sample.inputs) > 1 or any(field.whole for field in self._sample.inputs.values()):
             try:
                 self._try(channels_last=False)
-            except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
+            except UNTAKEN as error:
                 raise untaken(self.config.model.name, self._sample, error) from error
         return False
 
@@ -350,6 +356,7 @@ class PyTorchFrontEnd(StateTree):
         """What the model gives: a tensor, or several by name."""
         with self._mixed:
             found = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
+        found = checked(found, self.config.model.name)
         if isinstance(found, Mapping):
             return {name: x.to(self.dtype) for name, x in found.items()}
         return found.to(self.dtype)
@@ -439,15 +446,20 @@ class PyTorchFrontEnd(StateTree):
         """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
         rows, fields = max(batch.count, 1), self._sample.inputs
         inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
-        labels = {name: self._placed(batch.labels[name][:rows], field) for name, field in self._sample.labels.items()}
-        return inputs, labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
+        return inputs, *self._judged(batch)
+
+    def _judged(self, batch: Batch):
+        rows, fields = max(batch.count, 1), self._sample.labels
+        labels = {name: self._placed(batch.labels[name][:rows], field) for name, field in fields.items()}
+        return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
     def _placed(self, x: np.ndarray, field: Field) -> torch.Tensor:
         """As stored to the device, there as its field tells. Images come as (height, width, channels), the order that
         decoders give; PyTorch wants channels first."""
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
-            placed = placed.to(torch.float32).div_(field.divisor)
+            # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
+            placed = placed.to(torch.float32) / torch.tensor(field.divisor, device=self.device)
         if placed.is_floating_point():
             placed = placed.to(self.dtype)
         elif placed.dtype != torch.bool:
@@ -465,7 +477,7 @@ class PyTorchFrontEnd(StateTree):
         self._batchnorm.take(weights)
         loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale).tolist())
         loss.backward()
-        return sums.detach()
+        return sums
 
     def step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
         self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
@@ -516,10 +528,15 @@ class PyTorchFrontEnd(StateTree):
         return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def predict(self, placed) -> Any:
-        found = self._evaluated(placed[0])
+        found, labels = self._evaluated(placed[0]), self._sample.labels
         if isinstance(found, dict):
-            return {name: self.ops.to_numpy(x) for name, x in found.items()}
-        return self.ops.to_numpy(found)
+            return {name: self._stored(x, labels.get(name)) for name, x in found.items()}
+        return self._stored(found, next(iter(labels.values())) if len(labels) == 1 else None)
+
+    def _stored(self, x: torch.Tensor, label: Field | None) -> np.ndarray:
+        """In the order of axes that the data have: images as (height, width, channels)."""
+        image = label is not None and len(label.shape) == 3 and not label.classes and x.dim() == 4
+        return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 
     def _slots(self) -> dict[str, torch.Tensor]:
         """Own key -> view into the optimizer's flat slots, or its scalar step count."""

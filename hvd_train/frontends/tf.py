@@ -26,6 +26,7 @@ from hvd_train.frontends.base import (
     HorovodCommunicator,
     StateTree,
     build_model,
+    checked,
     gpu_of,
     guarded,
     layouts_of,
@@ -134,6 +135,9 @@ class TensorFlowOps:
 
     def cross_entropy(self, logits, labels):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+
+    def constant(self, x):
+        return tf.stop_gradient(x)
 
     def softplus(self, x):
         return tf.math.softplus(x)
@@ -341,8 +345,12 @@ class TensorFlowFrontEnd(StateTree):
     def place(self, batch: Batch):
         with tf.device(self._device):
             inputs = {name: self._values(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
+            return inputs, *self._judged(batch)
+
+    def _judged(self, batch: Batch):
+        with tf.device(self._device):
             labels = {name: self._values(batch.labels[name], field) for name, field in self._sample.labels.items()}
-            return inputs, labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
+            return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
     def accumulate(self, placed, scale: Scale, seed: int):
         return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
@@ -408,7 +416,7 @@ class TensorFlowFrontEnd(StateTree):
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
     def _outputs(self, inputs, training: bool):
-        found = self.model(one_or_all(inputs), training=training)
+        found = checked(self.model(one_or_all(inputs), training=training), self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), found)
 
     def _evaluated(self, inputs):

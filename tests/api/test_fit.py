@@ -15,6 +15,7 @@ rng = np.random.default_rng(0)
 X = rng.normal(size=(90, 6)).astype(np.float32)
 Y = X[:, :CLASSES].argmax(1)
 DATA = (X[:60], Y[:60]), (X[60:], Y[60:])
+NUMBERS = tuple((x, x[:, :CLASSES]) for x, _ in DATA)
 
 
 def config(folder, **keys):
@@ -104,6 +105,9 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
         hvd_train.fit(given, hooks=["print"])
     with pytest.raises(ConfigError, match="int is no model; model; "):
         hvd_train.fit(given, model=3)
+    task = {"loss": "tests.own_models:weighted_by_outputs"}
+    with pytest.raises(ConfigError, match="weights add up to .*, and for outputs of zeros to 0; .*weighted_by_outputs"):
+        hvd_train.fit(given | {"task": task, "log_every_n_steps": 1}, model=built("pytorch"), data=NUMBERS)
     with pytest.raises(DataError, match=r"gave a tuple of 3; data; it must return \(train, val\)"):
         hvd_train.fit(given, data=(X, Y, X))
     with pytest.raises(ConfigError, match=r"the model's weights are float32; precision: 64; build it in a function"):

@@ -27,13 +27,19 @@ def own_loss(outputs, labels):
         return np.where(weights > 0, (outputs - labels) ** 2, np.nan), weights
 
 
+def signed(outputs, labels):
+    return (outputs - labels) ** 2, np.sign(labels)
+
+
 def near(outputs, labels):
     return abs(outputs - labels) < 0.5
 
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch):
-    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(loss=own_loss, near=near))
+    monkeypatch.setitem(
+        sys.modules, "own_task", SimpleNamespace(loss=own_loss, same=own_loss, near=near, signed=signed)
+    )
 
 
 def labels_of(kind, shape):
@@ -65,7 +71,7 @@ CASES = {
     "regression": ("mse", ["mse", "mae", "rmse", "huber", "r2"], "numbers", (3,)),
     "absolute": ("mae", ["own_task:near"], "numbers", ()),
     "huber": ("huber", [], "numbers", (2, 3)),
-    "own": ("own_task:loss", ["own_task:loss", "mae"], "numbers", (4,)),
+    "own": ("own_task:loss", ["own_task:same", "mae"], "numbers", (4,)),
 }
 
 
@@ -131,11 +137,17 @@ def test_several_outputs_are_added_each_by_its_own_count():
     z = {"words": RNG.normal(size=(N, PLACES, CLASSES)), "next": RNG.normal(size=(N, 2))}
     y = {"words": RNG.integers(0, CLASSES, (N, PLACES)), "next": RNG.integers(0, 2, N)}
     y["words"][RNG.random((N, PLACES)) < 0.7] = -100
-    assert task.counted and task.counts(y, np.ones(N)).tolist() == [(y["words"] >= 0).sum(), N]
+    assert task.counted and task.counts(y, np.ones(N)).tolist() == [N, (y["words"] >= 0).sum()]
     loss, sums = task(z, y, np.ones(N), 1 / task.counts(y, np.ones(N)))
     found = task.results(sums)
-    assert list(found) == [*config.names, "samples"] == ["loss", "words_loss", "next_loss", "next_accuracy", "samples"]
+    assert list(found) == [*config.names, "samples"] == ["loss", "next_loss", "words_loss", "next_accuracy", "samples"]
     assert found["loss"] == pytest.approx(found["words_loss"] + found["next_loss"]) == pytest.approx(float(loss))
+
+
+def test_the_order_of_outputs_in_a_file_means_nothing():
+    """A manifest sorts keys: sums of the epoch so far would be taken for one another's after a resume."""
+    both = [TaskConfig(loss=dict.fromkeys(names, "mse")) for names in ("ab", "ba")]
+    assert list(both[0].terms) == list(both[1].terms) and both[0].names == both[1].names
 
 
 def test_the_default_costs_no_count():
@@ -164,6 +176,32 @@ def test_what_is_no_loss_is_one_line(monkeypatch, loss, words):
     assert "task.loss: own_task:loss" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_weights_must_follow_from_labels_alone(monkeypatch):
+    """The gradients are divided by what labels tell before any model is asked."""
+    names = {"loss": lambda z, y: (z - y, abs(z)), "label": lambda z, y: (z - y, abs(y)), "near": near}
+    names["changing"] = lambda z, y: (z - y, abs(y)) if len(y) == 2 else z - y
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(**names))
+    for loss in ("loss", "label"):
+        task, z, y = made(f"own_task:{loss}", [], "numbers", (3,))
+        sums, counts = summed(task, z, y, [np.arange(N)], 0), task.counts({"label": y}, np.ones(N))
+        if loss == "label":
+            task.check(sums, counts)
+            continue
+        with pytest.raises(
+            ConfigError, match=r"weights add up to \d+.*, and for outputs of zeros to 0; .*own_task:loss"
+        ):
+            task.check(sums, counts)
+    task, z, y = made("own_task:changing", [], "numbers", (3,))
+    with pytest.raises(ConfigError, match="gives weights for some batches and none for others"):
+        task(z, {"label": y}, np.ones(N))
+
+
+def test_a_negative_weight_counts_on_both_sides():
+    task, z, y = made("own_task:signed", [], "numbers", ())
+    found, (total, count, _) = (z - y) ** 2, summed(task, z, y, [np.arange(N)], 0)
+    assert total == pytest.approx((found * np.sign(y)).sum()) and count == pytest.approx(np.sign(y).sum())
+
+
 def test_outputs_that_do_not_fit_are_one_line():
     task, z, y = made("mse", [], "numbers", (3,))
     with pytest.raises(ConfigError, match=r"outputs of shape \(23, 2\) for labels of shape \(23, 3\)"):
@@ -175,6 +213,8 @@ def test_outputs_that_do_not_fit_are_one_line():
         Task(TaskConfig(loss="mse"), Sample({}, fields), NumpyOps())
     with pytest.raises(ConfigError, match="no labels 'c'; .*; the data have a, b"):
         Task(TaskConfig(loss={"c": "mse"}), Sample({}, fields), NumpyOps())
+    with pytest.raises(ConfigError, match="the model gives p, q; .*{p: mse, q: mse}"):
+        column({"p": z, "q": z}, {"label": y}, np.ones(N))
     two = Task(TaskConfig(loss={"a": "mse", "b": "mse"}), Sample({}, fields), NumpyOps())
     with pytest.raises(ConfigError, match="the model gives one output, and task.loss names 'a'"):
         two(z, {"a": y, "b": y}, np.ones(N))
@@ -186,6 +226,9 @@ def test_outputs_that_do_not_fit_are_one_line():
         ({"task": {"loss": "cross_entrop"}}, "task.loss.*did you mean 'cross_entropy'"),
         ({"task": {"metrics": ["acuracy"]}}, "did you mean 'accuracy'"),
         ({"task": {"loss": {"a": "mse"}, "metrics": ["mae"]}}, "give them by the outputs of loss"),
+        ({"task": {"loss": "mse", "metrics": ["a:loss"]}}, "'loss' names two things in the log"),
+        ({"task": {"loss": "mse", "metrics": ["a:far", "b:far"]}}, "'far' names two things"),
+        ({"task": {"metrics": ["a:step"]}}, "'step' names two things"),
         ({"checkpoint": {"monitor": "val_acuracy"}}, "did you mean 'val_accuracy'"),
         ({"task": {"loss": "mse"}, "early_stopping": {"monitor": "val_accuracy"}}, "early_stopping.monitor.*val_loss"),
     ],

@@ -609,6 +609,11 @@ class Uneven(Mine):
     def fetch(self, indices): return np.ones((len(indices), 2 + len(indices))), np.ones(len(indices), np.int64)
 class Places(Mine):
     def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.ones((len(indices), 3), np.int64)
+class Strange(Mine):
+    label = 3
+    def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.where(indices, self.label, 0)
+class Ignored(Strange):
+    label = -100
 class Broken(Mine):
     def fetch(self, indices): return indices / {}
 def pairs(n=4): return (np.ones((n, 3)), np.arange(n) % 2), (np.zeros((2, 3)), np.zeros(2, int))
@@ -617,6 +622,8 @@ def places(): return Places(), Places()
 def one(): return Mine()
 def nothing(): return None, None
 def bytes(): return Bytes(), Mine()
+def strange(): return Mine(), Strange()
+def ignored(): return Mine(), Ignored()
 def uneven(): return Uneven(), Uneven()
 def broken(): return Mine(), Broken()
 def raises(): raise KeyError("no key")
@@ -649,6 +656,8 @@ def test_own_function(own):
         ("own_data:nothing", "NoneType has no __len__, fetch"),
         ("own_data:bytes", "input (3,) uint8, label () int64, validation samples of input (3,) float32"),
         ("own_data:uneven", "fetch gives inputs of shape (4, 6) for 4 indices, not (4, 3)"),
+        ("own_data:strange", "sample 1 holds a label out of [0, 2)"),
+        ("own_data:ignored", "sample 1 holds a label out of [0, 2)"),
         ("own_data:broken", "val; "),
         ("own_data:raises", "KeyError"),
     ],

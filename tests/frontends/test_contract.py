@@ -499,6 +499,14 @@ def test_a_model_that_cannot_be_used(name, what):
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(("framework", "name"), [("pytorch", "pytorch_pair"), ("tensorflow", "keras_pair")])
+def test_several_outputs_without_names_are_one_line(framework, name):
+    frontend = opened(framework, {"name": f"tests.own_models:{name}"})
+    with pytest.raises(ConfigError, match=r"the model gives a (tuple|list); .*; return a tensor, or a dict") as caught:
+        frontend.score(frontend.place(batch()))
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_unknown_option_of_a_model_lists_the_known(framework):
     with pytest.raises(ConfigError, match=r"no option hiden.*it takes \['hidden', 'outputs'\]"):
@@ -571,6 +579,23 @@ def test_several_inputs_reach_the_model_by_name_in_both_frameworks():
     assert np.abs(moved[0] - fronts[0].predict(fronts[0].place(one))).max() > 1e-3
 
 
+def test_images_come_out_as_they_went_in():
+    """Whatever order of axes a framework computes in, ``predict`` and the loss have the data's."""
+    one, found = batch(), []
+    one = replace(one, labels={"label": one.inputs["input"]})
+    sample = Sample({"input": Field(SHAPE, "float32")}, {"label": Field(SHAPE, "float32")})
+    for framework in FRAMEWORKS:
+        settings = {"framework": framework, "model": {"name": "autoencoder", "hidden": [5]}, "task": {"loss": "mse"}}
+        config = Config.model_validate(settings | {"precision": 64, "device": "cpu"})
+        frontend = module(framework).open_frontend(config, Serial(), sample)
+        frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+        found.append(frontend.predict(frontend.place(one)))
+        loss = frontend.task.results(frontend.ops.to_numpy(frontend.score(frontend.place(one))))["loss"]
+        assert loss == pytest.approx(((found[-1] - one.inputs["input"]) ** 2).mean(), rel=1e-12)
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+    assert found[0].shape == (ROWS, *SHAPE)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("keys", "word"),
@@ -634,7 +659,7 @@ def task_run(framework, task, kind):
     vectors = []
     for k, one in enumerate(task_batches(kind)):
         placed = frontend.place(one)
-        scale = [1 / max(float(c), 1) for c in frontend.counts(placed)] if frontend.task.counted else 1 / ROWS
+        scale = [1 / max(float(c), 1) for c in frontend.counts(one)] if frontend.task.counted else 1 / ROWS
         vectors.append(frontend.ops.to_numpy(frontend.step(placed, scale, k, 0.1)))
         vectors.append(frontend.ops.to_numpy(frontend.score(placed)))
     return frontend, vectors

@@ -52,7 +52,7 @@ def test_pytorch_equals_keras(worlds, training):
 def test_tasks_tell_the_same_in_every_world(worlds, framework, launcher, size):
     """What labels leave out counts on no rank; names are those of the task."""
     names = {"masked": ["loss", "accuracy"], "curves": ["loss", "weighted", "mse", "r2"]}
-    names["words"] = ["loss", "words_loss", "next_loss", "words_accuracy", "words_f1"]
+    names["words"] = ["loss", "next_loss", "words_loss", "words_accuracy", "words_f1"]
     for training, own in names.items():
         one = worlds("pytorch", "", 1).json(training)[0]
         assert [key[4:] for key in one if key.startswith("val_") and key != "val_samples"] == own

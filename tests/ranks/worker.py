@@ -73,7 +73,7 @@ def overflow(case, module, communicator, folder):
     frontend = job.frontend
     before, found = frontend.state(), []
     (good,) = next(job.loader("train").epoch(0)).micro_batches
-    bad = dataclasses.replace(good, inputs=good.inputs * np.float32(1e30))
+    bad = dataclasses.replace(good, inputs={name: x * np.float32(1e30) for name, x in good.inputs.items()})
     for batch in (bad if communicator.rank == communicator.size - 1 else good, good):
         frontend.step(frontend.place(batch), 1.0, 0, 0.1, 1.0)
         after = frontend.state()

@@ -327,8 +327,7 @@ class Config(Section):
     )
     steps_per_execution: Positive | Literal["auto"] = Field(
         "auto",
-        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s; "
-        "where labels tell how much counts: 1",
+        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
     )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")

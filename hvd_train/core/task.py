@@ -193,9 +193,7 @@ class Term:
 
 
 def refused(what: str, where: str, fix: str) -> ConfigError:
-    error: Any = ConfigError(what, where=where, fix=fix)
-    error.ag_pass_through = True  # else tf.function makes an error of its own of it
-    return error
+    return ConfigError(what, where=where, fix=fix)
 
 
 class Task:

@@ -105,14 +105,18 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
         hvd_train.fit(given, hooks=["print"])
     with pytest.raises(ConfigError, match="int is no model; model; "):
         hvd_train.fit(given, model=3)
-    task = {"loss": "tests.own_models:weighted_by_outputs"}
-    with pytest.raises(ConfigError, match="weights add up to .*, and for outputs of zeros to 0; .*weighted_by_outputs"):
-        hvd_train.fit(given | {"task": task, "log_every_n_steps": 1}, model=built("pytorch"), data=NUMBERS)
     with pytest.raises(DataError, match=r"gave a tuple of 3; data; it must return \(train, val\)"):
         hvd_train.fit(given, data=(X, Y, X))
     with pytest.raises(ConfigError, match=r"the model's weights are float32; precision: 64; build it in a function"):
         hvd_train.fit(given | {"framework": "tensorflow", "precision": 64}, model=built("tensorflow"), data=DATA)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    task = {"loss": "tests.own_models:weighted_by_outputs"}
+    with pytest.raises(ConfigError, match="weights add up to .*, and for outputs of zeros to 0; .*weighted_by_outputs"):
+        hvd_train.fit(
+            config(tmp_path / "weighted", task=task, max_steps=1, log_every_n_steps=1),
+            model=built("pytorch"),
+            data=NUMBERS,
+        )
     summary = hvd_train.fit(given, model=built("pytorch"), data=DATA)
     with pytest.raises(AttributeError, match="the summary has framework, .*; not 'val_f1'"):
         _ = summary.val_f1

@@ -55,7 +55,8 @@ def export(
     framework = _builder(config, to)
     monitor = config.checkpoint.monitor, config.checkpoint.mode
     snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor, warn)
-    used = {"model.name": framework is not None, "data.name": not _knows_sample(snapshot)}
+    opens = not _knows_sample(snapshot)
+    used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
     trained = _trained(config, snapshot)
     if framework:
@@ -89,6 +90,10 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
     told = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
     scale = SCALES.get(config.data.name) or told or snapshot.meta.get("numbers") or STORED
+    several = len(sample.inputs) > 1
+    for name, field in sample.inputs.items():
+        if field.mean:
+            scale += f", then{f' {name}' * several} less {_listed(field.mean)}, over {_listed(field.std)}"
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),
@@ -100,6 +105,11 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     return Trained(config, arrays, sample, about, scale)
 
 
+def _listed(numbers: tuple[float, ...]) -> str:
+    told = ", ".join(f"{x:g}" for x in numbers)
+    return told if len(numbers) == 1 else f"({told})"
+
+
 def _knows_sample(snapshot: checkpoint.Snapshot) -> bool:
     return "sample" in snapshot.meta or "input_shape" in snapshot.meta
 
@@ -109,11 +119,13 @@ def _sample(meta: dict[str, Any]) -> Sample:
     if "sample" not in meta:
         shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
         return Sample({"input": Field(shape, "float32")}, {"label": Field((), "int64", classes=classes)})
-    parts = [
-        {name: Field(**field | {"shape": tuple(field["shape"])}) for name, field in meta["sample"][part].items()}
-        for part in ("inputs", "labels")
-    ]
+    parts = [{name: _field(told) for name, told in meta["sample"][part].items()} for part in ("inputs", "labels")]
     return Sample(*parts)
+
+
+def _field(told: Mapping[str, Any]) -> Field:
+    given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
+    return Field(**given)
 
 
 def _takes(trained: Trained, done: Exported, framework: Framework | None) -> str:

@@ -44,7 +44,8 @@ Fields = Mapping[str, np.ndarray]  # named arrays, first axis: samples
 class Field:
     """An array of one sample as it is stored and travels.
 
-    The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits.
+    The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits;
+    then, where it has a ``mean``, takes it away and divides by ``std``: a number each, or as many as the last axis has.
     Then numbers take the type of the weights, whole ones int64; three axes are an image, (height, width, channels).
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
     """
@@ -54,6 +55,8 @@ class Field:
     divisor: float = 1.0
     classes: int | None = None
     masked: bool = False
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     @property
     def whole(self) -> bool:

@@ -300,6 +300,7 @@ def _own_code(config: Config) -> dict[str, str]:
     """{key: what may be "package.module:function", which is imported}."""
     terms = config.task.terms.values()
     named = {"model.name": config.model.name, "data.name": config.data.name}
+    named["data.transforms"] = ", ".join(one.name for one in config.data.transforms)
     named["task.loss"] = ", ".join(loss for loss, _ in terms)
     return named | {"task.metrics": ", ".join(name for _, metrics in terms for name in metrics)}
 

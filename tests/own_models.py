@@ -383,3 +383,17 @@ def curves(count: int = 97):
     rng = np.random.default_rng(6)
     parts = [rng.normal(size=(n, 5)).astype(np.float32) for n in (count, 31)]
     return tuple((x, np.sin(x[:, :3]) + x[:, 2:]) for x in parts)
+
+
+def bytes_of_digits():
+    """700 real images (8, 8, 1) as bytes, 100 of them for validation."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images, labels = (found.images[:700, ..., None] * 15.9375).astype(np.uint8), found.target[:700]
+    return (images[:600], labels[:600]), (images[600:], labels[600:])
+
+
+def noisy(image, rng, most):
+    """A transform: up to ``most`` is added to each pixel."""
+    return np.minimum(image.astype(np.int64) + rng.integers(0, most, image.shape), 255).astype(image.dtype)

@@ -386,12 +386,15 @@ def models() -> None:
 
 @cli.command()
 def data() -> None:
-    """List the kinds of data sets."""
+    """List the kinds of data sets, and what can be done to their samples."""
+    from hvd_train.data import transforms
     from hvd_train.data.sources import catalog
     from hvd_train.report.tables import table
 
     click.echo(table(["data.name", "what"], list(catalog().items())))
-    click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).")
+    click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).\n")
+    click.echo(table(["data.transforms", "what"], list(transforms.catalog().items())))
+    click.echo("Your own: 'package.module:function', called with a sample's array and a numpy Generator.")
 
 
 @cli.command()

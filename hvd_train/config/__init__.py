@@ -9,6 +9,7 @@ from hvd_train.config.keys import (
     ModelConfig,
     OptimConfig,
     TaskConfig,
+    TransformConfig,
 )
 from hvd_train.config.reading import load_config
 from hvd_train.config.writing import changed, digest, explain, resolved_yaml
@@ -22,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "TaskConfig",
+    "TransformConfig",
     "changed",
     "digest",
     "explain",

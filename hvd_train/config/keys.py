@@ -6,7 +6,15 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from hvd_train.frameworks import FRAMEWORKS
@@ -14,6 +22,8 @@ from hvd_train.frameworks import FRAMEWORKS
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Mode = Literal["min", "max"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Numbers = Finite | Annotated[list[Finite], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -60,6 +70,65 @@ class ModelConfig(Section):
         return dict(self.model_extra or {})
 
 
+# transform -> the options it takes; as in torchvision, where it has them
+TRANSFORMS = {
+    "random_horizontal_flip": ("p",),
+    "random_vertical_flip": ("p",),
+    "random_crop": ("size", "padding", "fill", "padding_mode"),
+    "cutout": ("size", "fill", "p"),
+    "normalize": ("mean", "std"),
+}
+
+
+class TransformConfig(Section):
+    name: str = Field(
+        "", description="'hvd-train data' lists them; or your own 'package.module:function' of (sample, rng)"
+    )
+    p: float | None = Field(None, ge=0, le=1, description="how likely it is: flips 0.5, cutout 1")
+    size: Positive | None = Field(None, description="cutout: side in pixels; random_crop: the images' own side")
+    padding: Positive | None = Field(None, description="random_crop: pixels put on each side first")
+    fill: float = Field(0, allow_inf_nan=False, description="random_crop, cutout: value of pixels, as it is stored")
+    padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = Field(
+        "constant", description="random_crop: what is put on each side"
+    )
+    mean: Numbers | None = Field(
+        None, description="normalize: less this; a number or one a channel, of values in [0, 1]"
+    )
+    std: Numbers | None = Field(None, description="normalize: over this; a number or one a channel")
+    input: str | None = Field(None, description="which of several inputs")
+    options: dict[str, Any] = Field({}, description="arguments of your own function")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """A name alone: all as by default."""
+        return {"name": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TransformConfig:
+        if ":" not in self.name and self.name not in TRANSFORMS:
+            rule([("name", did_you_mean(self.name, (*TRANSFORMS, "'package.module:function'")))])
+        taken = TRANSFORMS.get(self.name, ("options",))
+        fields = type(self).model_fields
+        given = [key for key in fields if getattr(self, key) != fields[key].default and key not in ("name", "input")]
+        problems = [(key, f"{self.name} takes {', '.join(taken)}") for key in given if key not in taken]
+        wanted = {"random_crop": ("padding",), "cutout": ("size",), "normalize": ("mean", "std")}
+        problems += [(key, f"{self.name} needs it") for key in wanted.get(self.name, ()) if key not in given]
+        if any(x <= 0 for x in self.listed("std")):
+            problems.append(("std", "must be > 0"))
+        rule(problems)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _short(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is given, and no defaults: a list of sections is long."""
+        return {key: value for key, value in dump(self).items() if value != type(self).model_fields[key].default}
+
+    def listed(self, key: Literal["mean", "std"]) -> tuple[float, ...]:
+        found = getattr(self, key)
+        return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
 class DataConfig(Section):
     name: str = Field(
         "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
@@ -85,6 +154,14 @@ class DataConfig(Section):
         "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
     )
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
+    transforms: list[TransformConfig] = Field([], description="what is done to each sample, in this order")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> DataConfig:
+        names = [one.name for one in self.transforms]
+        if "normalize" in names[:-1]:
+            rule([("transforms", "normalize must stand last: it is done on the device, after all others")])
+        return self
 
 
 LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
@@ -95,7 +172,7 @@ TAKEN = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # wha
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name.lower(), known, 1) or [other for other in known if name and name in other]
     return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
 
 

@@ -147,6 +147,8 @@ def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
     """The section class at a path of keys."""
     at: Any = Config
     for part in path:
+        if isinstance(part, int):  # of a list of sections
+            continue
         field = at.model_fields.get(str(part)) if isinstance(at, type) and issubclass(at, BaseModel) else None
         if field is None:
             return None

@@ -30,6 +30,8 @@ def explain(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[s
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             if type(None) in get_args(field.annotation):
                 rows.append((prefix + name, "section or null", "null", field.description or ""))
+            if get_origin(field.annotation) is list:
+                rows.append((prefix + name, "list of sections", "[]", field.description or ""))
             rows += explain(kind, f"{prefix}{name}.")
             continue
         default = "null" if field.default is None else json.dumps(field.default)

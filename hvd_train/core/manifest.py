@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step-([0-9]{1,18})(\.was-[0-9a-f]+)?$")
 MAX_BYTES, MAX_RANKS = 32 << 20, 1 << 16
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=1000)]
 FileName = Annotated[str, Field(pattern=r"^(weights|optimizer|rank-[0-9]{1,6})\.safetensors$")]
 
@@ -61,6 +62,8 @@ class ArrayField(_Part):
     divisor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     classes: Count | None
     masked: bool
+    mean: Annotated[list[Finite], Field(max_length=1 << 20)] = []
+    std: Annotated[list[Finite], Field(max_length=1 << 20)] = []
 
 
 class SampleFields(_Part):

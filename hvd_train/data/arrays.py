@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_train.config import TaskConfig
 from hvd_train.data.order import U64, mix, permute, stream
+from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
@@ -255,6 +256,10 @@ class Itself:
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, _ = self._own.fetch(indices)
+        return inputs, self._labels(inputs)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        inputs, _ = drawn(self._own, indices, seed, epoch)
         return inputs, self._labels(inputs)
 
     def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from hvd_train.data.order import permute, share, steps
+from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
 from hvd_train.protocol import Batch, Source
 
@@ -75,7 +76,7 @@ class Loader:
             indices = iter(np.split(permute(np.concatenate(own), n, self.seed, epoch), ends))
             for start, stop in bounds:
                 parts = itertools.islice(indices, self.accumulate)
-                yield Step(tuple(self._batch(part) for part in parts), stop - start, stop)
+                yield Step(tuple(self._batch(part, epoch) for part in parts), stop - start, stop)
 
     def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
         """This rank's positions of a micro-batch of the global batch [start, stop)."""
@@ -92,12 +93,14 @@ class Loader:
         a, b = share(stop - start, self.size, self.rank)
         return np.arange(start + a, start + b)
 
-    def _batch(self, indices: np.ndarray) -> Batch:
+    def _batch(self, indices: np.ndarray, epoch: int | None = None) -> Batch:
+        """``epoch``: of training, whose samples may be drawn anew in each."""
         count = len(indices)
         weights = np.zeros(self.length, np.float32)
         weights[:count] = 1
         # An empty part has shapes, too: those of any sample.
-        inputs, labels = self.source.fetch(indices if count else np.zeros(1, np.int64))
+        asked = indices if count else np.zeros(1, np.int64)
+        inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
         if count < self.length:
             inputs, labels = ({k: self._padded(x[:count]) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)

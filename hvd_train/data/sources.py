@@ -17,6 +17,7 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import formats, masked
 from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
+from hvd_train.data.transforms import transformed
 from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Sample, Source
 
@@ -197,8 +198,15 @@ def open_data(config: DataConfig, task: TaskConfig = TASK, given: Any = None) ->
         listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
         fix = f"did you mean '{near[0]}'? {listed}" if near else listed
         raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
+    _check_alike(train, val, config)
+    if config.transforms:
+        train, val = transformed(train, val, config.transforms, _imported)
     if config.target == "inputs":
         train, val = Itself(train), Itself(val)
+    return DataSet(config.name, train, val)
+
+
+def _check_alike(train: Source, val: Source, config: DataConfig) -> None:
     parts = [
         {
             name: replace(field, classes=None)
@@ -212,7 +220,6 @@ def open_data(config: DataConfig, task: TaskConfig = TASK, given: Any = None) ->
         raise DataError(
             what, where=config.path or f"data.name: {config.name}", fix="give both the same names, shapes and types"
         )
-    return DataSet(config.name, train, val)
 
 
 def _own(config: DataConfig, task: TaskConfig, given: Any) -> Pair:

@@ -460,6 +460,9 @@ class PyTorchFrontEnd(StateTree):
         if field.divisor != 1:
             # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
             placed = placed.to(torch.float32) / torch.tensor(field.divisor, device=self.device)
+        if field.mean:
+            mean, std = (torch.tensor(x, dtype=torch.float32, device=self.device) for x in (field.mean, field.std))
+            placed = placed.sub(mean).div_(std)
         if placed.is_floating_point():
             placed = placed.to(self.dtype)
         elif placed.dtype != torch.bool:

@@ -428,6 +428,8 @@ class TensorFlowFrontEnd(StateTree):
         x = tf.constant(x)
         if field.divisor != 1:
             x = tf.cast(x, tf.float32) / field.divisor
+        if field.mean:
+            x = (x - tf.constant(field.mean, tf.float32)) / tf.constant(field.std, tf.float32)
         return tf.cast(x, self.dtype) if x.dtype.is_floating else x if x.dtype.is_bool else tf.cast(x, tf.int64)
 
     def _traced_accumulate(self, inputs, labels, weights, scale, seed):

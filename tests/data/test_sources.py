@@ -22,7 +22,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 RNG = np.random.default_rng(0)
 DEFAULTS = {
     "path": None, "image_size": None, "val_fraction": 0.2, "num_samples": 100, "input_shape": [4, 4, 1],
-    "num_classes": None, "options": {}, "sequence_length": 128, "target": "labels",
+    "num_classes": None, "options": {}, "sequence_length": 128, "target": "labels", "transforms": [],
 }  # fmt: skip
 
 

@@ -72,6 +72,21 @@ TRAININGS["curves"] = OWN_TASK | {
     "optim.lr": 0.05,
     "task": {"loss": "tests.own_models:weighted", "metrics": ["tests.own_models:weighted", "mse", "r2"]},
 }
+# Images as bytes, varied anew in each epoch; the third begins in the middle of the run.
+TRAININGS["varied"] = OWN_TASK | {
+    "model": {"name": "mlp", "hidden": [24]},
+    "data.name": "tests.own_models:bytes_of_digits",
+    "data.transforms": [
+        "random_horizontal_flip",
+        {"name": "random_crop", "padding": 2},
+        {"name": "tests.own_models:noisy", "options": {"most": 40}},
+        {"name": "cutout", "size": 3, "fill": 9},
+        {"name": "normalize", "mean": 0.3, "std": 0.35},
+    ],
+    "global_batch_size": 101,
+    "accumulate_grad_batches": 2,
+    "optim.lr": 0.05,
+}
 OWN_MODELS = {
     "words": {"pytorch": "tests.own_models:pytorch_words", "tensorflow": "tests.own_models:keras_words"},
     "curves": {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests.own_models:keras_units"},

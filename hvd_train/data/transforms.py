@@ -1,0 +1,220 @@
+"""What is done to samples on their way to the model. Random ones are drawn by (seed, epoch, index) alone, so they are
+the same for every world size, in both frameworks and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import TransformConfig
+from hvd_train.data.order import U64, mix, stream
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Fields, Sample, Source
+
+SAME = "give back what it was given: the same names, shapes and types"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers of some samples: (k,) places in the source; ``key`` is of one transform in one epoch."""
+
+    key: int
+    indices: np.ndarray
+
+    def bits(self, each: int) -> np.ndarray:
+        """(k, each) uint64."""
+        counters = self.indices.astype(U64)[:, None] * U64(each) + np.arange(each, dtype=U64)
+        return stream(self.key, counters)
+
+    def generators(self) -> list[np.random.Generator]:
+        return [np.random.Generator(np.random.Philox(key=np.array([self.key, i], U64))) for i in self.indices]
+
+
+def _below(bits: np.ndarray, count: int) -> np.ndarray:
+    """Whole numbers in [0, count), count < 2^32."""
+    return (((bits >> U64(32)) * U64(count)) >> U64(32)).astype(np.int64)
+
+
+def _chosen(bits: np.ndarray, p: float) -> np.ndarray:
+    return (bits >> U64(11)) * 2.0**-53 < p
+
+
+# Each takes (k, height, width, channels), which it may write into, and gives as many of the same shape and type.
+Transform = Callable[[np.ndarray, Draws, TransformConfig], np.ndarray]
+
+
+def _horizontal_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+    """left and right change places; p: 0.5"""
+    chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
+    images[chosen] = images[chosen][:, :, ::-1]
+    return images
+
+
+def _vertical_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+    """top and bottom change places; p: 0.5"""
+    chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
+    images[chosen] = images[chosen][:, ::-1]
+    return images
+
+
+def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+    """padding pixels on each side, then a part of the images' size; fill: 0, padding_mode: constant"""
+    height, width = images.shape[1:3]
+    around = config.padding or 0
+    values: dict[str, Any] = {"constant_values": config.fill} if config.padding_mode == "constant" else {}
+    padded = np.pad(images, ((0, 0), (around, around), (around, around), (0, 0)), config.padding_mode, **values)
+    for k, (top, left) in enumerate(_below(draws.bits(2), 2 * around + 1).tolist()):
+        images[k] = padded[k, top : top + height, left : left + width]
+    return images
+
+
+def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
+    """a square of size pixels, whose middle is anywhere, gets the value fill; p: 1, fill: 0"""
+    height, width = images.shape[1:3]
+    side, bits = config.size or 0, draws.bits(3)
+    chosen = _chosen(bits[:, 0], 1.0 if config.p is None else config.p)
+    tops, lefts = _below(bits[:, 1], height) - side // 2, _below(bits[:, 2], width) - side // 2
+    for k in np.flatnonzero(chosen):
+        top, left = int(tops[k]), int(lefts[k])
+        images[k, max(top, 0) : max(top + side, 0), max(left, 0) : max(left + side, 0)] = config.fill
+    return images
+
+
+BUILT_IN: dict[str, Transform] = {
+    "random_horizontal_flip": _horizontal_flip,
+    "random_vertical_flip": _vertical_flip,
+    "random_crop": _crop,
+    "cutout": _cutout,
+}
+MOVING = ("random_horizontal_flip", "random_vertical_flip", "random_crop")
+NORMALIZE = "normalize"
+
+
+def catalog() -> dict[str, str]:
+    """{name: one line of help}."""
+    told = {name: (one.__doc__ or "").strip() for name, one in BUILT_IN.items()}
+    return told | {NORMALIZE: "(values - mean) / std, on the device, in validation too; bytes are divided by 255 first"}
+
+
+class Transformed:
+    """Another source's samples: as they are (``fetch``), or as training takes them (``drawn``)."""
+
+    def __init__(self, own: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
+        self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
+        self.note = getattr(own, "note", "")
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        return self._own.fetch(indices)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        fetched, labels = self._own.fetch(indices)
+        inputs = {name: np.array(x) for name, x in fetched.items()}  # which transforms may write into
+        for number, step in enumerate(self._steps):
+            inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))
+        return inputs, labels
+
+
+def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+    """Samples as training takes them in this epoch; of most sources they are the same in each."""
+    own = getattr(source, "drawn", None)
+    return own(indices, seed, epoch) if own else source.fetch(indices)
+
+
+_Step = Callable[[dict[str, np.ndarray], Draws], dict[str, np.ndarray]]
+
+
+def transformed(
+    train: Source, val: Source, configs: Sequence[TransformConfig], imported: Callable[[str, str], Callable[..., Any]]
+) -> tuple[Source, Source]:
+    """Both parts with ``normalize``, the training part with all; what does not fit shows here, on the first sample."""
+    steps: list[_Step] = []
+    samples = [train.sample, val.sample]
+    for number, config in enumerate(configs):
+        where = f"data.transforms.{number}: {config.name}"
+        if config.name == NORMALIZE:
+            samples = [_normalized(sample, config, where) for sample in samples]
+        elif config.name in BUILT_IN:
+            steps.append(_built_in(config, train.sample, where))
+        else:
+            steps.append(_own(imported(config.name, where), config, where))
+    found = Transformed(train, samples[0], steps)
+    found.drawn(np.zeros(1, np.int64), 0, 0)
+    return found, Transformed(val, samples[1])
+
+
+def _one_input(sample: Sample, config: TransformConfig, where: str) -> tuple[str, Field]:
+    name = config.input or next(iter(sample.inputs))
+    if name not in sample.inputs or (len(sample.inputs) > 1 and not config.input):
+        what = f"the inputs are {', '.join(sample.inputs)}"
+        raise DataError(what, where=where, fix=f"say which with {{name: {config.name}, input: ...}}")
+    return name, sample.inputs[name]
+
+
+def _normalized(sample: Sample, config: TransformConfig, where: str) -> Sample:
+    name, field = _one_input(sample, config, where)
+    mean, std = config.listed("mean"), config.listed("std")
+    if field.whole:
+        fix = "it is for numbers with a fraction and for bytes of images"
+        raise DataError(f"{name} of {field} holds whole numbers", where=where, fix=fix)
+    for key, given in (("mean", mean), ("std", std)):
+        if len(given) not in (1, *field.shape[-1:]):
+            what = f"{len(given)} numbers for {name} of shape {field.shape}"
+            raise DataError(what, where=f"{where}, {key}", fix="give one, or one for each channel (the last axis)")
+    return replace(sample, inputs={**sample.inputs, name: replace(field, mean=mean, std=std)})
+
+
+def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
+    name, field = _one_input(sample, config, where)
+    if len(field.shape) != 3 or field.classes:
+        what = f"{name} of shape {field.shape} is no image (height, width, channels)"
+        raise DataError(what, where=where, fix="write your own: 'package.module:function' of (sample, rng)")
+    placed = [label for label, own in sample.labels.items() if len(own.shape) > 1 or (own.shape and own.classes)]
+    if placed and config.name in MOVING:
+        raise DataError(f"labels at each place ({', '.join(placed)}) would stay where they are", where=where)
+    if config.name == "random_crop" and config.size and (config.size, config.size) != field.shape[:2]:
+        what = f"size {config.size} of images of {field.shape[0]} x {field.shape[1]}"
+        fix = "leave size out: samples keep their shape, which validation has too"
+        raise DataError(what, where=where, fix=fix)
+    if np.array(config.fill).astype(field.dtype) != config.fill:
+        what = f"fill {config.fill:g} is no {field.dtype}"
+        raise DataError(what, where=where, fix="give the value of a pixel as it is stored: bytes are 0 to 255")
+    work = BUILT_IN[config.name]
+    return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
+
+
+def _own(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:
+    """function(sample, rng, **options): the array of a sample, or {name: array} where it has several inputs."""
+
+    def step(inputs: dict[str, np.ndarray], draws: Draws) -> dict[str, np.ndarray]:
+        out = {name: np.empty_like(x) for name, x in inputs.items()}
+        for k, (index, rng) in enumerate(zip(draws.indices, draws.generators(), strict=True)):
+            sample = {name: x[k] for name, x in inputs.items()}
+            given: Any = next(iter(sample.values())) if len(sample) == 1 else dict(sample)
+            try:
+                made = function(given, rng, **config.options)
+                if len(sample) == 1:
+                    made = {next(iter(sample)): made}
+                found = {name: np.asarray(x) for name, x in dict(made).items()}
+            except DataError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise DataError(f"the function failed on sample {index}: {reason}", where=where) from error
+            told = {name: f"{x.shape} {x.dtype}" for name, x in found.items()}
+            wanted = {name: f"{x.shape} {x.dtype}" for name, x in sample.items()}
+            if told != wanted:
+                what, other = (", ".join(f"{name} {kind}" for name, kind in each.items()) for each in (told, wanted))
+                raise DataError(f"it made {what or 'nothing'} of sample {index}, not {other}", where=where, fix=SAME)
+            for name, x in found.items():
+                if x.dtype.kind == "f" and not np.isfinite(x).all():
+                    raise DataError(f"it gave NaN or infinity for sample {index}", where=where)
+                out[name][k] = x
+        return out
+
+    return step

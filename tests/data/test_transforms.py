@@ -1,0 +1,263 @@
+"""What is drawn depends on (seed, epoch, index) alone, is what it is said to be, and changes no shape."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from hvd_train.config import Config, DataConfig, TaskConfig, load_config, resolved_yaml
+from hvd_train.data import transforms
+from hvd_train.data.loader import Loader
+from hvd_train.data.sources import open_data
+from hvd_train.errors import ConfigError, DataError
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Field
+from tests.frontends.test_contract import FRAMEWORKS, module
+from tests.own_models import noisy
+
+IMAGES = (load_digits().images[:90, ..., None] * 15.9375).astype(np.uint8)
+LABELS = load_digits().target[:90]
+FLIP, CROP, CUTOUT = "random_horizontal_flip", {"name": "random_crop", "padding": 2}, {"name": "cutout", "size": 3}
+NORMALIZE = {"name": "normalize", "mean": 0.3, "std": 0.35}
+OWN = {"name": "own_transforms:own", "options": {"most": 40}}
+ALL = [FLIP, "random_vertical_flip", CROP, OWN, CUTOUT, NORMALIZE]
+
+
+def opened(*listed, inputs=IMAGES, labels=LABELS, own=noisy, **keys):
+    sys.modules["own_transforms"] = SimpleNamespace(own=own, pair=lambda: ((inputs, labels), (inputs, labels)))
+    task = keys.pop("task", TaskConfig())
+    config = DataConfig.model_validate({"name": "own_transforms:pair", "transforms": list(listed)} | keys)
+    return open_data(config, task)
+
+
+def drawn(*listed, epoch=0, seed=0, **keys):
+    """All samples in their order, as training takes them."""
+    source = opened(*listed, **keys).train
+    return source.drawn(np.arange(len(source)), seed, epoch)[0]["input"]
+
+
+def test_a_sample_of_an_epoch_is_the_same_in_every_world_and_after_a_resume():
+    source, seen = opened(*ALL).train, {}
+    for size in (1, 2, 3):
+        for consumed in (0, 34):
+            for rank in range(size):
+                for step in Loader(source, global_batch=17, accumulate=2, rank=rank, size=size, seed=5)._steps(
+                    3, consumed
+                ):
+                    for batch in step.micro_batches:
+                        for i, x in zip(batch.indices, batch.inputs["input"], strict=False):
+                            assert (seen.setdefault(int(i), x) == x).all()
+    assert len(seen) == len(IMAGES)
+    assert (np.stack([seen[i] for i in range(90)]) == drawn(*ALL, seed=5, epoch=3)).all()
+
+
+@pytest.mark.parametrize("one", [FLIP, CROP, CUTOUT, OWN])
+def test_epochs_seeds_and_places_in_the_list_draw_anew(one):
+    found = [drawn(one), drawn(one, epoch=1), drawn(one, seed=1)]
+    twice = drawn(FLIP, FLIP)
+    assert not (found[0] == found[1]).all() and not (found[0] == found[2]).all()
+    assert not (twice == IMAGES).all(), "the second flip would undo the first"
+
+
+def test_bytes_stay_bytes_and_nothing_is_written_into_the_data():
+    before = IMAGES.copy()
+    assert drawn(*ALL).dtype == np.uint8 and (before == IMAGES).all()
+
+    def writes(image, rng):
+        image += rng.integers(0, 2, image.shape, np.uint8)
+        return image
+
+    held = IMAGES.astype(np.float32)[:, :, :, 0]  # handed over as they lie in memory
+    fetched = Held(held)
+    sys.modules["own_transforms"] = SimpleNamespace(
+        own=lambda image, rng: np.multiply(image, rng.random(), out=image), pair=lambda: (fetched, fetched)
+    )
+    config = DataConfig(name="own_transforms:pair", transforms=[{"name": "own_transforms:own"}])
+    copy = held.copy()
+    found = open_data(config).train.drawn(np.arange(90), 0, 0)[0]["input"]
+    assert not (found == copy).all() and (held == copy).all()
+    assert not (drawn(OWN | {"options": {}}, own=writes) == IMAGES).all() and (before == IMAGES).all()
+
+
+class Held:
+    num_classes, fingerprint = 10, "held"
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def fetch(self, indices):
+        found = self.values[: len(indices)] if (indices == np.arange(len(indices))).all() else self.values[indices]
+        return found, LABELS[indices]
+
+
+@pytest.mark.parametrize(("name", "axis"), [("random_horizontal_flip", 2), ("random_vertical_flip", 1)])
+def test_flips(name, axis):
+    mirrored, found = np.flip(IMAGES, axis), drawn(name)
+    turned = (found == mirrored).all((1, 2, 3))
+    assert ((found == IMAGES).all((1, 2, 3)) | turned).all() and 25 < turned.sum() < 65
+    assert (drawn({"name": name, "p": 1}) == mirrored).all() and (drawn({"name": name, "p": 0}) == IMAGES).all()
+
+
+@pytest.mark.parametrize(("mode", "fill"), [("constant", 0), ("constant", 7), ("edge", 0), ("reflect", 0)])
+def test_crops_are_windows_of_the_padded_image(mode, fill):
+    found = drawn({"name": "random_crop", "size": 8, "padding": 2, "padding_mode": mode, "fill": fill})
+    values = {"constant_values": fill} if mode == "constant" else {}
+    places = set()
+    for image, crop in zip(IMAGES, found, strict=True):
+        padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode, **values)
+        at = [(y, x) for y in range(5) for x in range(5) if (padded[y : y + 8, x : x + 8] == crop).all()]
+        assert at
+        places |= set(at)
+    assert len(places) == 25
+
+
+def test_cutouts_are_squares_cut_off_at_the_border():
+    found = drawn(CUTOUT | {"fill": 200}, inputs=np.zeros((90, 8, 6, 2), np.uint8))
+    corners = set()
+    for image in found:
+        assert (image[..., 0] == image[..., 1]).all()
+        rows, columns = (np.flatnonzero((image[..., 0] == 200).any(axis)) for axis in (1, 0))
+        assert (image == 200).sum() == 2 * len(rows) * len(columns) and set(np.unique(image)) <= {0, 200}
+        for inside, side in ((rows, 8), (columns, 6)):
+            assert len(inside) == 3 or (len(inside) == 2 and (inside[0] == 0 or inside[-1] == side - 1))
+        corners.add((int(rows[0]), int(columns[0])))
+    assert len(corners) > 25
+    untouched = (drawn(CUTOUT | {"p": 0.3}) == IMAGES).all((1, 2, 3))
+    assert 45 < untouched.sum() < 80
+
+
+def test_validation_and_evaluations_are_not_varied():
+    data = opened(*ALL)
+    assert data.train.sample == data.val.sample and len(data.train) == 90
+    for source in (data.train, data.val):
+        (batch,) = Loader(source, global_batch=90).evaluation()
+        assert (batch.inputs["input"] == IMAGES).all()
+
+
+def test_what_the_model_is_to_give_is_the_varied_sample():
+    source = opened(FLIP, NORMALIZE, target="inputs").train
+    inputs, labels = source.drawn(np.arange(90), 0, 0)
+    assert (inputs["input"] == labels["label"]).all() and not (inputs["input"] == IMAGES).all()
+    assert source.sample.labels["label"] == source.sample.inputs["input"]
+    (step,) = Loader(source, global_batch=90).epoch(0)
+    (batch,) = step.micro_batches
+    assert (batch.inputs["input"] == inputs["input"][batch.indices]).all()
+
+
+def test_an_own_function_gets_all_inputs_by_name():
+    def swap(sample, rng):
+        return {"a": sample["b"], "b": sample["a"] + (rng.random() < 0.5)}
+
+    values = {"a": np.arange(90.0), "b": -np.arange(90.0)}
+    source = opened({"name": "own_transforms:own"}, inputs=values, own=swap).train
+    inputs, _ = source.drawn(np.arange(90), 0, 0)
+    assert (inputs["a"] == values["b"]).all() and set(inputs["b"] - values["a"]) == {0, 1}
+    assert source.sample.inputs["a"] == Field((), "float32")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
+    images = np.random.default_rng(0).integers(0, 256, (6, 5, 4, 3)).astype(kind)
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    data = opened({"name": "normalize", "mean": mean, "std": std}, inputs=images, labels=np.arange(6))
+    (batch,) = Loader(data.train, global_batch=6).evaluation()
+    config = Config(framework=framework, model={"name": "mlp", "hidden": [2]}, device="cpu")
+    frontend = module(framework).open_frontend(config, Serial(), data.sample)
+    placed = np.asarray(frontend.place(batch)[0]["input"])
+    if framework == "pytorch":
+        placed = placed.transpose(0, 2, 3, 1)
+    values = images / np.float32(255) if kind == np.uint8 else images
+    assert (placed == (values - np.float32(mean)) / np.float32(std)).all()
+    assert (batch.inputs["input"] == images).all(), "what the loader holds is not written into"
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ("[flip]", "data.transforms.0.name: unknown 'flip'; did you mean 'random_horizontal_flip'?"),
+        ("[Normalise]", "data.transforms.0.name: unknown 'Normalise'; did you mean 'normalize'?"),
+        ("[{padding: 4}]", "data.transforms.0.name: unknown ''"),
+        ("[random_crop]", "data.transforms.0.padding: random_crop needs it"),
+        ("[cutout]", "data.transforms.0.size: cutout needs it"),
+        ("[{name: cutout, size: 2, mean: 3}]", "data.transforms.0.mean: cutout takes size, fill, p"),
+        ("[{name: cutout, side: 2}]", "data.transforms.0.side: unknown key; did you mean 'data.transforms.0.size'?"),
+        ("[{name: cutout, size: 0}]", "data.transforms.0.size: must be > 0, not 0"),
+        ("[{name: random_vertical_flip, p: 2}]", "data.transforms.0.p: must be <= 1, not 2"),
+        ("[{name: normalize, mean: 1, std: [1, 0]}]", "data.transforms.0.std: must be > 0"),
+        ("[{name: normalize, mean: .nan, std: 1}]", "data.transforms.0.mean: must be finite"),
+        ("[{name: normalize, mean: 0, std: 1}, random_vertical_flip]", "normalize must stand last"),
+        ("random_vertical_flip", "data.transforms: must be a list"),
+    ],
+)
+def test_mistakes_in_the_configuration(listed, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"data.transforms={listed}"])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_configuration_is_written_short_and_loads_back(tmp_path):
+    config = load_config(None, [f"data.transforms={ALL}"])
+    text = resolved_yaml(config)
+    (tmp_path / "job.yaml").write_text(text)
+    assert load_config(tmp_path / "job.yaml") == config and "padding_mode" not in text
+
+
+WHOLE = np.arange(90 * 64).reshape(90, 8, 8, 1)
+FAULTS = {
+    "shape": (dict(own=lambda x, rng: x[1:]), ["made input (7, 8, 1) uint8 of sample 0, not input (8, 8, 1) uint8"]),
+    "type": (dict(own=lambda x, rng: x / 255), ["(8, 8, 1) float64", "not input (8, 8, 1) uint8"]),
+    "several": (dict(own=lambda x, rng: np.stack([x, x])), ["made input (2, 8, 8, 1)"]),
+    "nothing": (dict(own=lambda x, rng: None), ["made input () object"]),
+    "names": (
+        dict(own=lambda x, rng: {"a": x["a"]}, inputs={"a": IMAGES, "b": IMAGES}),
+        ["made a (8, 8, 1) uint8 of sample 0, not a (8, 8, 1) uint8, b (8, 8, 1) uint8"],
+    ),
+    "raises": (dict(own=lambda x, rng: x[99]), ["failed on sample 0: IndexError"]),
+    "no rng": (dict(own=lambda x: x), ["failed on sample 0: TypeError"]),
+    "nan": (dict(own=lambda x, rng: x * np.float32("nan"), inputs=IMAGES.astype(np.float32)), ["NaN", "sample 0"]),
+    "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["cannot be imported", "'none'"]),
+    "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is no image"]),
+    "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["the inputs are a, b", "input: ..."]),
+    "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
+    "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill 300 is no uint8"]),
+    "fraction": (dict(listed=[CUTOUT | {"fill": 0.5}]), ["fill 0.5 is no uint8"]),
+    "whole": (dict(listed=[NORMALIZE], inputs=WHOLE), ["input of (8, 8, 1) int64 holds whole numbers"]),
+    "channels": (dict(listed=[NORMALIZE | {"std": [1, 2, 3]}]), ["3 numbers for input of shape (8, 8, 1)", "std"]),
+    "places": (
+        dict(listed=[FLIP], labels=IMAGES[..., 0], inputs=IMAGES, task=TaskConfig(loss="mse")),
+        ["labels at each place (label) would stay"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_does_not_fit_is_told_when_the_data_are_opened(name):
+    keys, words = FAULTS[name]
+    keys = {"listed": [{"name": "own_transforms:own"}], **keys}
+    with pytest.raises(DataError) as caught:
+        opened(*keys.pop("listed"), **keys)
+    text = str(caught.value)
+    assert all(word in text for word in words) and "data.transforms.0: " in text and "\n" not in text, text
+
+
+def test_a_fault_of_a_later_sample_names_it():
+    source = opened({"name": "own_transforms:own"}, own=lambda x, rng: x[: 8 - (x == IMAGES[41]).all()]).train
+    with pytest.raises(DataError, match="of sample 41, not"):
+        list(Loader(source, global_batch=8).epoch(0))
+
+
+def test_the_help_names_all():
+    from hvd_train.config.keys import TRANSFORMS
+
+    assert list(transforms.catalog()) == list(TRANSFORMS)

@@ -28,7 +28,13 @@ ENDINGS = {to: framework.ending for to, framework in OWN.items()} | {"onnx": ".o
 # Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
 BUILDERS = OWN | {"onnx": PYTORCH}
 # What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
-SCALES = {"digits": "from 0 to 1", "idx": "from 0 to 1", "imagefolder": "from 0 to 1", "text": "the bytes' numbers"}
+SCALES = {
+    "digits": "from 0 to 1",
+    "idx": "from 0 to 1",
+    "imagefolder": "from 0 to 1",
+    "cifar10": "from 0 to 1",
+    "text": "the bytes' numbers",
+}
 STORED = "as the data hold them (bytes divided by 255)"
 NUMBERS = "as the data hold them", "from 0 to 1 (uint8 divided by 255)"
 

@@ -25,7 +25,7 @@ from hvd_train.core.loop import Trainer, start_agreement
 from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import RESIZED, DataSet, open_data
+from hvd_train.data.sources import PIXELS, DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
@@ -281,7 +281,7 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
         f"{trainer.steps_per_epoch} steps per epoch",
     ]
     note: str = getattr(job.data.train, "note", "")
-    if note and job.data.name not in RESIZED:  # whose bytes are pixels
+    if note and job.data.name not in PIXELS:  # whose bytes are pixels
         lines.append(note)
     if snapshot:
         p = trainer.progress

@@ -10,6 +10,7 @@ from hvd_train.config.keys import (
     OptimConfig,
     TaskConfig,
     TransformConfig,
+    did_you_mean,
 )
 from hvd_train.config.reading import load_config
 from hvd_train.config.writing import changed, digest, explain, resolved_yaml
@@ -25,6 +26,7 @@ __all__ = [
     "TaskConfig",
     "TransformConfig",
     "changed",
+    "did_you_mean",
     "digest",
     "explain",
     "load_config",

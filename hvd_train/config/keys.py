@@ -149,6 +149,8 @@ class DataConfig(Section):
     vocabulary: str | None = Field(
         None, description="masked_text: a tokenizer.json (of the tokenizers library) to take instead of learning one"
     )
+    features: list[str] | None = Field(None, description="table: columns that are the input; default: all but labels")
+    labels: str | list[str] | None = Field(None, description="table: the column to learn, or several")
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     target: Literal["labels", "inputs"] = Field(
         "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
@@ -161,6 +163,8 @@ class DataConfig(Section):
         names = [one.name for one in self.transforms]
         if "normalize" in names[:-1]:
             rule([("transforms", "normalize must stand last: it is done on the device, after all others")])
+        if self.name != "table":
+            rule([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
         return self
 
 

@@ -1,4 +1,4 @@
-"""File formats: IDX, NumPy, HDF5, folders of images. Every fault names the file."""
+"""File formats: IDX, CIFAR-10, NumPy, HDF5, folders of images. Every fault names the file."""
 
 from __future__ import annotations
 
@@ -101,6 +101,56 @@ def _read(stream: Any, limit: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
+
+
+# ---- CIFAR-10
+
+CIFAR_SIDE, CIFAR_RECORD = 32, 1 + 3 * 32 * 32  # a byte for the label, then red, green, blue
+
+
+class CifarRows:
+    """Images by rows, (n, 32, 32, 3) uint8, of mapped files of records."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, files: list[np.ndarray]) -> None:
+        self._files, self._ends = files, np.cumsum([len(file) for file in files])
+        self.shape = (int(self._ends[-1]), CIFAR_SIDE, CIFAR_SIDE, 3)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        out = np.empty((len(rows), CIFAR_RECORD - 1), np.uint8)
+        which = np.searchsorted(self._ends, rows, "right")
+        for k in np.unique(which):
+            file, here = self._files[k], which == k
+            out[here] = file[rows[here] - (self._ends[k] - len(file)), 1:]
+        return np.ascontiguousarray(out.reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1))
+
+
+def read_cifar10(folder: Path, part: str) -> tuple[CifarRows, np.ndarray]:
+    """Images and labels of the files data_batch_*.bin or test_batch.bin."""
+    paths = sorted(folder.glob(f"{part}_batch*.bin"))
+    if not paths:
+        pickled = any(path.suffix != ".bin" for path in folder.glob(f"{part}_batch*"))
+        fix = "fetch the binary version, cifar-10-binary.tar.gz" + "; pickled files are not read" * pickled
+        raise DataError(f"there is no {part}_batch*.bin", where=str(folder), fix=fix)
+    files = []
+    for path in paths:
+        size = path.stat().st_size
+        if not size or size % CIFAR_RECORD:
+            what = f"{size:,} bytes are no whole records of {CIFAR_RECORD:,}"
+            raise DataError(what, where=str(path), fix="fetch cifar-10-binary.tar.gz again")
+        try:
+            files.append(np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, CIFAR_RECORD))
+        except OSError as error:
+            raise unreadable(path, error, "CIFAR-10 file") from error
+        bad = np.flatnonzero(files[-1][:, 0] > 9)
+        if len(bad):
+            what = f"record {bad[0]} has the label {files[-1][bad[0], 0]}, not 0 to 9"
+            raise DataError(what, where=str(path), fix="is it CIFAR-10? CIFAR-100 has two labels a record")
+    return CifarRows(files), np.concatenate([file[:, 0] for file in files]).astype(np.int64)
 
 
 # ---- NumPy

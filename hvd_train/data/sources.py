@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data import formats, masked
+from hvd_train.config import DataConfig, TaskConfig, did_you_mean
+from hvd_train.data import formats, masked, tables
 from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
 from hvd_train.data.transforms import transformed
 from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Sample, Source
 
 RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
+PIXELS = (*RESIZED, "cifar10")  # whose bytes are those of images
 Pair = tuple[Source, Source]
 TASK = TaskConfig()
 
@@ -119,6 +120,71 @@ def _images(files: list[tuple[Path, str]], classes: list[str], config: DataConfi
     return Arrays(inputs, labels, str(where), config.num_classes or len(classes))
 
 
+def _cifar10(config: DataConfig, task: TaskConfig) -> Pair:
+    """CIFAR-10's binary version: path holds data_batch_1.bin, ... and test_batch.bin"""
+    folder = _folder(config)
+    inner = folder / "cifar-10-batches-bin"
+    train, val = (formats.read_cifar10(inner if inner.is_dir() else folder, name) for name in ("data", "test"))
+    return Arrays(*train, str(folder), 10), Arrays(*val, str(folder), 10)
+
+
+def _table(config: DataConfig, task: TaskConfig) -> Pair:
+    """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.* and val.*; labels names columns"""
+    path = _existing(config)
+    files = [tables.find(path, part) for part in ("train", "val")] if path.is_dir() else [path]
+    labels = [config.labels] if isinstance(config.labels, str) else config.labels or []
+    if not labels:
+        fix = "name the column to learn"
+        raise DataError("a table needs labels", where="data.labels", fix=fix)
+    features = config.features or [name for name in tables.names_of(files[0]) if name not in labels]
+    named = [*features, *labels]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice or not features:
+        what = f"{', '.join(twice)} named twice" if twice else "no column is left for the features"
+        raise DataError(what, where="data.features, data.labels", fix="a column is a feature or a label")
+    parts: list[Arrays] = []
+    words: dict[str, Any] = {}
+    for file in files:
+        have = tables.names_of(file)
+        for key, names in (("features", features), ("labels", labels)):
+            for name in names:
+                if name not in have:
+                    raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
+        parts.append(_of_table(tables.Table.read(file, named), features, labels, config, task, words))
+    return (parts[0], parts[1]) if len(parts) > 1 else parts[0].split(config.val_fraction)
+
+
+def _of_table(
+    table: tables.Table,
+    features: list[str],
+    labels: list[str],
+    config: DataConfig,
+    task: TaskConfig,
+    words: dict[str, Any],
+) -> Arrays:
+    """``words``: {label: its classes by name}, which the training part tells and the validation part keeps to."""
+    inputs = np.stack([table.numbers(name) for name in features], axis=1)
+    found = {}
+    for name in labels:
+        if task.classes(name, not isinstance(task.loss, dict)):
+            allowed = config.num_classes, task.ignore_index
+            found[name], words[name] = table.classes(name, words.get(name), *allowed)
+        else:
+            loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
+            found[name] = table.numbers(name, keep_whole=":" in loss)
+    if isinstance(task.loss, dict):
+        return Arrays(inputs, found, str(table.path), config.num_classes, task)
+    if task.loss == "cross_entropy" and len(labels) > 1:
+        fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
+        raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
+    stacked = np.stack(list(found.values()), axis=1) if len(labels) > 1 else found[labels[0]]
+    named = words.get(labels[0])
+    made = Arrays(inputs, stacked, str(table.path), len(named) if named else config.num_classes, task)
+    if named:
+        made.note = f"labels '{labels[0]}': " + ", ".join(f"{name} {k}" for k, name in enumerate(named[:20]))
+    return made
+
+
 def _synthetic(config: DataConfig, task: TaskConfig) -> Pair:
     """num_samples made-up samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
@@ -170,6 +236,8 @@ KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
     "npy": _npy,
     "hdf5": _hdf5,
     "imagefolder": _imagefolder,
+    "cifar10": _cifar10,
+    "table": _table,
     "synthetic": _synthetic,
     "text": _text,
     "masked_text": _masked_text,
@@ -274,13 +342,7 @@ class Fetched:
         if len(own) == 0:
             raise DataError("the data set is empty", where=where)
         self._own, self._where, self.fingerprint = own, where, own.fingerprint
-        try:
-            fetched = own.fetch(np.zeros(1, np.int64))
-        except DataError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise DataError(f"fetch failed: {reason}", where=where) from error
+        fetched = self._given(np.zeros(1, np.int64))
         if not isinstance(fetched, tuple | list) or len(fetched) != 2:
             raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
         inputs, labels = _arrays(fetched[0], "inputs of fetch", where), _arrays(fetched[1], "labels of fetch", where)
@@ -294,8 +356,17 @@ class Fetched:
         return len(self._own)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        inputs, labels = self._own.fetch(indices)
+        inputs, labels = self._given(indices)
         return self._like.taken(inputs, labels, indices)
+
+    def _given(self, indices: np.ndarray) -> Any:
+        try:
+            return self._own.fetch(indices)
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DataError(f"fetch failed: {reason}", where=self._where) from error
 
 
 def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Source:

@@ -1,0 +1,227 @@
+"""Tables: csv, tsv and Parquet files by columns. Every fault names the file, the column and the row, counted from 1
+after the header."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_train.data.formats import unreadable
+from hvd_train.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+NUMBER = {"int64": "whole number", "float64": "number"}
+
+
+def find(folder: Path, part: str) -> Path:
+    """train.csv, val.parquet, ..."""
+    found = [folder / f"{part}{suffix}" for suffix in SUFFIXES if (folder / f"{part}{suffix}").exists()]
+    if len(found) != 1:
+        what = f"{' and '.join(path.name for path in found) or 'none'} found"
+        fix = f"a folder needs one {part} file: {', '.join(part + suffix for suffix in SUFFIXES)}"
+        raise DataError(what, where=str(folder), fix=fix)
+    return found[0]
+
+
+def names_of(path: Path) -> list[str]:
+    """Of a file's columns, in its order."""
+    import pyarrow
+
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"'{path.suffix}' is no table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            names = parquet.read_schema(path).names
+        else:
+            from pyarrow import csv
+
+            with csv.open_csv(path, parse_options=_cells(path, lambda row: "skip")) as stream:
+                names = stream.schema.names
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise unreadable(path, error, "table") from error
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"columns that stand twice: {', '.join(twice)}", where=str(path), fix="rename them")
+    return names
+
+
+def _cells(path: Path, broken: Callable[[Any], str]) -> Any:
+    from pyarrow import csv
+
+    return csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", invalid_row_handler=broken)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Some columns of a file, in memory."""
+
+    path: Path
+    columns: dict[str, ChunkedArray]
+
+    @classmethod
+    def read(cls, path: Path, names: Sequence[str]) -> Table:
+        """Cells of a csv file are text: what they hold is not guessed from the first of them."""
+        import pyarrow
+        from pyarrow import csv, parquet
+
+        broken: list[Any] = []
+
+        def stop(row: Any) -> str:
+            broken.append(row)
+            return "error"
+
+        try:
+            if path.suffix == ".parquet":
+                table = parquet.read_table(path, columns=list(names))
+            else:
+                as_text = {name: pyarrow.string() for name in names}
+                convert = csv.ConvertOptions(include_columns=list(names), column_types=as_text)
+                # With threads, a fault would not tell its row.
+                table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _cells(path, stop), convert)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            if broken:
+                row = broken[0]
+                what = f"{row.actual_columns} cells of {row.expected_columns}: '{row.text[:60]}'"
+                raise DataError(what, where=f"{path}, row {row.number - 1}", fix="mend it, or leave it out") from error
+            raise unreadable(path, error, "table") from error
+        return cls(path, {name: table.column(name) for name in names})
+
+    def numbers(self, name: str, keep_whole: bool = False) -> np.ndarray:
+        """(n,) float32; or, with ``keep_whole``, int64 where all are whole."""
+        found = self._filled(name)
+        kind = str(found.type)
+        if keep_whole and (kind.startswith(("int", "uint")) or (kind == "string" and _castable(found, "int64"))):
+            return np.asarray(found.cast("int64"))
+        if kind == "string":
+            values = self._parsed(name, found, "float64")
+        elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
+            values = np.asarray(found.cast("float64"))
+        else:
+            what = f"column '{name}' of type {kind} holds no numbers"
+            raise DataError(what, where=str(self.path), fix="name others in data.features and data.labels")
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
+        good = np.isfinite(values)
+        if not good.all():
+            raise self._fault(name, int(np.argmin(good)), found, "is NaN, infinite or too large for 32 bits")
+        return values
+
+    def classes(
+        self, name: str, known: Sequence[str] | None, count: int | None, ignore: int
+    ) -> tuple[np.ndarray, Sequence[str]]:
+        """(n,) whole numbers, and nothing; or, of words, their places in alphabetical order, and the words. A csv
+        column holds words if its first cell is no number. ``known``: what the training part gave, to which others
+        keep; ``count``: of classes, where that is known; ``ignore``: what else a number may be."""
+        import pyarrow.compute as pc
+
+        found = self._filled(name)
+        if str(found.type) == "string":
+            if known is None:
+                known = sorted(pc.unique(found).to_pylist()) if self._words(name, found) else ()
+            if not known:
+                return self._checked(name, found, self._parsed(name, found, "int64"), count, ignore), ()
+            places = pc.index_in(found, value_set=_strings(known))
+            if places.null_count:
+                what = f"is no class of the training part: {', '.join(known[:20])}"
+                raise self._fault(name, _first_null(places), found, what)
+            return np.asarray(places).astype(np.int64), known
+        if known:
+            what = f"column '{name}' holds {found.type}, and words in the training part"
+            raise DataError(what, where=str(self.path), fix="give both the same type")
+        if str(found.type) == "bool":
+            found = found.cast("int64")
+        if not str(found.type).startswith(("int", "uint")):
+            what = f"column '{name}' of type {found.type}, and task.loss: cross_entropy wants classes"
+            raise DataError(what, where=str(self.path), fix="store whole numbers or words; or set task.loss: mse")
+        return self._checked(name, found, np.asarray(found.cast("int64")), count, ignore), ()
+
+    def _checked(
+        self, name: str, found: ChunkedArray, values: np.ndarray, count: int | None, ignore: int
+    ) -> np.ndarray:
+        good = (values == ignore) | ((values >= 0) & (values < (count or np.iinfo(np.int64).max)))
+        if not good.all():
+            expected = f"0 to {count - 1}" if count else "0, 1, 2, ..."
+            raise self._fault(name, int(np.argmin(good)), found, f"is no class: {expected}")
+        return values
+
+    def _words(self, name: str, found: ChunkedArray) -> bool:
+        first = found[0].as_py() if len(found) else ""
+        if self.path.suffix == ".parquet" or not _is(float, first):
+            return True
+        if not _is(int, first):
+            raise self._fault(name, 0, found, "is no whole number, and task.loss: cross_entropy wants classes")
+        return False
+
+    def _filled(self, name: str) -> ChunkedArray:
+        """Without rows that have no value; text trimmed."""
+        import pyarrow
+        import pyarrow.compute as pc
+
+        found = self.columns[name]
+        if pyarrow.types.is_dictionary(found.type):
+            found = found.cast(found.type.value_type)
+        if pyarrow.types.is_large_string(found.type) or pyarrow.types.is_string(found.type):
+            found = pc.utf8_trim_whitespace(found.cast("string"))
+            found = pc.if_else(pc.equal(found, ""), None, found)
+        if found.null_count:
+            raise self._fault(name, _first_null(found), None, "has no value")
+        return found
+
+    def _parsed(self, name: str, found: ChunkedArray, kind: str) -> np.ndarray:
+        if not _castable(found, kind):
+            raise self._fault(name, _first_bad(found, kind), found, f"is no {NUMBER[kind]}")
+        return np.asarray(found.cast(kind))
+
+    def _fault(self, name: str, row: int, found: ChunkedArray | None, what: str) -> DataError:
+        cell = f"'{str(found[row].as_py())[:60]}' " if found is not None else ""
+        where = f"{self.path}, column '{name}', row {row + 1}"
+        return DataError(f"{cell}{what}", where=where, fix="mend it, or leave the row or the column out")
+
+
+def _is(kind: Callable[[str], Any], text: str) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _strings(values: Sequence[str]) -> Any:
+    import pyarrow
+
+    return pyarrow.array(values, pyarrow.string())
+
+
+def _first_null(found: ChunkedArray) -> int:
+    return int(np.argmax(np.asarray(found.is_null())))
+
+
+def _castable(found: ChunkedArray, kind: str) -> bool:
+    import pyarrow
+
+    try:
+        found.cast(kind)
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
+
+
+def _first_bad(found: ChunkedArray, kind: str) -> int:
+    """The row at which a cast fails: halves, as the library does not tell."""
+    low, high = 0, len(found)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _castable(found.slice(low, middle - low), kind):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,254 @@
+"""Tables and CIFAR-10's files read back what was written; every fault names the file, the column and the row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import csv, parquet
+from sklearn.datasets import load_diabetes, load_digits, load_iris
+
+from hvd_train.config import DataConfig, TaskConfig, load_config
+from hvd_train.data.sources import open_data
+from hvd_train.errors import ConfigError, DataError
+
+DIABETES, IRIS = load_diabetes(), load_iris()
+NAMES = [name.split(" (")[0].replace(" ", "_") for name in IRIS.feature_names]
+MSE = TaskConfig(loss="mse", metrics=["r2"])
+
+
+def write(path, columns):
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        csv.write_csv(table, path, csv.WriteOptions(delimiter="\t" if path.suffix == ".tsv" else ","))
+    return path
+
+
+def diabetes():
+    return {name: DIABETES.data[:, k] for k, name in enumerate(DIABETES.feature_names)} | {"y": DIABETES.target}
+
+
+def iris(words=True):
+    labels = IRIS.target_names[IRIS.target] if words else IRIS.target
+    return {"kind": labels} | {name: IRIS.data[:, k] for k, name in enumerate(NAMES)}
+
+
+def opened(path, labels="y", task=MSE, **keys):
+    return open_data(DataConfig(name="table", path=str(path), labels=labels, **keys), task)
+
+
+def everything(source):
+    inputs, labels = source.fetch(np.arange(len(source)))
+    return inputs["input"], labels["label"]
+
+
+def both(data):
+    """Training and validation part together, by their first feature."""
+    x, y = (np.concatenate(part) for part in zip(everything(data.train), everything(data.val), strict=True))
+    order = np.lexsort((*x.T, y.T[0] if y.ndim > 1 else y))
+    return x[order], y[order]
+
+
+@pytest.fixture(params=[".csv", ".tsv", ".parquet"])
+def suffix(request):
+    return request.param
+
+
+def test_a_regression_reads_back_what_was_written(tmp_path, suffix):
+    data = opened(write(tmp_path / f"d{suffix}", diabetes()), val_fraction=0.25)
+    assert (len(data.train), len(data.val)) == (332, 110)
+    assert data.sample.input_shape == (10,) and data.sample.num_classes is None
+    x, y = DIABETES.data.astype(np.float32), DIABETES.target.astype(np.float32)
+    order = np.lexsort((*x.T, y))
+    found = both(data)
+    assert (found[0] == x[order]).all() and (found[1] == y[order]).all()
+    assert found[0].dtype == found[1].dtype == np.float32
+
+
+def test_columns_are_chosen_and_several_are_learned(tmp_path, suffix):
+    path = write(tmp_path / f"d{suffix}", diabetes())
+    data = opened(path, labels=["y", "bp"], features=["bmi", "age"])
+    x, y = both(data)
+    assert x.shape == (442, 2) and y.shape == (442, 2)
+    columns = diabetes()
+    wanted = np.stack([columns[name].astype(np.float32) for name in ("bmi", "age", "y", "bp")], axis=1)
+    rows = {tuple(row) for row in np.concatenate([x, y], axis=1).tolist()}
+    assert rows == {tuple(row) for row in wanted.tolist()}
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_classes_are_whole_numbers_or_words_in_alphabetical_order(tmp_path, suffix, words):
+    data = opened(write(tmp_path / f"d{suffix}", iris(words)), labels="kind", task=TaskConfig())
+    assert data.sample.num_classes == 3 and data.sample.input_shape == (4,)
+    assert np.bincount(everything(data.val)[1]).tolist() == [10, 10, 10]
+    x, y = IRIS.data.astype(np.float32), IRIS.target
+    order = np.lexsort((*x.T, y))
+    found = both(data)
+    assert (found[0] == x[order]).all() and (found[1] == y[order]).all()
+    assert ("setosa 0, versicolor 1, virginica 2" in getattr(data.train, "note", "")) == words
+
+
+def test_a_folder_holds_both_parts_and_validation_keeps_to_the_classes_of_training(tmp_path, suffix):
+    columns = iris()
+    first = {name: x[np.arange(150) % 3 > 0] for name, x in columns.items()}
+    held = {name: x[100:] for name, x in columns.items()}  # virginica alone
+    write(tmp_path / f"train{suffix}", first)
+    write(tmp_path / f"val{suffix}", held)
+    data = opened(tmp_path, labels="kind", task=TaskConfig())
+    assert (len(data.train), len(data.val)) == (100, 50) and set(everything(data.val)[1].tolist()) == {2}
+    held["kind"] = np.where(np.arange(50) == 7, "rose", held["kind"])
+    write(tmp_path / f"val{suffix}", held)
+    text = fault(tmp_path, labels="kind", task=TaskConfig())
+    assert f"val{suffix}, column 'kind', row 8" in text and "'rose' is no class of the training part: setosa" in text
+
+
+def test_losses_by_name_take_the_columns_of_their_names(tmp_path, suffix):
+    path = write(tmp_path / f"d{suffix}", iris() | {"old": IRIS.data[:, 0] * 2})
+    data = opened(path, labels=["kind", "old"], task=TaskConfig(loss={"kind": "cross_entropy", "old": "mse"}))
+    inputs, labels = data.train.fetch(np.arange(20))
+    assert data.sample.num_classes == 3 and labels["kind"].dtype == np.int64
+    np.testing.assert_allclose(labels["old"], inputs["input"][:, 0] * 2, rtol=1e-6)
+
+
+def test_an_own_loss_gets_whole_numbers_as_they_are(tmp_path, suffix):
+    path = write(tmp_path / f"d{suffix}", iris(words=False) | {"half": IRIS.target / 2})
+    own = TaskConfig(loss="mine:loss")
+    for labels, dtype in (("kind", "int64"), ("half", "float32")):
+        assert opened(path, labels=labels, task=own).sample.labels["label"].dtype == dtype
+    assert opened(path, labels="kind").sample.labels["label"].dtype == "float32"
+
+
+def test_a_dictionary_a_boolean_and_whole_numbers_are_numbers_or_classes(tmp_path):
+    kinds = pyarrow.array(IRIS.target_names[IRIS.target]).dictionary_encode()
+    columns = {"kind": kinds, "flag": IRIS.target > 0, "count": np.arange(150), "big": np.arange(150, dtype=np.uint8)}
+    path = write(tmp_path / "d.parquet", columns)
+    data = opened(path, labels="kind", task=TaskConfig())
+    assert data.sample.input_shape == (3,) and data.sample.num_classes == 3
+    assert opened(path, labels="flag", features=["count"], task=TaskConfig()).sample.num_classes == 2
+
+
+def test_the_fingerprint_is_the_contents(tmp_path):
+    prints = [opened(write(tmp_path / f"d{suffix}", diabetes())).fingerprint for suffix in (".csv", ".parquet")]
+    other = diabetes() | {"bmi": DIABETES.data[:, 2] + 1}
+    assert prints[0] == prints[1] != opened(write(tmp_path / "other.csv", other)).fingerprint
+
+
+def fault(path, **keys):
+    with pytest.raises(DataError) as caught:
+        opened(path, **keys)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+CSV_FAULTS = {
+    "word": ("a,y\n1,2\n3,4\nx7,6\n5,5\n", {}, ["'x7' is no number", "column 'a', row 3"]),
+    "late word": ("a,y\n" + "1,2\n" * 70_000 + "1,?\n", {}, ["'?' is no number", "column 'y', row 70001"]),
+    "empty cell": ("a,y\n1,2\n ,4\n", {}, ["has no value", "column 'a', row 2"]),
+    "nan": ("a,y\n1,2\nnan,4\n", {}, ["'nan' is NaN", "column 'a', row 2"]),
+    "large": ("a,y\n1,2\n1e39,4\n", {}, ["'1e39' is NaN, infinite or too large", "column 'a', row 2"]),
+    "short row": ("a,y\n1,2\n3\n", {}, ["1 cells of 2: '3'", "d.csv, row 2"]),
+    "no rows": ("a,y\n", {}, ["the data set is empty"]),
+    "no bytes": ("", {}, ["no readable table", "d.csv"]),
+    "twice": ("a,a,y\n1,2,3\n", {}, ["columns that stand twice: a"]),
+    "column": ("age,y\n1,2\n", {"features": ["agee"]}, ["no column", "'agee'", "did you mean 'age'", "data.features"]),
+    "label": ("age,y\n1,2\n", {"labels": "z"}, ["no column", "unknown 'z'", "there are age, y", "data.labels"]),
+    "no label": ("age,y\n1,2\n", {"labels": None}, ["a table needs labels", "data.labels"]),
+    "both": ("age,y\n1,2\n", {"features": ["age", "y"]}, ["y named twice", "data.features"]),
+    "alone": ("y\n1\n2\n", {}, ["no column is left for the features"]),
+    "fraction": ("a,y\n1,2.5\n", {"task": TaskConfig()}, ["'2.5' is no whole number", "cross_entropy", "row 1"]),
+    "class": ("a,y\n1,2\n1,b\n", {"task": TaskConfig()}, ["'b' is no whole number", "column 'y', row 2"]),
+    "negative": ("a,y\n1,2\n1,-1\n", {"task": TaskConfig()}, ["'-1' is no class: 0, 1, 2, ...", "column 'y', row 2"]),
+    "range": (
+        "a,y\n1,2\n1,3\n",
+        {"task": TaskConfig(), "num_classes": 3},
+        ["'3' is no class: 0 to 2", "column 'y', row 2"],
+    ),
+    "several": ("a,b,y\n1,2,0\n", {"labels": ["b", "y"], "task": TaskConfig()}, ["2 columns for one cross_entropy"]),
+}
+
+
+@pytest.mark.parametrize("name", CSV_FAULTS)
+def test_faults_of_csv_files(tmp_path, name):
+    content, keys, words = CSV_FAULTS[name]
+    path = tmp_path / "d.csv"
+    path.write_text(content)
+    text = fault(path, **keys)
+    assert all(word in text for word in words), text
+
+
+def test_faults_of_parquet_files(tmp_path):
+    path = tmp_path / "d.parquet"
+    columns = {"a": [1.0, None, 3.0], "y": [1.0, 2.0, 3.0], "day": np.array(["2020-01-01"] * 3, "datetime64[D]")}
+    write(path, columns)
+    assert "column 'a', row 2" in fault(path, features=["a"])
+    assert "column 'day' of type date32[day] holds no numbers" in fault(path, features=["day"])
+    assert "of type double, and task.loss: cross_entropy wants classes" in fault(
+        write(tmp_path / "e.parquet", {"a": [1.0, 2.0], "y": [1.0, 2.0]}), task=TaskConfig()
+    )
+    path.write_bytes(path.read_bytes()[:-9])
+    assert "no readable table" in fault(path)
+
+
+def test_faults_of_places(tmp_path):
+    assert "'.txt' is no table" in fault(write(tmp_path / "d.csv", {"a": [1]}).rename(tmp_path / "d.txt"))
+    assert "none found" in fault(tmp_path)
+    write(tmp_path / "train.csv", {"a": [1]})
+    write(tmp_path / "train.parquet", {"a": [1]})
+    assert "train.csv and train.parquet found" in fault(tmp_path)
+    with pytest.raises(ConfigError, match="data.labels: belongs to name: table"):
+        load_config(None, ["data.labels=y"])
+
+
+# ---- CIFAR-10
+
+
+def cifar(folder, sizes=(40, 25), held=20):
+    """Real digits as records: red is the digit, green the digit upside down, blue all 7."""
+    digits = load_digits()
+    images = np.kron(digits.images, np.ones((4, 4))).astype(np.uint8) * 15
+    folder.mkdir(exist_ok=True)
+    planes = np.stack([images, images[:, ::-1], np.full_like(images, 7)], axis=1)
+    start = 0
+    for name, count in [*((f"data_batch_{k + 1}", size) for k, size in enumerate(sizes)), ("test_batch", held)]:
+        part = slice(start, start + count)
+        records = np.concatenate([digits.target[part, None].astype(np.uint8), planes[part].reshape(count, -1)], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+        start += count
+    return planes.transpose(0, 2, 3, 1), digits.target
+
+
+@pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
+def test_cifar10(tmp_path, inner):
+    images, labels = cifar(tmp_path / inner)
+    data = open_data(DataConfig(name="cifar10", path=str(tmp_path)))
+    assert (len(data.train), len(data.val), data.sample.num_classes) == (65, 20, 10)
+    assert data.sample.input_shape == (32, 32, 3) and data.sample.inputs["input"].divisor == 255
+    for source, start in ((data.train, 0), (data.val, 65)):
+        picked = np.array([19, 3, 3, len(source) - 1, 0])
+        x, y = everything(source)
+        assert x.dtype == np.uint8 and (x == images[start : start + len(source)]).all()
+        assert (y == labels[start : start + len(source)]).all()
+        assert (source.fetch(picked)[0]["input"] == x[picked]).all()
+
+
+def test_faults_of_cifar10(tmp_path):
+    def told():
+        with pytest.raises(DataError) as caught:
+            open_data(DataConfig(name="cifar10", path=str(tmp_path)))
+        return str(caught.value)
+
+    assert "there is no data_batch*.bin" in told()
+    (tmp_path / "data_batch_1").write_bytes(b"\x80\x04")
+    assert "pickled files are not read" in told()
+    cifar(tmp_path)
+    path = tmp_path / "data_batch_2.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert f"{len(whole) - 1:,} bytes are no whole records of 3,073" in told() and "data_batch_2.bin" in told()
+    path.write_bytes(whole[: 3 * 3073] + b"\x0a" + whole[3 * 3073 + 1 :])
+    assert "record 3 has the label 10" in told() and "data_batch_2.bin" in told()
+    path.write_bytes(b"")
+    assert "0 bytes are no whole records" in told()

@@ -53,6 +53,7 @@ class Job:
             rank=communicator.rank,
             size=communicator.size,
             seed=c.seed,
+            workers=c.data.workers,
         )
 
 

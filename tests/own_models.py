@@ -397,3 +397,10 @@ def bytes_of_digits():
 def noisy(image, rng, most):
     """A transform: up to ``most`` is added to each pixel."""
     return np.minimum(image.astype(np.int64) + rng.integers(0, most, image.shape), 255).astype(image.dtype)
+
+
+def failing(image, rng):
+    """A transform that fails on a few samples, which one rank or the other meets after some steps."""
+    if rng.random() < 0.005:
+        raise ValueError("an image of 0 bytes")
+    return image

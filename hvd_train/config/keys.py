@@ -157,6 +157,7 @@ class DataConfig(Section):
     )
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
     transforms: list[TransformConfig] = Field([], description="what is done to each sample, in this order")
+    workers: Positive = Field(1, description="threads of a rank that fetch, decode and transform ahead of the training")
 
     @model_validator(mode="after")
     def _combinations(self) -> DataConfig:

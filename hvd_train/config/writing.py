@@ -63,7 +63,7 @@ def digest(config: Config) -> str:
 # A resumed run may differ in these: they decide when to stop, save and report, not what the numbers are.
 FREE = (
     "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
-    "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path",
+    "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path", "data.workers",
     "agreement_every_n_steps", "steps_per_execution",
 )  # fmt: skip
 

@@ -56,11 +56,17 @@ class Trainer:
         rank, size = self.communicator.rank, self.communicator.size
         self.global_batch = config.global_batch(size)
         self.accumulate = config.accumulate_grad_batches
-        self.train_loader = Loader(
-            train, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
-        )
-        self.val_loader = Loader(
-            val, global_batch=self.global_batch, accumulate=self.accumulate, rank=rank, size=size, seed=config.seed
+        self.train_loader, self.val_loader = (
+            Loader(
+                source,
+                global_batch=self.global_batch,
+                accumulate=self.accumulate,
+                rank=rank,
+                size=size,
+                seed=config.seed,
+                workers=config.data.workers,
+            )
+            for source in (train, val)
         )
         self.train_size, self.val_size = len(train), len(val)
         self.sample = train.sample.joined(val.sample)

@@ -1,12 +1,14 @@
-"""From a source to padded batches: each rank fetches its own part of every global batch, one thread ahead."""
+"""From a source to padded batches: each rank fetches its own part of every global batch, in threads ahead."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -39,18 +41,28 @@ class Loader:
     it, and ranks take contiguous parts of those: a micro-batch over all ranks is the same set for every world size, as
     batch normalization over them needs it. Every part is padded with weight 0 to ``length`` rows, so shapes never
     change and an empty part is still a batch.
+
+    ``workers`` threads fetch, each a whole step: libraries that decode images release Python's lock meanwhile.
     """
 
     def __init__(
-        self, source: Source, *, global_batch: int, accumulate: int = 1, rank: int = 0, size: int = 1, seed: int = 0
+        self,
+        source: Source,
+        *,
+        global_batch: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        workers: int = 1,
     ) -> None:
-        if min(global_batch, accumulate, size) < 1 or not 0 <= rank < size:
+        if min(global_batch, accumulate, size, workers) < 1 or not 0 <= rank < size:
             raise ValueError(f"no loader: batch {global_batch}, accumulate {accumulate}, rank {rank} of {size}")
         if len(source) < size:
             what = f"a data set of {len(source)} samples for {size} ranks: each needs at least one"
             raise DataError(what, fix="use fewer ranks or more data")
         self.source, self.global_batch, self.accumulate = source, global_batch, accumulate
-        self.rank, self.size, self.seed = rank, size, seed
+        self.rank, self.size, self.seed, self.workers = rank, size, seed, workers
         # The first part is the longest: ceil(ceil(B / accumulate) / size).
         self.length = share(share(global_batch, accumulate, 0)[1], size, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
@@ -59,14 +71,18 @@ class Loader:
         """The steps of an epoch of which ``consumed`` samples are used already; close it to leave early."""
         if not 0 <= consumed <= len(self.source):
             raise ValueError(f"{consumed} samples consumed of {len(self.source)}")
-        return _ahead(self._steps(epoch, consumed))
+        return self._made(self._steps(epoch, consumed))
 
     def evaluation(self) -> Generator[Batch, None, None]:
         """Every sample of the source on exactly one rank, in order, ``length`` rows a batch (the size of a training
         micro-batch); all ranks yield the same number of batches, the last may be all padding."""
-        return _ahead(self._evaluation())
+        return self._made(self._evaluation())
 
-    def _steps(self, epoch: int, consumed: int) -> Iterator[Step]:
+    def _made(self, works: Iterator[Callable[[], T]]) -> Generator[T, None, None]:
+        return _ahead(work() for work in works) if self.workers == 1 else _pooled(works, self.workers)
+
+    def _steps(self, epoch: int, consumed: int) -> Iterator[Callable[[], Step]]:
+        """What each step takes, for any thread to fetch."""
         n, batch = len(self.source), self.global_batch
         each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
@@ -75,18 +91,20 @@ class Loader:
             ends = np.cumsum([len(positions) for positions in own])
             indices = iter(np.split(permute(np.concatenate(own), n, self.seed, epoch), ends))
             for start, stop in bounds:
-                parts = itertools.islice(indices, self.accumulate)
-                yield Step(tuple(self._batch(part, epoch) for part in parts), stop - start, stop)
+                yield partial(self._step, [*itertools.islice(indices, self.accumulate)], epoch, stop - start, stop)
+
+    def _step(self, parts: list[np.ndarray], epoch: int, count: int, consumed: int) -> Step:
+        return Step(tuple(self._batch(part, epoch) for part in parts), count, consumed)
 
     def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
         """This rank's positions of a micro-batch of the global batch [start, stop)."""
         a, b = share(stop - start, self.accumulate, number)
         return self._own(start + a, start + b)
 
-    def _evaluation(self) -> Iterator[Batch]:
+    def _evaluation(self) -> Iterator[Callable[[], Batch]]:
         n, together = len(self.source), self.length * self.size
         for start in range(0, n, together):
-            yield self._batch(self._own(start, min(start + together, n)))
+            yield partial(self._batch, self._own(start, min(start + together, n)))
 
     def _own(self, start: int, stop: int) -> np.ndarray:
         """This rank's positions of [start, stop)."""
@@ -159,3 +177,17 @@ def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
             left = True
             changed.notify()
         thread.join()
+
+
+def _pooled(works: Iterator[Callable[[], T]], workers: int) -> Generator[T, None, None]:
+    """What the works give, in their order, from several threads; an exception reaches the consumer in its place. None
+    of the threads is left when the generator ends, is closed or is collected."""
+    pool = ThreadPoolExecutor(workers, "prefetch")
+    try:
+        begun = deque(pool.submit(work) for work in itertools.islice(works, max(AHEAD, 2 * workers)))
+        while begun:
+            item = begun.popleft().result()
+            begun.extend(pool.submit(work) for work in itertools.islice(works, 1))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -28,11 +28,15 @@ def ranks(n, size, batch, accumulate=1, seed=0):
     ]
 
 
+def made(works):
+    return [work() for work in works]
+
+
 def epoch_of(loaders, epoch=0, consumed=0):
     """[(count, consumed, indices in order)] of all ranks together; checks every batch on the way."""
     found = []
     # The thread is tested below; without it the grids take a tenth of the time.
-    for together in zip(*(one._steps(epoch, consumed) for one in loaders), strict=True):
+    for together in zip(*(made(one._steps(epoch, consumed)) for one in loaders), strict=True):
         assert len({(step.count, step.consumed) for step in together}) == 1
         # Micro-batch by micro-batch, each over all ranks: so every world cuts the global batch in the same places.
         batches = [b for micro in zip(*(step.micro_batches for step in together), strict=True) for b in micro]
@@ -83,7 +87,7 @@ def test_labels_of_any_shape_are_padded(size):
     seen = []
     for rank in range(size):
         one = Loader(places, global_batch=6, rank=rank, size=size)
-        for batch in [*(step.micro_batches[0] for step in one._steps(0, 0)), *one._evaluation()]:
+        for batch in [*(step.micro_batches[0] for step in made(one._steps(0, 0))), *made(one._evaluation())]:
             assert (
                 batch.labels["label"].shape == batch.inputs["input"].shape == (one.length, 4)
                 and batch.labels["label"].dtype == np.int64
@@ -110,16 +114,18 @@ def test_the_order_does_not_depend_on_the_chunk(monkeypatch):
 def test_evaluation_covers_every_sample_once(n, batch, accumulate):
     for size in (1, 2, 3, 4, 5):
         loaders = ranks(n, size, batch, accumulate)
-        rounds = list(zip(*(one._evaluation() for one in loaders), strict=True))
+        rounds = list(zip(*(made(one._evaluation()) for one in loaders), strict=True))
         for together in rounds:
             for one in together:
                 check(one, loaders[0])
         assert [i for together in rounds for one in together for i in one.indices] == list(range(n))
 
 
-def test_both_iterators_give_the_same_through_the_thread():
+@pytest.mark.parametrize("workers", [1, 3])
+def test_both_iterators_give_the_same_through_threads(workers):
     (one,) = ranks(50, 1, 8, 2)
-    pairs = [(one.epoch(3, 8), one._steps(3, 8)), (one.evaluation(), one._evaluation())]
+    one.workers = workers
+    pairs = [(one.epoch(3, 8), made(one._steps(3, 8))), (one.evaluation(), made(one._evaluation()))]
     for threaded, direct in pairs:
         a, b = list(threaded), list(direct)
         assert len(a) == len(b) > 0
@@ -129,7 +135,7 @@ def test_both_iterators_give_the_same_through_the_thread():
 
 def test_a_rank_without_samples_gets_padding():
     loaders = ranks(9, 4, 8)
-    last = list(loaders[3]._steps(0, 0))[-1]
+    last = made(loaders[3]._steps(0, 0))[-1]
     assert last.count == 1
     assert last.micro_batches[0].count == 0
     assert not last.micro_batches[0].weights.any()
@@ -159,7 +165,7 @@ def test_fewer_samples_than_ranks():
 
 
 def test_impossible_places_are_refused():
-    for bad in ({"global_batch": 0}, {"accumulate": 0}, {"rank": 2, "size": 2}, {"rank": -1}):
+    for bad in ({"global_batch": 0}, {"accumulate": 0}, {"rank": 2, "size": 2}, {"rank": -1}, {"workers": 0}):
         with pytest.raises(ValueError, match="no loader"):
             Loader(source(9), **{"global_batch": 4, **bad})
     for consumed in (-1, 10):
@@ -189,7 +195,7 @@ class Watched:
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "prefetch"]
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
 def wait_for_none():
@@ -199,9 +205,10 @@ def wait_for_none():
     return not threads()
 
 
-def test_the_thread_runs_ahead_but_not_away():
+@pytest.mark.parametrize("workers", [1, 2])
+def test_threads_run_ahead_but_not_away(workers):
     watched = Watched(10_000)
-    it = Loader(watched, global_batch=1).epoch(0)
+    it = Loader(watched, global_batch=1, workers=workers).epoch(0)
     next(it)
     end = time.monotonic() + 5
     while watched.fetches < AHEAD and time.monotonic() < end:
@@ -213,8 +220,9 @@ def test_the_thread_runs_ahead_but_not_away():
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 7, 20])
 @pytest.mark.parametrize("leave", ["close", "collect"])
-def test_leaving_early_ends_the_thread(taken, leave):
-    it = Loader(source(20), global_batch=1).epoch(0)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_leaving_early_ends_the_threads(taken, leave, workers):
+    it = Loader(source(20), global_batch=1, workers=workers).epoch(0)
     for _ in range(taken):
         next(it)
     if leave == "close":
@@ -225,8 +233,9 @@ def test_leaving_early_ends_the_thread(taken, leave):
     assert wait_for_none()
 
 
-def test_running_to_the_end_leaves_no_thread():
-    one = Loader(source(20), global_batch=3)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_running_to_the_end_leaves_no_thread(workers):
+    one = Loader(source(20), global_batch=3, workers=workers)
     for epoch in range(20):
         assert len(list(one.epoch(epoch))) == 7
     assert not threads()
@@ -242,9 +251,56 @@ def test_an_error_reaches_the_consumer_in_its_place(fail_at):
     assert not threads()
 
 
-def test_many_left_in_the_middle():
+@pytest.mark.parametrize("workers", [1, 2])
+def test_many_left_in_the_middle(workers):
     for _ in range(200):
-        it = Loader(source(50), global_batch=1).epoch(0)
+        it = Loader(source(50), global_batch=1, workers=workers).epoch(0)
         next(it)
         it.close()
     assert not threads()
+
+
+class Slow(Watched):
+    """Later steps are done before earlier ones; tells which threads fetched, and how many at a time."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.busy, self.most, self.seen = 0, 0, set()
+        self.lock = threading.Lock()
+
+    def fetch(self, indices):
+        with self.lock:
+            self.busy += 1
+            self.most, self.fetches = max(self.most, self.busy), self.fetches + 1
+            self.seen.add(threading.current_thread().name)
+            first = self.fetches % 2
+        time.sleep(0.004 if first else 0.001)
+        with self.lock:
+            self.busy -= 1
+        return {"input": indices[:, None].astype(np.float32)}, {"label": indices}
+
+
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_an_error_of_a_worker_reaches_the_consumer_in_its_place(place):
+    bad = permute(np.arange(20), 20, 0, 0)[place]
+
+    class Broken(Watched):
+        def fetch(self, indices):
+            if bad in indices:
+                raise DataError(f"sample {bad} holds NaN", where="x")
+            return super().fetch(indices)
+
+    it, got = Loader(Broken(20), global_batch=1, workers=3).epoch(0), 0
+    with pytest.raises(DataError, match=f"sample {bad} "):
+        for _ in it:
+            got += 1
+    assert got == place and not threads()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_fetch_at_the_same_time_and_keep_the_order(workers):
+    slow = Slow(60)
+    batches = [step.micro_batches[0] for step in Loader(slow, global_batch=2, workers=workers).epoch(0)]
+    assert np.concatenate([batch.indices for batch in batches]).tolist() == permute(np.arange(60), 60, 0, 0).tolist()
+    assert all((batch.labels["label"] == batch.indices).all() for batch in batches)
+    assert slow.most == len(slow.seen) == workers

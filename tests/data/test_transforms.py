@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from hvd_train.config import Config, DataConfig, TaskConfig, load_config, resolved_yaml
+from hvd_train.config import Config, DataConfig, TaskConfig, changed, explain, load_config, resolved_yaml
+from hvd_train.config.keys import TRANSFORMS
 from hvd_train.data import transforms
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Field
+from hvd_train.run import _own_code
 from tests.frontends.test_contract import FRAMEWORKS, module
 from tests.own_models import noisy
 
@@ -47,7 +49,7 @@ def test_a_sample_of_an_epoch_is_the_same_in_every_world_and_after_a_resume():
             for rank in range(size):
                 one = Loader(source, global_batch=17, accumulate=2, rank=rank, size=size, seed=5)
                 for work in one._steps(3, consumed):
-                    for batch in work.micro_batches:
+                    for batch in work().micro_batches:
                         for i, x in zip(batch.indices, batch.inputs["input"], strict=False):
                             assert (seen.setdefault(int(i), x) == x).all()
     assert len(seen) == len(IMAGES)
@@ -258,6 +260,19 @@ def test_a_fault_of_a_later_sample_names_it():
 
 
 def test_the_help_names_all():
-    from hvd_train.config.keys import TRANSFORMS
-
     assert list(transforms.catalog()) == list(TRANSFORMS)
+    rows = {row[0]: row[1:3] for row in explain()}
+    assert rows["data.transforms"] == ("list of sections", "[]") and rows["data.transforms.p"] == ("real|null", "null")
+
+
+def test_a_resumed_run_keeps_its_transforms_and_may_change_its_workers():
+    old = load_config(None, [f"data.transforms={ALL}"])
+    assert changed(old, load_config(None, [f"data.transforms={ALL}", "data.workers=3"])) == []
+    assert [key for key, _, _ in changed(old, load_config(None, ["data.transforms=[random_vertical_flip]"]))] == [
+        "data.transforms"
+    ]
+
+
+def test_own_functions_are_code_that_a_foreign_run_folder_may_not_name():
+    config = load_config(None, ["data.transforms=[random_vertical_flip, 'evil:run']"])
+    assert "evil:run" in _own_code(config)["data.transforms"]

@@ -76,6 +76,7 @@ TRAININGS["curves"] = OWN_TASK | {
 TRAININGS["varied"] = OWN_TASK | {
     "model": {"name": "mlp", "hidden": [24]},
     "data.name": "tests.own_models:bytes_of_digits",
+    "data.workers": 2,
     "data.transforms": [
         "random_horizontal_flip",
         {"name": "random_crop", "padding": 2},

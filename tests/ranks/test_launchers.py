@@ -197,6 +197,22 @@ def test_exit_codes_and_one_line(tmp_path, launcher, code):
     assert found == code, err
 
 
+@pytest.mark.parametrize(
+    "framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("PyTorch runs this in every run"))]
+)
+def test_a_worker_that_fails_on_one_rank_ends_all(tmp_path, framework):
+    sets = [f"framework={framework}", "data.workers=2", "data.transforms=['tests.own_models:failing']", "max_epochs=9"]
+    code, out, err = Job("mpirun", tmp_path, *settings(tmp_path / "run", *sets)).end()
+    (line,) = [line for line in err.splitlines() if "the function failed on sample" in line]
+    assert code == 3 and "ValueError: an image of 0 bytes; data.transforms.0: tests.own_models:failing" in line, err
+    assert "Traceback" not in out + err and steps_taken(tmp_path / "run") > 0
+
+
+def steps_taken(folder: Path) -> int:
+    """How many steps were taken before the end."""
+    return len([line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in line])
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])  # -np gives all ranks one command line
 def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
     """Each rank reads its own file, as on hosts that hold different versions of it."""

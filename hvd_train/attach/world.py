@@ -29,8 +29,8 @@ def open_world(framework: str) -> Communicator:
     if _opened:  # Horovod is opened once a process, by one framework
         what = f"this process trains with {_opened[0][0]} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
-    communicator = settle(framework, verbose=True).communicator()
     sys.excepthook = _end
+    communicator = settle(framework, verbose=True).communicator()
     communicator.open()
     _opened.append((framework, communicator))
     atexit.register(_close)

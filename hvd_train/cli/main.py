@@ -34,6 +34,7 @@ def cli() -> None:
     On a cluster, let the launcher start the ranks:
       mpirun -np 8 hvd-train fit -c job.yaml
       horovodrun -np 8 -H host1:4,host2:4 hvd-train fit -c job.yaml
+      srun -n 8 hvd-train fit -c job.yaml
     """
 
 
@@ -120,6 +121,7 @@ def _run() -> Any:
 
 def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) -> None:
     """Runs in this process, or starts the ranks of ``-np`` with the same arguments."""
+    from hvd_train.launch import slurm
     from hvd_train.launch.environment import world
 
     started = world()
@@ -130,6 +132,7 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
             fix="leave out -np",
         )
     if num_proc in (None, 1) or started.launcher:
+        slurm.prepare(started)
         sys.exit(here())
     from hvd_train.launch import launch
 
@@ -146,6 +149,88 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
         elif not argument.startswith(("-np", "--num-proc=", "--launcher=")):
             kept.append(argument)
     return kept
+
+
+@cli.command()
+@config_option
+@set_option
+@click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
+@click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts.")
+@click.option("--ntasks-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each rank.")
+@click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each host; a rank takes that of its local rank.")
+@click.option("--time", "limit", metavar="TIME", help="Limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12.")
+@click.option("--partition", help="Where the site has several.")
+@click.option("--account", help="Who pays.")
+@click.option("--job-name", help="Without: the configuration's or script's name.")
+@click.option("--output", metavar="FILE", help="What the job prints (without: slurm-JOB.out here).")
+@click.option("--module", "modules", multiple=True, help="Load this module first; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
+@click.option("--follow", is_flag=True, help="Print what the job prints until it ends, and end with its exit code.")
+@click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
+def submit(
+    program: tuple[str, ...],
+    path: Path | None,
+    sets: tuple[str, ...],
+    run_dir: str | None,
+    resume: str | None,
+    nodes: int,
+    ntasks_per_node: int,
+    cpus_per_task: int | None,
+    gpus_per_node: str | None,
+    limit: str | None,
+    partition: str | None,
+    account: str | None,
+    job_name: str | None,
+    output: str | None,
+    modules: tuple[str, ...],
+    dry_run: bool,
+    follow: bool,
+) -> None:
+    """Train as a batch job of Slurm; prints the job's number.
+
+    \b
+    hvd-train submit -c job.yaml --nodes 2 --ntasks-per-node 4 --time 2:00:00
+    hvd-train submit -c job.yaml --nodes 2 --dry-run > job.sbatch     a script to change by hand
+    hvd-train submit --nodes 2 --time 30 -- python train.py --lr 0.1  a script with hvd_train.torch or .keras
+    """
+    from hvd_train.launch import submit as jobs
+
+    if program and (path or sets or run_dir or resume):
+        what = "a script has no configuration"
+        raise ConfigError(what, where="submit", fix="leave out -c, --set, --run-dir and --resume")
+    named = next((word for word in program if word.endswith(".py")), path or "hvd-train")
+    options = {
+        "job-name": job_name or Path(named).stem,
+        "nodes": nodes,
+        "ntasks-per-node": ntasks_per_node,
+        "cpus-per-task": cpus_per_task,
+        "gpus-per-node": gpus_per_node,
+        "time": limit,
+        "partition": partition,
+        "account": account,
+        "output": output,
+    }
+    text = jobs.script(program or _fit_words(path, sets, run_dir, resume), options, modules)
+    if dry_run:
+        click.echo(text, nl=False)
+        return
+    job = jobs.submit(text)
+    click.echo(job)
+    if follow:
+        sys.exit(jobs.follow(job))
+
+
+def _fit_words(path: Path | None, sets: tuple[str, ...], run_dir: str | None, resume: str | None) -> list[str]:
+    """``hvd-train fit`` with these options; a mistake in the configuration is told now, not when the job starts."""
+    from hvd_train.config import load_config
+
+    load_config(path, sets, run_dir=run_dir)
+    words = [sys.executable, "-m", "hvd_train", "fit"]
+    given = {"-c": path, "--run-dir": run_dir, "--resume": resume}
+    words += [str(word) for name, value in given.items() if value is not None for word in (name, value)]
+    return words + [word for setting in sets for word in ("--set", setting)]
 
 
 trained_run_option = click.option(
@@ -422,10 +507,9 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        leave.wait_turn()
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
         text = " ".join(error.format_message().split())  # click lists choices one a line
-        print(f"error{leave.rank_tag()}: {text} See '{command} --help'.", file=sys.stderr)
+        leave.tell(text, [f"error{leave.rank_tag()}: {text} See '{command} --help'."], error.exit_code)
         leave.leave(error.exit_code)
     except KeyboardInterrupt:
         leave.leave(130)

@@ -24,6 +24,8 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.core.task import Task, refused
 from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
+from hvd_train.launch.environment import world
+from hvd_train.launch.slurm import meet
 from hvd_train.protocol import Batch, Build, Communicator, Ops, Sample, Scale, Tree, made_up
 
 
@@ -243,15 +245,21 @@ class HorovodCommunicator(ABC):
             self.hvd: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
-        self.hvd.init()
+        meet(here := world())
+        try:
+            self.hvd.init()
+        except ValueError as error:  # Horovod has said why
+            fix = "see the lines above; a rank may have ended, or a network does not reach the others"
+            raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
         self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
         self.mpi = self.hvd.mpi_enabled()
         if self.size != self._expected:
             # Without this, each process would train alone and nobody would notice.
+            other = "set HOROVOD_CONTROLLER=gloo" if here.launcher == "srun" else "use --gloo"
             raise CommunicationError(
                 f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
-                fix="Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or use --gloo",
+                fix=f"Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or {other}",
             )
 
     def close(self) -> None:

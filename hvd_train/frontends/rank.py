@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
+from hvd_train.launch import slurm
 from hvd_train.launch.environment import World, bind, rank_settings, threads, world
 from hvd_train.protocol import Communicator, FrontEndModule
 
@@ -42,6 +43,7 @@ def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = F
     """Sets what frameworks and Horovod read when they load, where the user has set nothing, and loads the framework
     (``lean``: as ``Framework.load`` says, where the process is no script of the user's)."""
     here = world()
+    slurm.prepare(here)
     bind(here)
     count = threads(wanted_threads, here)
     chosen = rank_settings(here, framework, count, verbose)

@@ -41,22 +41,26 @@ class World:
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """Reads the variables of horovodrun, Open MPI, MPICH and Intel MPI, or srun, in this order."""
+    """Reads the variables of horovodrun, Open MPI, MPICH and Intel MPI, or srun, in this order; but what srun tells
+    MPICH as well (--mpi=pmi2) is srun's."""
+    step = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
     for launcher, names in LAUNCHERS.items():
         if names[0] in environ and names[1] in environ:
-            rank, size = (_number(environ, name, None) for name in names[:2])
-            local = (_number(environ, names[2], rank), _number(environ, names[3], size))
+            if launcher == "mpiexec" and [environ[name] for name in names[:2]] == step:
+                continue
+            rank, size = (number(environ, name, None) for name in names[:2])
+            local = (number(environ, names[2], rank), number(environ, names[3], size))
             return World(rank, size, *local, launcher)
     # A step of one task is a shell or a launcher within an allocation; one of several tasks is a world.
-    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        rank, size = _number(environ, "SLURM_PROCID", None), _number(environ, "SLURM_STEP_NUM_TASKS", None)
-        per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-        node = min(_number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
-        return World(rank, size, _number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
+    if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        rank, size = number(environ, "SLURM_PROCID", None), number(environ, "SLURM_STEP_NUM_TASKS", None)
+        per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+        node = min(number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
+        return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
     return World()
 
 
-def _tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str) -> list[int]:
     """Slurm's "4(x2),3" -> [4, 4, 3]."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -64,7 +68,7 @@ def _tasks_per_node(text: str) -> list[int]:
     return found or [1]
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
+def number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     text = environ.get(name, str(default))
     if not text.isdigit():
         raise ConfigError(

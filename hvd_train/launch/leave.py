@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
+from hvd_train.launch import slurm
 from hvd_train.launch.environment import world
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
@@ -25,10 +26,18 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
     return f"[rank {number}]" if here.launcher else ""
 
 
-def wait_turn() -> None:
-    """Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say, the launcher ends this one first."""
+def tell(text: str, lines: Sequence[str], code: int) -> None:
+    """Prints the lines of an error, ``text``. Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say,
+    the launcher ends this one first; srun ends nobody, so rank 0 is asked."""
+    step, told = slurm.placed() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
-        time.sleep(SPEAK_SECONDS)
+        if step is None:
+            time.sleep(SPEAK_SECONDS)
+        elif told := slurm.part(step, text, code, SPEAK_SECONDS):
+            return
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+    if step is not None and told is None:
+        slurm.part(step, text, code)
 
 
 def leave(code: int) -> NoReturn:
@@ -43,18 +52,22 @@ def leave(code: int) -> NoReturn:
 def leave_with(error: BaseException) -> None:
     """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
     if isinstance(error, LostRankError):
+        code = slurm.code_of_lost(error.exit_code)
         print(f"error{rank_tag()}: {error}", file=sys.stderr)
         time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
-        leave(error.exit_code)
+        leave(code)
     if isinstance(error, TrainError):
-        if not (error.common and rank_tag() not in ("", "[rank 0]")):
-            wait_turn()
-            for line in _lines(error):
-                print(line, file=sys.stderr)
+        if error.common and rank_tag() in ("", "[rank 0]"):
+            print(*_lines(error), sep="\n", file=sys.stderr)
+        elif not error.common:
+            tell(str(error), _lines(error), error.exit_code)
         leave(error.exit_code)
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)
+    step = slurm.placed() if rank_tag() else None
+    if step is not None:
+        slurm.part(step, summary, 1)
     leave(1)
 
 

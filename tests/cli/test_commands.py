@@ -16,7 +16,20 @@ from hvd_train import doctor
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
-COMMANDS = ["fit", "eval", "predict", "verify", "export", "compare", "doctor", "config", "models", "data", "guide"]
+COMMANDS = [
+    "fit",
+    "submit",
+    "eval",
+    "predict",
+    "verify",
+    "export",
+    "compare",
+    "doctor",
+    "config",
+    "models",
+    "data",
+    "guide",
+]
 
 
 def run(*arguments: str, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess:

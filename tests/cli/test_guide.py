@@ -19,7 +19,13 @@ from hvd_train.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}
 LAUNCHERS = {"mpirun", "horovodrun", "srun"}
-THEIRS = ("apt install dataset-fashion-mnist", "source .venv/bin/activate", "pip install ")
+THEIRS = (
+    "srun -N 2 --ntasks-per-node 4 python train.py",
+    "sbatch job.sbatch",
+    "apt install dataset-fashion-mnist",
+    "source .venv/bin/activate",
+    "pip install ",
+)
 WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages tell
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 

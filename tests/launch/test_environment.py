@@ -43,6 +43,8 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
         (SRUN, World(9, 11, 1, 3, "srun")),
         (SRUN | {"SLURM_NODEID": "1"}, World(9, 11, 1, 4, "srun")),
         (SRUN | OPEN_MPI, World(2, 3, 0, 1, "mpirun")),
+        (SRUN | {"PMI_RANK": "9", "PMI_SIZE": "11"}, World(9, 11, 1, 3, "srun")),  # --mpi=pmi2
+        (SRUN | MPICH, World(1, 2, 1, 2, "mpiexec")),  # whose own daemons srun has started
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, World()),  # a shell in an allocation
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World()),  # a batch script
     ],

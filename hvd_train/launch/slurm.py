@@ -1,0 +1,502 @@
+"""How ranks that a plain ``srun`` started find one another: without ssh, without MPI, without PMIx.
+
+Rank 0 opens a desk on its node, the first of the step's, at one of a few ports that follow from job and step. The
+others look for it there, and each side proves that it knows the user's secret. The desk waits until all ranks have
+come, then serves as the rendezvous of Horovod's Gloo: Horovod's own (``horovod.runner.http.http_server``) answers
+whoever asks, this one only who names the step's token. What the ranks then send each other is Gloo's, unguarded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import re
+import secrets
+import socket
+import socketserver
+import subprocess
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from hvd_train.errors import CommunicationError, ConfigError, TrainError
+from hvd_train.launch.environment import World, number, tasks_per_node, world
+from hvd_train.launch.local import mpi_built
+
+SECRET, PORT = "HVD_TRAIN_SECRET", "HVD_TRAIN_PORT"
+START, START_SECONDS = "HOROVOD_START_TIMEOUT", 600  # horovodrun's name for the same
+PORTS = range(16384, 32768)  # below those that systems give away themselves
+TRIES = 16
+ANSWER_SECONDS, PARTING_SECONDS = 5.0, 1.0
+PAUSES = (0.2, 2.0)  # between two looks for the desk: at first, and at last
+WORD_SECONDS = 3.0  # for rank 0 to end as well
+COME_SECONDS = 30.0  # for ranks that start later than others
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One ``srun``. ``name``: no other step has it, nor this one after a requeue; ``host``: the node of rank 0;
+    ``node``: this rank's, among ``per_node`` (tasks of each)."""
+
+    name: str
+    host: str
+    node: int
+    own: str
+    per_node: list[int]
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Step:
+        names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        node = int(environ.get("SLURM_NODEID", "0"))
+        host = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
+        own = environ.get("SLURMD_NODENAME", f"node {node}")
+        per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]))
+        return cls(".".join(environ.get(name, "0") for name in names), host, node, own, per_node)
+
+    def ports(self, environ: Mapping[str, str]) -> list[int]:
+        if PORT in environ:
+            text = environ[PORT]
+            if not text.isdigit() or not 0 < int(text) <= 65536 - TRIES:
+                raise ConfigError(f"'{text}' is no port", where=f"environment variable {PORT}", common=True)
+            return [int(text) + k for k in range(TRIES)]
+        return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]
+
+
+@dataclass(frozen=True)
+class Met:
+    """Where the desk is. ``interface``: by which the others reach this rank; empty: Gloo takes the host name's."""
+
+    world: World
+    address: str
+    port: int
+    token: str
+    interface: str = ""
+
+
+_met: Met | None = None
+_desk: Desk | None = None
+_given_up = False  # on rank 0
+
+
+def first_host(nodes: str) -> str:
+    """Slurm's "rack[0-1]n[07,09-12],login" -> rack0n07."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
+
+
+def by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the ranks of a step meet in MPI: where srun was told to (--mpi=pmix), or the user says so."""
+    if environ.get("HOROVOD_CONTROLLER"):
+        return environ["HOROVOD_CONTROLLER"].lower() == "mpi"
+    return "PMIX_RANK" in environ and mpi_built()
+
+
+def meet(here: World) -> None:
+    """To be called before ``hvd.init()``: sets Horovod's variables in a rank of a step that MPI does not join.
+
+    Raises CommunicationError on all ranks where one has ended, or does not come within ``HOROVOD_START_TIMEOUT``
+    seconds, and ConfigError where no port is free or the secret cannot be had.
+    """
+    global _met
+    if not srun_alone(here):
+        return
+    step, seconds = Step.of(os.environ), number(os.environ, START, START_SECONDS)
+    _met = met = (_receive if here.rank == 0 else _join)(here, step, seconds)
+    per_node, local = step.per_node, here.local_rank
+    os.environ.update(
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+        # Horovod asks for http://ADDR:PORT/scope/key.
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=f"{met.address}:{met.port}/{met.token}",
+        HOROVOD_GLOO_RENDEZVOUS_PORT=str(met.port),
+        HOROVOD_HOSTNAME=step.own,
+        HOROVOD_RANK=str(here.rank),
+        HOROVOD_SIZE=str(here.size),
+        HOROVOD_LOCAL_RANK=str(local),
+        HOROVOD_LOCAL_SIZE=str(here.local_size),
+        HOROVOD_CROSS_RANK=str(sum(count > local for count in per_node[: step.node])),
+        HOROVOD_CROSS_SIZE=str(sum(count > local for count in per_node)),
+    )
+    if met.interface:
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", met.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", met.interface)
+
+
+def prepare(here: World) -> None:
+    """Rank 0 of such a step opens its desk; the sooner, the better are the others told that a rank has ended."""
+    if srun_alone(here) and here.rank == 0:
+        open_desk(here)
+
+
+def srun_alone(here: World) -> bool:
+    """Whether srun started this rank without MPI: it says who is who, but joins nobody, and ends nobody when one
+    fails."""
+    return here.launcher == "srun" and not by_mpi()
+
+
+def _receive(here: World, step: Step, seconds: int) -> Met:
+    """Rank 0 waits for the others at its desk, which stays open as long as its process lives."""
+    desk = open_desk(here)
+    verdict = desk.wait(seconds)
+    if "failed" in verdict:
+        time.sleep(PARTING_SECONDS)  # until the others have read it
+        raise _failure(verdict)
+    return Met(here, LOOPBACK, desk.server_port, desk.token, interface_of(verdict["address"]))
+
+
+def _failure(verdict: Mapping[str, Any]) -> CommunicationError:
+    error = CommunicationError(verdict["failed"], where="srun", fix=verdict["fix"], common=True)
+    error.exit_code = verdict["code"]
+    return error
+
+
+def _join(here: World, step: Step, seconds: int) -> Met:
+    """Another rank looks for the desk and joins the world there."""
+    global _given_up
+    stop, reason, pause = time.monotonic() + seconds, "no answer", PAUSES[0]
+    while (left := stop - time.monotonic()) > 0:
+        try:
+            found = _find(here, step)
+            if isinstance(found, Met):
+                given = {"rank": here.rank, "node": step.node}
+                own, status, verdict = _ask(found, "join", given, left + ANSWER_SECONDS)
+                if status == 200:
+                    address = own if step.node else verdict["address"]
+                    return replace(found, interface=interface_of(address))
+                if status == 409:
+                    raise _failure(verdict)
+            else:
+                reason = found
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = str(error)
+        time.sleep(min(pause, max(0, stop - time.monotonic())))
+        pause = min(1.5 * pause, PAUSES[1])
+    _given_up = True
+    what = f"rank 0 was not found on {step.host} within {seconds} s: {reason}"
+    raise CommunicationError(what, where="srun", fix=f"look for what ended or held it; {START} sets the time")
+
+
+def _find(here: World, step: Step) -> Met | str:
+    """Rank 0's desk, or why it was not found."""
+    try:
+        token = _token(step, read_secret())
+    except FileNotFoundError as error:
+        return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
+    address, ports = _address(step), step.ports(os.environ)
+    for port in ports:
+        if _is_desk(address, port, token):
+            return Met(here, address, port, token)
+    return f"nobody who knows the secret of this step is at port {', '.join(map(str, ports))}"
+
+
+def part(here: World, text: str, code: int, seconds: float = COME_SECONDS) -> bool | None:
+    """Before a rank ends with an error. Rank 0 answers those who wait or end as well, and before the ranks have met
+    those who start later; another rank looks for the desk, ``seconds`` long, and reports. True: rank 0 has told the
+    same; None: nobody was found."""
+    with suppress(TrainError, OSError, http.client.HTTPException, ValueError):
+        if here.rank == 0:
+            open_desk(here).say(text, code, WORD_SECONDS if _met else COME_SECONDS)
+            return False
+        found, stop = _met, time.monotonic() + seconds
+        while found is None and not _given_up and time.monotonic() < stop:
+            near = _find(here, Step.of(os.environ))
+            if isinstance(near, Met):
+                found = near
+            else:
+                time.sleep(PAUSES[0])
+        if found is not None:
+            given = {"rank": here.rank, "code": code, "text": text}
+            with suppress(OSError):  # it has heard, and may end before it answers
+                return _ask(found, "part", given, WORD_SECONDS + ANSWER_SECONDS)[2]["same"]
+            return False
+    return None
+
+
+def code_of_lost(default: int) -> int:
+    """The exit code with which the first lost rank ended, if it could tell."""
+    ended: Mapping[str, int] = {}
+    if _desk is not None:
+        ended = {str(rank): code for rank, code in _desk.ended.items()}
+    elif _met is not None:
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            ended = _ask(_met, "ended", {}, ANSWER_SECONDS)[2]
+    return next(iter(ended.values()), default)
+
+
+def placed() -> World | None:
+    """This rank's place in a step that srun alone leads."""
+    here = _met.world if _met else world()
+    return here if srun_alone(here) else None
+
+
+def _address(step: Step) -> str:
+    """Of rank 0's node, IPv4, for this rank."""
+    return _resolve(step.host) if step.node else LOOPBACK
+
+
+@functools.cache
+def _resolve(host: str) -> str:
+    """A node that no name service knows has an address in Slurm's own configuration."""
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    shown = ""
+    with suppress(subprocess.TimeoutExpired):
+        line = ["scontrol", "show", "node", host]
+        shown = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False).stdout
+    found = re.search(r"\bNodeAddr=(\S+)", shown)
+    if found is None:
+        raise ValueError(f"the host name {host} cannot be resolved")
+    return socket.gethostbyname(found[1])
+
+
+def interface_of(address: str) -> str:
+    """The network interface with this address; nothing where there is none."""
+    import psutil
+
+    found = (n for n, kinds in psutil.net_if_addrs().items() for k in kinds if k.address == address)
+    return next(found, "")
+
+
+# --- the secret
+
+
+def read_secret() -> bytes:
+    """From the environment, or from the user's own file; FileNotFoundError where rank 0 has not made it yet."""
+    given = os.environ.get(SECRET)
+    if given:
+        return given.encode()
+    path = _path()
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ConfigError("others may read the secret", where=str(path), fix=f"remove it, or set {SECRET}")
+        return file.read()
+
+
+def _path() -> Path:
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "hvd_train" / "secret"
+
+
+def make_secret() -> bytes:
+    """As ``read_secret``; makes the file where there is none: whole, or not at all."""
+    with suppress(FileNotFoundError):
+        return read_secret()
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)  # for the user alone
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+        os.unlink(temporary)
+    except OSError as error:
+        what = f"the secret of this user's ranks cannot be written: {error.strerror}"
+        raise ConfigError(what, where=str(path), fix=f"set {SECRET} for all ranks") from error
+    return read_secret()
+
+
+def _token(step: Step, secret: bytes) -> str:
+    """What this step's ranks show: it tells nothing of the secret."""
+    return hmac.new(secret, f"step {step.name}".encode(), hashlib.sha256).hexdigest()
+
+
+def _proof(token: str, port: int, nonce: str) -> str:
+    """That this very port is the desk's: one who only passes questions on listens at another."""
+    return hmac.new(token.encode(), f"desk {port} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+# --- the desk
+
+
+def open_desk(here: World) -> Desk:
+    """Of rank 0, once a process, at the first of the step's ports that is free."""
+    global _desk
+    if _desk is not None:
+        return _desk
+    step = Step.of(os.environ)
+    token, ports = _token(step, make_secret()), step.ports(os.environ)
+    for port in ports:
+        with suppress(OSError):
+            _desk = Desk("" if len(step.per_node) > 1 else LOOPBACK, port, token, here.size)
+            threading.Thread(target=_desk.serve_forever, name="rendezvous", daemon=True).start()
+            return _desk
+    what = f"no free port on {step.host}: {', '.join(map(str, ports))} are taken"
+    raise ConfigError(what, where="srun", fix=f"set {PORT} to the first of {TRIES} others")
+
+
+class Desk(ThreadingHTTPServer):
+    """Receives the ranks, then keeps what Horovod's Gloo puts there: scope, key -> bytes.
+
+    Closed to whoever does not name the token.
+    """
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, host: str, port: int, token: str, size: int) -> None:
+        super().__init__((host, port), _Handler)
+        self.token, self.size = token, size
+        self.kept: dict[tuple[str, str], bytes] = {}
+        self.ended: dict[int, int] = {}  # rank: exit code, in the order in which they told
+        self._address = LOOPBACK  # this host's, as ranks of other nodes see it
+        self._came, self._heard = {0}, {0}
+        self._said: str | None = None  # by rank 0, before it ended
+        self._verdict: dict[str, Any] | None = None  # which all who have come are told
+        self._changed = threading.Condition()
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks its own name up, which may take long
+        self.server_port = self.server_address[1]
+
+    def wait(self, seconds: int) -> dict[str, Any]:
+        """For all ranks to come: the address by which others see this host; or what ``failed``."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._came) == self.size or self.ended, seconds)
+            missing = sorted(set(range(self.size)) - self._came)
+            if self.ended:
+                self._fail(*next(iter(self.ended.items())))
+            elif missing:
+                ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                fix = f"look for what ended or held them; {START} sets the time"
+                failed = f"{ranks} did not come within {seconds} s"
+                self._verdict = {"failed": failed, "fix": fix, "code": CommunicationError.exit_code}
+            else:
+                self._verdict = {"address": self._address}
+            self._changed.notify_all()
+            assert self._verdict is not None
+            return self._verdict
+
+    def _fail(self, rank: int, code: int) -> None:
+        failed = f"rank {rank} ended with exit code {code} before the ranks had met"
+        self._verdict = {"failed": failed, "fix": "its own line says why", "code": code}
+
+    def join(self, rank: int, node: int, address: str) -> tuple[int, dict[str, Any]]:
+        """For a rank of that node, which came by that address of ours: HTTP's status and the verdict, when there is
+        one. 410: it has come before, in an earlier command of this step."""
+        with self._changed:
+            if rank in self._came or not 0 < rank < self.size:
+                return 410, {}
+            if self._verdict is None:
+                self._came.add(rank)
+                if node:
+                    self._address = address
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._verdict is not None)
+            assert self._verdict is not None
+            return 409 if "failed" in self._verdict else 200, self._verdict
+
+    def part(self, rank: int, code: int, text: str) -> dict[str, Any]:
+        """For a rank that ends: whether rank 0 tells the same."""
+        with self._changed:
+            self.ended.setdefault(rank, code)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._said is not None, WORD_SECONDS)
+            return {"same": self._said == text}
+
+    def heard(self, rank: int) -> None:
+        """This rank has its answer, with rank 0's last words if there were any."""
+        with self._changed:
+            if self._said is not None:
+                self._heard.add(rank)
+                self._changed.notify_all()
+
+    def say(self, text: str, code: int, seconds: float) -> None:
+        """Rank 0's last words, for those who ask within ``seconds``, or until all have."""
+        with self._changed:
+            self._said = text
+            if self._verdict is None:
+                self._fail(0, code)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._heard) == self.size, seconds)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is the other side's to tell."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 30.0  # for a request to arrive
+    server: Desk
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _words(self) -> list[str] | None:
+        """What follows the token in the path; None: the token is wrong, and that is answered."""
+        _, token, *words = self.path.split("/")
+        if hmac.compare_digest(token.partition(":")[0].encode(), self.server.token.encode()):
+            return words
+        self._answer(403)
+        return None
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/desk/"):
+            self._answer(200, _proof(self.server.token, self.server.server_port, self.path[6:]).encode())
+        elif words := self._words():
+            found = self.server.kept.get((words[0], words[1]))
+            self._answer(404 if found is None else 200, found or b"")
+
+    def do_PUT(self) -> None:
+        if words := self._words():
+            self.server.kept[words[0], words[1]] = self._body()
+            self._answer(200)
+
+    def do_DELETE(self) -> None:
+        if words := self._words():
+            self.server.kept.pop((words[0], words[1]), None)
+            self._answer(200)
+
+    def do_POST(self) -> None:
+        if words := self._words():
+            given, status = json.loads(self._body() or b"{}"), 200
+            reply: Any = self.server.ended
+            if words[0] == "join":
+                status, reply = self.server.join(**given, address=self.connection.getsockname()[0])
+            elif words[0] == "part":
+                reply = self.server.part(**given)
+            self._answer(status, json.dumps(reply).encode())
+            if words[0] != "ended":
+                self.server.heard(given["rank"])
+
+
+def _is_desk(address: str, port: int, token: str) -> bool:
+    nonce = secrets.token_hex(16)
+    try:
+        connection = http.client.HTTPConnection(address, port, timeout=ANSWER_SECONDS)
+        connection.request("GET", f"/desk/{nonce}")
+        proof = connection.getresponse().read(1024)
+        connection.close()
+    except (OSError, http.client.HTTPException):
+        return False
+    return hmac.compare_digest(proof, _proof(token, port, nonce).encode())
+
+
+def _ask(found: Met, what: str, given: dict[str, Any], seconds: float) -> tuple[str, int, dict[str, Any]]:
+    """Our own address on the way to the desk, HTTP's status, the answer."""
+    connection = http.client.HTTPConnection(found.address, found.port, timeout=seconds)
+    connection.connect()
+    own = connection.sock.getsockname()[0]
+    connection.request("POST", f"/{found.token}/{what}", json.dumps(given))
+    answer = connection.getresponse()
+    return own, answer.status, json.loads(answer.read() or b"{}")

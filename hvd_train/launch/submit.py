@@ -1,0 +1,97 @@
+"""``hvd-train submit``: the batch script of a job, given to ``sbatch``; what it prints while the job runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch.slurm import SECRET
+
+WHERE = "hvd-train submit"
+# A name of the user's own does not begin a line.
+SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)", r"^ +StdOut=(.*)$")
+POLL_SECONDS = 2.0
+RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
+
+
+def script(program: Sequence[str], options: Mapping[str, object], modules: Sequence[str]) -> str:
+    """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site.
+
+    The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
+    """
+    lines = [f"#SBATCH --{name}={_word(value, name)}" for name, value in options.items() if value is not None]
+    loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
+    # srun takes most of the job's options from the environment, but not this one.
+    each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
+    shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell knows 'module'
+    return "\n".join(
+        [
+            shell,
+            *lines,
+            *loads,
+            f'export PATH={_word(Path(sys.executable).parent, "PATH")}:"$PATH"',
+            f"export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            f"exec srun{each} {' '.join(_word(word, 'command') for word in program)}",
+            "",
+        ]
+    )
+
+
+def _word(value: object, name: str) -> str:
+    """One word of a shell, and of sbatch, which reads quotes in its lines as a shell does."""
+    text = str(value)
+    if not text.isprintable():
+        raise ConfigError(f"{text!r} holds a character that is not printable", where=f"{WHERE}: {name}")
+    return shlex.quote(text)
+
+
+def submit(text: str) -> str:
+    """The job's number."""
+    if shutil.which("sbatch") is None:
+        fix = "submit from a host of the cluster, or see the script with --dry-run"
+        raise ConfigError("sbatch is not installed", where=WHERE, fix=fix)
+    done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.replace("sbatch: error: ", "").split())
+        raise ConfigError(f"sbatch refuses the job: {said}", where=WHERE)
+    return done.stdout.strip().partition(";")[0]
+
+
+def follow(job: str) -> int:
+    """Prints the job's states, and its output as it comes; returns its exit code. Whoever stops this does not stop the
+    job."""
+    last, place = "", 0
+    while True:
+        state, reason, code, output = _state(job)
+        if state != last:
+            print(f"job {job}: {state.lower()}{f' ({reason})' if reason else ''}", file=sys.stderr, flush=True)
+            last = state
+        with suppress(OSError), output.open("rb") as file:
+            file.seek(place)
+            new = file.read()
+            place += len(new)
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()
+        if state not in RUNNING:
+            return code or int(state != "COMPLETED")
+        time.sleep(POLL_SECONDS)
+
+
+def _state(job: str) -> tuple[str, str, int, Path]:
+    """(state, why it waits, exit code, output file) of a job; Slurm forgets it some minutes after its end."""
+    line = ["scontrol", "show", "job", job]
+    shown = subprocess.run(line, capture_output=True, text=True, check=False).stdout
+    found = [re.search(pattern, shown, re.MULTILINE) for pattern in SHOWN]
+    if None in found:
+        raise ConfigError(f"Slurm does not know job {job}", where=WHERE, fix="see 'sacct'")
+    (state, reason), (code, number), (output,) = (match.groups() for match in found if match)
+    waits = reason if state == "PENDING" and reason != "None" else ""
+    return state, waits, 128 + int(number) if int(number) else int(code), Path(output)

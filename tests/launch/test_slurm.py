@@ -1,0 +1,182 @@
+"""How ranks of srun meet, as far as it needs no Slurm: ports, hosts, the secret, the desk and whom it turns away."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch import slurm
+from hvd_train.launch.environment import World, world
+from hvd_train.launch.slurm import Desk, Step, first_host
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURMD_NODENAME": "n2",
+}
+
+
+@pytest.fixture
+def step(monkeypatch, tmp_path):
+    """This process as a rank of STEP with a secret of its own; what is set in Horovod's name goes again."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "HOROVOD", "OMPI", "PMI"))]:
+        monkeypatch.delenv(name)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(slurm, "_met", None)
+    monkeypatch.setattr(slurm, "_desk", None)
+    monkeypatch.setattr(slurm, "_given_up", False)
+    slurm._resolve.cache_clear()
+    yield tmp_path / "hvd_train" / "secret"
+    if slurm._desk:
+        slurm._desk.shutdown()
+        slurm._desk.server_close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-2]", "node1"),
+        ("n[007,009-012],login", "n007"),
+        ("rack[0-1]n[07,09-12]", "rack0n07"),
+        ("login,n[1-2]", "login"),
+    ],
+)
+def test_first_host(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_ports_follow_from_the_step():
+    one, other = (Step.of(STEP | {"SLURM_STEP_ID": number}) for number in "01")
+    assert one.ports({}) == Step.of(STEP).ports({}) != other.ports({})
+    again = Step.of(STEP | {"SLURM_RESTART_COUNT": "1"})
+    assert again.name != one.name and set(one.ports({})) <= set(slurm.PORTS)
+    assert one.ports({"HVD_TRAIN_PORT": "6000"}) == list(range(6000, 6016))
+    with pytest.raises(ConfigError, match="'65530' is no port; environment variable HVD_TRAIN_PORT"):
+        one.ports({"HVD_TRAIN_PORT": "65530"})
+
+
+def test_who_joins_the_ranks(step, monkeypatch):
+    """Horovod's Gloo through the desk, unless srun was told to bring MPI."""
+    assert slurm.srun_alone(world())
+    assert not slurm.srun_alone(World(0, 2, 0, 2, "mpirun")) and not slurm.srun_alone(World())
+    monkeypatch.setattr(slurm, "mpi_built", lambda: True)
+    monkeypatch.setenv("PMIX_RANK", "2")
+    assert not slurm.srun_alone(world())
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    assert slurm.srun_alone(world())
+    monkeypatch.delenv("PMIX_RANK")
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    assert not slurm.srun_alone(world())
+
+
+def test_the_secret_is_made_once_and_for_the_user_alone(step, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        slurm.read_secret()
+    with ThreadPoolExecutor(8) as pool:
+        made = {future.result() for future in [pool.submit(slurm.make_secret) for _ in range(8)]}
+    assert made == {step.read_bytes()} and len(step.read_bytes()) == 64
+    assert step.stat().st_mode & 0o777 == 0o600 and list(step.parent.iterdir()) == [step]
+    step.chmod(0o640)
+    with pytest.raises(ConfigError, match="others may read the secret"):
+        slurm.make_secret()
+    monkeypatch.setenv("HVD_TRAIN_SECRET", "given")
+    assert slurm.make_secret() == slurm.read_secret() == b"given"
+    monkeypatch.delenv("HVD_TRAIN_SECRET")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")
+    with pytest.raises(ConfigError, match="cannot be written.*set HVD_TRAIN_SECRET for all ranks"):
+        slurm.make_secret()
+
+
+def http_status(port: int, method: str, path: str, body: str = "") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
+    """Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
+    desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
+    assert slurm.open_desk(World(0, 3, 0, 2, "srun")) is desk
+    port, own = desk.server_port, f"/{desk.token}:{desk.server_port}"
+    assert http_status(port, "GET", f"{own}/global/0")[0] == 404
+    assert http_status(port, "PUT", f"{own}/global/0", "here") == (200, b"")
+    assert http_status(port, "GET", f"{own}/global/0") == (200, b"here")
+    assert http_status(port, "GET", f"{own}/local_n1/0")[0] == 404
+    for method, path in [("GET", "/global/0"), ("PUT", "/x/global/0"), ("DELETE", f"/{'0' * 64}:1/global/0")]:
+        assert http_status(port, method, path, "other") == (403, b"")
+    assert http_status(port, "POST", "/x/join", '{"rank": 1, "node": 0}') == (403, b"")
+    assert http_status(port, "GET", f"{own}/global/0") == (200, b"here")
+    assert http_status(port, "DELETE", f"{own}/global/0")[0] == 200
+    assert http_status(port, "GET", f"{own}/global/0")[0] == 404
+    assert slurm.make_secret().decode() not in desk.token
+
+
+def test_a_rank_asks_nobody_who_cannot_prove_the_secret(step, monkeypatch):
+    """Another's server at the step's first port, and rank 0's desk at the second."""
+    here = World(2, 3, 0, 1, "srun")
+    monkeypatch.setattr(slurm, "_address", lambda step: "127.0.0.1")
+    stranger = next(iter(Step.of(os.environ).ports({})))
+    other = Desk("127.0.0.1", stranger, "0" * 64, 3)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
+        with pytest.raises(CommunicationError, match="rank 0 was not found on n1 within 1 s: no secret in .*/secret"):
+            slurm.meet(here)
+        slurm.make_secret()
+        with pytest.raises(CommunicationError, match="nobody who knows the secret of this step is at port"):
+            slurm.meet(here)
+        desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
+        assert desk.server_port == Step.of(os.environ).ports({})[1]
+        found = slurm._find(here, Step.of(os.environ))
+        assert (found.address, found.port) == ("127.0.0.1", desk.server_port)
+    finally:
+        other.shutdown()
+        other.server_close()
+
+
+def test_no_free_port(step, monkeypatch):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        monkeypatch.setattr(Step, "ports", lambda self, environ: [held.getsockname()[1]])
+        with pytest.raises(ConfigError, match="no free port on n1: [0-9]+ are taken; srun; set HVD_TRAIN_PORT"):
+            slurm.open_desk(World(0, 3, 0, 2, "srun"))
+
+
+def test_a_host_that_no_name_service_knows(step, monkeypatch, tmp_path):
+    """Slurm's own configuration has its address."""
+    tool = tmp_path / "scontrol"
+    tool.write_text('#!/bin/sh\necho "NodeName=$3 NodeAddr=127.0.0.7 Port=1"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: resolved(name))
+    assert slurm._address(Step.of(os.environ)) == "127.0.0.7"
+    assert slurm._address(Step.of(os.environ | {"SLURM_NODEID": "0"})) == "127.0.0.1"
+    Path(tool).write_text("#!/bin/sh\n")
+    slurm._resolve.cache_clear()
+    with pytest.raises(ValueError, match="the host name n1 cannot be resolved"):
+        slurm._address(Step.of(os.environ))
+
+
+def resolved(name: str) -> str:
+    if name != "127.0.0.7":
+        raise socket.gaierror
+    return name

@@ -1,0 +1,307 @@
+"""Slurm for real: two nodes on this host. Ranks of a plain srun, and batch jobs of hvd-train submit."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_train.cli import guide
+from hvd_train.launch.local import command, environment
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
+SECONDS = 240
+NODES = ["-N", "2"]
+
+
+class Done:
+    def __init__(self, run: subprocess.CompletedProcess) -> None:
+        self.code, self.out = run.returncode, run.stdout
+        # srun tells of each task that failed
+        self.err = "".join(
+            line for line in run.stderr.splitlines(True) if not line.startswith(("srun: ", "slurmstepd"))
+        )
+
+    def rows(self) -> list[dict]:
+        return sorted((json.loads(line) for line in self.out.splitlines()), key=lambda r: int(r["HOROVOD_RANK"]))
+
+
+def variables(cluster, **more: str) -> dict[str, str]:
+    """A user's: the environment is active; the secret lies in a folder of the test's."""
+    own = {"PATH": f"{BIN}:{cluster.environment['PATH']}", "PYTHONPATH": str(ROOT)}
+    own["OMP_NUM_THREADS"] = "1"  # as horovodrun's ranks, which share this host's cores
+    return {**cluster.environment, **own, "XDG_CONFIG_HOME": str(cluster.folder / "config"), **more}
+
+
+def srun(cluster, *line: str, **more: str) -> Done:
+    own = variables(cluster, **more)
+    run = subprocess.run(
+        ["srun", *line], cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    return Done(run)
+
+
+def meet(cluster, size: int, *does: str, **more: str) -> Done:
+    return srun(cluster, *NODES, "-n", str(size), "python", str(HERE / "meet.py"), *does, **more)
+
+
+# ---- the ranks of a step meet
+
+
+def test_every_rank_knows_its_place(cluster):
+    """Three ranks, two of them on the first node."""
+    done = meet(cluster, 3)
+    assert done.code == 0 and done.err == "", done.err
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    places = [tuple(int(row[f"HOROVOD_{name}"]) for name in names) for row in done.rows()]
+    assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
+    assert [row["HOROVOD_HOSTNAME"] for row in done.rows()] == ["node1", "node1", "node2"]
+    assert len({row["HOROVOD_GLOO_RENDEZVOUS_ADDR"] for row in done.rows()}) == 1
+    assert {row["HOROVOD_CONTROLLER"] + row["HOROVOD_CPU_OPERATIONS"] for row in done.rows()} == {"gloogloo"}
+    assert {row["HOROVOD_GLOO_IFACE"] for row in done.rows()} == {"lo"}
+    secret = cluster.folder / "config" / "hvd_train" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600 and secret.read_text() not in done.out
+
+
+def test_a_step_of_one_task_is_one_rank(cluster):
+    done = srun(cluster, "-n", "1", "python", str(HERE / "meet.py"))
+    assert done.code == 0 and json.loads(done.out) == {"launcher": "", "node": "node1"}
+
+
+def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
+    """The second command of a step finds the first one's desk, or what is left of it, at its own port."""
+    line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"
+    both = [
+        subprocess.Popen(
+            ["srun", *NODES, "-n", "3", "bash", "-c", line],
+            env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for started in both:
+        out, err = started.communicate(timeout=SECONDS)
+        assert started.returncode == 0, err
+        assert sorted(json.loads(line)["HOROVOD_RANK"] for line in out.splitlines()) == list("001122")
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "expected"),
+    [
+        ("2:leaves", 5, ["error[rank 0]: rank 2 did not come within 3 s; srun; look for what ended or held them"]),
+        ("0:leaves", 5, [f"error[rank {k}]: rank 0 was not found on node1 within 3 s: nobody who" for k in (1, 2)]),
+        (
+            "2:fails",
+            3,
+            ["error[rank 0]: rank 2 ended with exit code 3 before the ranks had met", "error[rank 2]: no su"],
+        ),
+        ("0:fails", 3, ["error[rank 0]: no such file; rank 0's disk"]),
+    ],
+)
+def test_a_rank_that_never_comes(cluster, does, code, expected):
+    """Nobody waits for ever, and a rank that ends with an error takes the others with it at once."""
+    limit = "3" if "leaves" in does else "100"
+    began = time.monotonic()
+    done = meet(cluster, 3, does, HOROVOD_START_TIMEOUT=limit, HVD_TRAIN_SECRET="of the test")
+    assert done.code == code, done.err
+    lines = sorted(done.err.splitlines())
+    assert len(lines) == len(expected) and all(a.startswith(b) for a, b in zip(lines, expected, strict=True)), lines
+    assert time.monotonic() - began < 60
+
+
+def test_ranks_with_another_secret_are_turned_away(cluster):
+    line = f"HVD_TRAIN_SECRET=$SLURM_NODEID python {HERE / 'meet.py'}"
+    done = srun(cluster, *NODES, "-n", "2", "bash", "-c", line, HOROVOD_START_TIMEOUT="3")
+    assert done.code == 5 and "error[rank 0]: rank 1 did not come within 3 s" in done.err
+    assert "error[rank 1]: rank 0 was not found on node1 within 3 s: nobody who knows the secret" in done.err
+
+
+# ---- training
+
+
+SETS = ["precision=64", "tensorboard=false"]
+
+
+def settings(folder: Path, *sets: str) -> list[str]:
+    return ["-c", str(TINY), "--run-dir", str(folder), *(word for s in (*SETS, *sets) for word in ("--set", s))]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The hash of the weights that two ranks of horovodrun end with."""
+    found: dict[str, str] = {}
+
+    def get(framework: str) -> str:
+        if framework not in found:
+            folder = tmp_path_factory.mktemp("expected") / "run"
+            line = command(2, "horovodrun", ["fit", *settings(folder, f"framework={framework}")])
+            own = {**environment(), "OMP_NUM_THREADS": "1"}
+            run = subprocess.run(line, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+            assert run.returncode == 0, run.stderr
+            found[framework] = summary(folder)["weights_sha256"]
+        return found[framework]
+
+    return get
+
+
+def test_keras_trains_to_the_weights_of_horovodrun(cluster, tmp_path, expected):
+    line = ["hvd-train", "fit", *settings(tmp_path / "run", "framework=tensorflow")]
+    done = srun(cluster, *NODES, "-n", "2", *line)
+    assert done.code == 0 and done.err == "", done.err
+    assert done.out.count("done: validation loss") == 1
+    assert summary(tmp_path / "run")["weights_sha256"] == expected("tensorflow")
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["launcher"] == "srun"
+
+
+def test_the_guides_commands(cluster, tmp_path, expected):
+    """As they stand on the page, but for fewer ranks. A batch job has its own secret: it needs no file."""
+    sets = "".join(f"{name}: {value}\n" for name, value in (text.split("=") for text in SETS))
+    (tmp_path / "job.yaml").write_text(TINY.read_text() + sets)
+    (tmp_path / "train.py").write_text((HERE / "own_torch.py").read_text())
+    (tmp_path / ".bash_profile").write_text("module() { echo module $*; }\n")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", guide.page("slurm"), re.MULTILINE | re.DOTALL)
+    trained, printed = 0, ""
+    for line in "".join(blocks).splitlines():
+        own = variables(cluster, HOME=str(tmp_path))
+        if not line.startswith("srun"):
+            own["XDG_CONFIG_HOME"] = "/proc/nowhere"
+        words = ["bash", "-c", line.replace("--ntasks-per-node 4", "--ntasks-per-node 1")]
+        run = subprocess.run(words, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert run.returncode == 0, f"{line}\n{run.stdout}\n{run.stderr}"
+        if "sbatch" in line.split()[0] or re.fullmatch(r"\d+\n", run.stdout):
+            job = run.stdout.split()[-1]
+            assert cluster.end_of(job) == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
+        if (tmp_path / "runs").exists():
+            found = summary(tmp_path / "runs" / "tiny")
+            assert found["world_size"] == 2 and found["weights_sha256"] == expected("pytorch"), line
+            trained += 1
+            (tmp_path / "runs").rename(tmp_path / f"runs-{trained}")
+        printed += run.stdout
+    assert trained == 3 and printed.count("sum 3.0 of 2") == 4 and "module load cuda/12.4" in job_output(tmp_path, job)
+
+
+def job_output(folder: Path, job: str) -> str:
+    return (folder / f"slurm-{job}.out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        (
+            ["-c", "nothing.yaml"],
+            2,
+            "error[rank 0]: cannot read the configuration: No such file or directory",
+        ),
+        (["--sed", "3"], 2, "error[rank 0]: No such option '--sed'."),
+        (["--set", "data.name=npz", "--set", "data.path=/nowhere.npz"], 3, "error[rank 0]: there is no such file"),
+    ],
+)
+def test_an_error_of_all_ranks_is_one_line(cluster, line, code, error):
+    done = srun(cluster, *NODES, "-n", "3", "hvd-train", "fit", *line)
+    assert done.code == code and done.out == ""
+    assert len(done.err.splitlines()) == 1 and done.err.startswith(error), done.err
+
+
+def test_a_lost_rank_ends_the_others(cluster, tmp_path):
+    own = settings(tmp_path / "run")
+    line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *own, "--set", "max_epochs=4000"]
+    started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stop = time.monotonic() + SECONDS
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
+        time.sleep(0.1)
+    rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
+    rank[-1].send_signal(signal.SIGKILL)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 128 + signal.SIGKILL and "error[rank 0]: another rank was lost" in err, err
+    assert "done:" not in out
+
+
+# ---- own scripts
+
+
+def test_an_own_script_and_its_exit_code(cluster):
+    """One rank fails when the world is open: its code is that of the step, not 5 of those that lost it."""
+    done = srun(cluster, *NODES, "-n", "2", "python", str(HERE / "own_torch.py"), "1")
+    assert done.out.count("sum 3.0 of 2") == 2, done.out + done.err
+    assert done.code == 1 and "error[rank 1]: ValueError: a fault of this rank" in done.err, done.err
+    assert "error[rank 0]: another rank was lost" in done.err
+
+
+def test_an_own_keras_script(cluster):
+    done = srun(cluster, *NODES, "-n", "2", "python", str(HERE / "own_keras.py"))
+    assert done.code == 0, done.err
+    assert len(set(done.out.splitlines())) == 1 and done.out.count("loss") == 2, done.out
+
+
+# ---- hvd-train submit
+
+
+def submit(cluster, folder: Path, *line: str, code: int = 0, **more: str) -> subprocess.CompletedProcess:
+    run = subprocess.run(
+        ["hvd-train", "submit", *line], cwd=folder, env=variables(cluster, **more), capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert run.returncode == code, run.stdout + run.stderr
+    return run
+
+
+NASTY = 'it\'s $(touch owned) `touch owned` "q" #x; touch owned &'
+
+
+def test_submit_quotes_every_value(cluster, tmp_path):
+    """Through the shell and through sbatch's reading of its lines; the program gets its words as they were."""
+    show = tmp_path / "show.py"
+    show.write_text("import os, sys; print(repr((sys.argv[1:], os.environ['SLURM_JOB_NAME'], os.environ['LOADED'])))")
+    (tmp_path / ".bash_profile").write_text('module() { [ "$1" = load ] && export LOADED="$2"; }\n')
+    words = ["--job-name", NASTY, "--module", NASTY, "--time", "1", "--output", "o u't-%j.txt", "--follow"]
+    done = submit(cluster, tmp_path, *words, "--", "python", str(show), NASTY, "", HOME=str(tmp_path))
+    job, said = done.stdout.splitlines()
+    assert said == repr(([NASTY, ""], NASTY, NASTY))
+    assert {path.name for path in tmp_path.iterdir()} == {"show.py", ".bash_profile", f"o u't-{job}.txt"}
+
+
+def test_submit_hands_on_the_exit_code(cluster, tmp_path):
+    words = ["--", "python", "-c", "import sys; print('so far'); sys.exit(6)"]
+    done = submit(cluster, tmp_path, "--time", "1", "--follow", *words, code=6)
+    assert done.stdout.endswith("so far\n") and ": failed" in done.stderr
+
+
+def test_submit_mistakes_are_one_line(cluster, tmp_path):
+    tiny = ["-c", str(TINY)]
+    cases = [
+        ([*tiny, "--time", "soon"], r"error: sbatch refuses the job: .*[Tt]ime.*; hvd-train submit\n"),
+        ([*tiny, "--partition", "nowhere"], r"error: sbatch refuses the job: .*nowhere.*; hvd-train submit\n"),
+        ([*tiny, "--set", "optim.lrr=1"], r"error: --set optim.lrr=1: optim.lrr: unknown key.*\n"),
+        ([*tiny, "--job-name", "a\n#SBATCH --wrap=x"], r"error: '.*' holds a character that is not printable; .*\n"),
+        ([*tiny, "--", "python", "x.py"], r"error: a script has no configuration; submit; .*\n"),
+    ]
+    for line, words in cases:
+        done = submit(cluster, tmp_path, *line, code=2)
+        assert re.fullmatch(words, done.stderr) and done.stdout == "", done.stderr
+    done = submit(cluster, tmp_path, *tiny, code=2, PATH=f"{BIN}:/usr/local/nowhere")
+    assert done.stderr.startswith("error: sbatch is not installed; hvd-train submit; ") and done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fixture_ends_what_it_started(cluster):
+    """A job that runs for ever when the tests are done goes with them."""
+    submit(cluster, cluster.folder, "--nodes", "2", "--", "sleep", "1000")
+    stop = time.monotonic() + 30
+    while len([p for p in cluster.steps() if p.name() == "sleep"]) < 2:
+        assert time.monotonic() < stop
+        time.sleep(0.1)
+    cluster.stop()
+    assert cluster.steps() == []
+    assert all(daemon.poll() is not None for daemon in cluster.daemons)

@@ -126,7 +126,7 @@ def test_from_another_thread():
 def test_other_ends(monkeypatch, work, error, text):
     with pytest.raises(error) as caught:
         hvd_train.launch(work, np=2 if "own; " in text else 1)
-    assert str(caught.value).startswith(text)
+    assert str(caught.value).replace("rank 1:", "rank 0:").startswith(text)  # of two, either may be the first
 
 
 def test_what_cannot_start(monkeypatch):

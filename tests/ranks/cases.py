@@ -140,7 +140,8 @@ CHANGING.pop("model.hidden")
 # What the largest world of a framework runs without --long: where shares of other sizes could show. An optimizer sees
 # the mean alone, whoever made it.
 LARGEST = {"pytorch": 4, "tensorflow": 3}
-EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", *APART, "evaluation", "verbs", "average", "adasum-verb"]
+EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
+EVERY_SIZE += ["evaluation", "verbs", "average", "adasum-verb"]
 EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
 
 

@@ -12,7 +12,10 @@ def cluster(tmp_path_factory):
         pytest.skip(f"no {', '.join(absent)} here: apt-get install slurm-wlm munge")
     made = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
-        made.start()
+        try:
+            made.start()
+        except AssertionError as error:  # no cgroups, for example
+            pytest.skip(f"Slurm does not start here: {str(error)[-500:]}")
         yield made
     finally:
         made.stop()

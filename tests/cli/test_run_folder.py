@@ -174,7 +174,7 @@ def test_a_second_fit_is_refused_while_one_trains_and_not_after_it_was_killed(tm
     first = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         stop = time.monotonic() + SECONDS
-        while not list(tmp_path.glob("run/checkpoints/step-0*")):
+        while not list(tmp_path.glob("run/checkpoints/step-000*")):
             assert first.poll() is None and time.monotonic() < stop
             time.sleep(0.05)
         settings = (tmp_path / "run" / "config.yaml").read_bytes()

@@ -48,8 +48,8 @@ from hvd_train.protocol import (
 )
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
-# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
 ROW = 4096  # entries that one thread adds up, whatever the number of threads
+# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
@@ -344,12 +344,12 @@ class TensorFlowFrontEnd(StateTree):
 
     def place(self, batch: Batch):
         with tf.device(self._device):
-            inputs = {name: self._values(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
+            inputs = {name: self._placed(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
             return inputs, *self._judged(batch)
 
     def _judged(self, batch: Batch):
         with tf.device(self._device):
-            labels = {name: self._values(batch.labels[name], field) for name, field in self._sample.labels.items()}
+            labels = {name: self._placed(batch.labels[name], field) for name, field in self._sample.labels.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
     def accumulate(self, placed, scale: Scale, seed: int):
@@ -422,7 +422,7 @@ class TensorFlowFrontEnd(StateTree):
     def _evaluated(self, inputs):
         return self._outputs(inputs, training=False)
 
-    def _values(self, x, field: Field):
+    def _placed(self, x, field: Field):
         """As stored to the device, there as its field tells. Not within a graph, which makes a multiplication of the
         division, and other bits."""
         x = tf.constant(x)

@@ -1,11 +1,12 @@
 """One ladder of errors. Each carries its exit code; the command line prints one line and leaves with it.
 
 ``0`` done, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
-at run time, ``6`` a non-finite loss.
+at run time, ``6`` a non-finite loss, ``75`` stopped by a signal and saved.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 
@@ -60,6 +61,22 @@ class NonFiniteError(TrainError):
     """The loss or a gradient is NaN or infinite."""
 
     exit_code = 6
+
+
+class Interrupted(TrainError):
+    """A signal asked for the end: all ranks have saved and stand at the same step."""
+
+    exit_code = 75  # sysexits.h: a temporary failure, try again
+
+    def __init__(self, number: int, step: int) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} at step {step}, and saved", fix="--resume auto goes on", common=True)
+        self.exit_code = stopped_code(number)
+
+
+def stopped_code(number: int) -> int:
+    """The exit code of a job that a signal stopped: Ctrl-C has its own."""
+    return 130 if number == signal.SIGINT else Interrupted.exit_code
 
 
 class RankError(TrainError):

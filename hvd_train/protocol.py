@@ -347,7 +347,13 @@ class FrontEnd(Protocol):
         """Runs the steps that ``waiting`` holds; whatever asks for what they change does it by itself."""
 
     def finite(self) -> bool:
-        """precision 16-mixed: whether the gradients of the last step were finite on all ranks; else nothing changed."""
+        """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
+        residual changed."""
+
+    def statistics(self) -> Tree:
+        """Copies of this rank's running statistics, for ``put_back``."""
+
+    def put_back(self, kept: Tree) -> None: ...
 
     def truth(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """``Exchange.truth`` of this batch's gradient, which is then forgotten; between steps."""

@@ -22,15 +22,17 @@ from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog, warn
 from hvd_train.core.loop import Trainer, start_agreement
+from hvd_train.core.meeting import Outside
 from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.trees import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import PIXELS, DataSet, open_data
-from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.errors import CheckpointError, ConfigError, DataError, Interrupted
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import keep_memory, world
+from hvd_train.launch.outside import Ears
 from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule, one_or_all
 
 
@@ -198,11 +200,21 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
 
 
-def fit(config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool) -> int:
+def fit(
+    config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool, ears: Ears
+) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
+    code, ears.run_dir = 0, Path(config.run_dir)
     with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
-        train(job, resume, allow_change, overwrite, lock)
-    return 0
+        if lock:
+            ears.leaving.append(lock.release)
+        try:
+            train(job, resume, allow_change, overwrite, lock, outside=ears)
+        except Interrupted as error:
+            code = error.exit_code
+        ears.ended = True  # the ranks leave one by one, and launchers signal the last
+    ears.end(code=code)
+    return code
 
 
 @contextmanager
@@ -225,8 +237,9 @@ def train(
     overwrite: bool = False,
     lock: folder.Lock | None = None,
     hooks: Sequence[Hook] = (),
+    outside: Outside | None = None,
 ) -> dict[str, Any]:
-    """Runs the training of an opened job; returns the summary, equal on all ranks.
+    """Runs the training of an opened job; returns the summary, equal on all ranks, or raises Interrupted.
 
     All is read and checked, on all ranks, before anything of the run folder is changed.
     """
@@ -240,7 +253,7 @@ def train(
     if snapshot and wanted == "auto":
         wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
-    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken, hooks)
+    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken, hooks, outside)
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *notes]))
     if communicator.rank == 0 and ":" in config.model.name:
@@ -250,8 +263,14 @@ def train(
         about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
         log.files = {"config.yaml": resolved_yaml(config), "environment.json": about}
         log.resumed_at = None if resume is None else trainer.progress.step
+        log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and resume is None
-    summary = trainer.fit()
+    try:
+        summary = trainer.fit()
+    except Interrupted as error:
+        log.message(str(error))
+        log.close()
+        raise
     together(communicator, lambda: log.summary(summary))
     log.message(_closing(summary, run_dir))
     log.close()

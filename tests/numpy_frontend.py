@@ -198,7 +198,7 @@ class NumpyFrontEnd(StateTree):
 
     packing = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
 
-    def __init__(self, communicator, input_size, num_classes, momentum=0.9, poison_at=None):
+    def __init__(self, communicator, input_size, num_classes, momentum=0.9, poison_at=None, checks=False):
         self.communicator, self.ops, self.momentum = communicator, NumpyOps(), momentum
         label = Field((), "int64", classes=num_classes)
         self.task = Task(TaskConfig(), Sample({"input": Field((input_size,), "float32")}, {"label": label}), self.ops)
@@ -210,6 +210,7 @@ class NumpyFrontEnd(StateTree):
         self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         self.statistic = np.zeros(1)
         self.seeds, self.poison_at, self.steps = [], poison_at, 0
+        self.checks, self.failed = checks, False
 
     def specs(self):
         return [TensorSpec(n, x.shape, "float64") for n, x in self.w.items()]
@@ -255,12 +256,20 @@ class NumpyFrontEnd(StateTree):
             sums = sums * [np.nan, 1, 1]
         self.steps += 1
         flats = self.exchange.join([x * unscale for x in self.sums.values()])
+        if self.checks:
+            self.failed = float(self.exchange.failures(flats)[0]) > 0
+            if self.failed:
+                self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
+                return sums
         reduced, self._exchange_state = self.exchange.reduce(flats, self._exchange_state)
         for n, gradient in zip(self.w, self.exchange.split(reduced), strict=True):
             self.slots[n] = self.momentum * self.slots[n] + gradient
             self.w[n] = self.w[n] - learning_rate * self.slots[n]
             self.sums[n] = np.zeros_like(self.w[n])
         return sums
+
+    def finite(self):
+        return not self.failed
 
     def _measure(self, batch, scale, seed):
         raise NotImplementedError

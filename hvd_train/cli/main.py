@@ -86,6 +86,13 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
 )
 @click.option("--overwrite", is_flag=True, help="Replace the run that the run folder holds.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of first weights, sample order and dropout.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
+)
 @verbose_option
 def fit(
     path: Path | None,
@@ -97,6 +104,7 @@ def fit(
     allow_change: tuple[str, ...],
     overwrite: bool,
     seed: int | None,
+    max_restarts: int,
     verbose: bool,
 ) -> None:
     """Train a model.
@@ -106,11 +114,22 @@ def fit(
     hvd-train fit -np 2 -c job.yaml                 two ranks on this host
     mpirun -np 2 hvd-train fit -c job.yaml          the same, started by mpirun
     hvd-train fit -np 2 -c job.yaml --resume auto   go on where the last run stopped
+    hvd-train fit -np 2 -c job.yaml --max-restarts 3
     """
     from hvd_train.config import load_config
+    from hvd_train.launch.outside import forget, listen
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
-    _launch_or(num_proc, launcher, verbose, lambda: _run().fit(config, resume, allow_change, overwrite, verbose))
+    if _starts_ranks(num_proc) or max_restarts:
+        from hvd_train.launch.supervise import supervise
+
+        if num_proc is None:
+            raise ConfigError("--max-restarts watches ranks that -np starts", fix="give -np, or leave it out")
+        forget()
+        arguments = _without_launch_options(sys.argv[1:])
+        sys.exit(supervise(num_proc, launcher, arguments, Path(config.run_dir), max_restarts, verbose))
+    _prepare()
+    sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen()))
 
 
 def _run() -> Any:
@@ -119,9 +138,8 @@ def _run() -> Any:
     return run
 
 
-def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) -> None:
-    """Runs in this process, or starts the ranks of ``-np`` with the same arguments."""
-    from hvd_train.launch import slurm
+def _starts_ranks(num_proc: int | None) -> bool:
+    """Whether this process is the one that starts the ranks of ``-np``."""
     from hvd_train.launch.environment import world
 
     started = world()
@@ -131,8 +149,21 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
             where=f"started by {started.launcher}",
             fix="leave out -np",
         )
-    if num_proc in (None, 1) or started.launcher:
-        slurm.prepare(started)
+    return num_proc not in (None, 1) and not started.launcher
+
+
+def _prepare() -> None:
+    """For a rank that srun started."""
+    from hvd_train.launch import slurm
+    from hvd_train.launch.environment import world
+
+    slurm.prepare(world())
+
+
+def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) -> None:
+    """Runs in this process, or starts the ranks of ``-np`` with the same arguments."""
+    if not _starts_ranks(num_proc):
+        _prepare()
         sys.exit(here())
     from hvd_train.launch import launch
 
@@ -144,9 +175,9 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if skip:
             skip = False
-        elif argument in ("-np", "--num-proc", "--launcher"):
+        elif argument in ("-np", "--num-proc", "--launcher", "--max-restarts"):
             skip = True
-        elif not argument.startswith(("-np", "--num-proc=", "--launcher=")):
+        elif not argument.startswith(("-np", "--num-proc=", "--launcher=", "--max-restarts=")):
             kept.append(argument)
     return kept
 
@@ -500,6 +531,10 @@ def guide(topic: str | None) -> None:
 
 def main() -> None:
     """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
+    if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
+        from hvd_train.launch.outside import listen
+
+        listen().anew()
     from hvd_train.launch import leave
 
     try:

@@ -397,6 +397,10 @@ class Config(Section):
         "32",
         description="bits: 32, 64 for proofs of equality, or weights of 32 and most arithmetic in 16 (mixed)",
     )
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="NaN or infinity: end with code 6, leave the step out, or take the last checkpoint's weights",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
     devices: list[Count] | None = Field(
         None, description="GPU indices for the local ranks, in order; null: all visible"
@@ -444,6 +448,11 @@ class Config(Section):
             problems.append(("devices", "names GPUs, but device is cpu"))
         rule(problems)
         return self
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a step is taken only where the gradients of all ranks are finite."""
+        return self.precision == "16-mixed" or self.on_nonfinite == "skip"
 
     def global_batch(self, world_size: int) -> int:
         """Samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 
 import numpy as np
@@ -11,12 +11,16 @@ from hvd_train.core.mean import ordered_sum
 from hvd_train.protocol import Batch, FrontEnd
 
 
-def evaluate(frontend: FrontEnd, batches: Generator[Batch, None, None]) -> dict[str, float]:
-    """Every sample of the batches of all ranks once -> what the task tells of them."""
+def evaluate(
+    frontend: FrontEnd, batches: Generator[Batch, None, None], between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Every sample of the batches of all ranks once -> what the task tells of them. ``between`` is called after each
+    batch, on all ranks alike."""
     frontend.average_statistics()
     sums = np.zeros(frontend.task.length)
     with closing(batches):
         for batch in batches:
             if batch.count:
                 sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
+            between()
     return frontend.task.results(ordered_sum(sums, frontend.communicator))

@@ -104,7 +104,7 @@ class Lock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
+        self.release()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
@@ -169,7 +169,8 @@ class Lock:
                 with suppress(OSError):
                     os.utime(self.path)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """What the end of ``with`` does, for a process that ends sooner."""
         self._ended.set()
         holder = _read(self.path)
         if holder is not None and holder.token == self._own.token:
@@ -183,7 +184,7 @@ class Lock:
                 folder.rmdir()
 
     def _terminated(self, number: int, frame: object) -> None:
-        self._release()
+        self.release()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -127,16 +127,34 @@ class Lines(Hook):
     def __init__(self) -> None:
         self.pending: list[Any] = []  # this rank's sums on the device, not yet read
 
+    def local(self, trainer: Trainer) -> np.ndarray:
+        """(n,) float64: this rank's sums since the last line, added in the order of the steps, and its counts."""
+        rows = [trainer.frontend.ops.to_numpy(sums) for sums in self.pending]
+        sums = np.sum(rows, axis=0) if rows else np.zeros(trainer.frontend.task.length)
+        return np.append(sums, trainer.counts)
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Goes on with the line in which an interrupted run stopped."""
+        rows, communicator, length = trainer.progress.pending, trainer.communicator, trainer.frontend.task.length
+        trainer.progress.pending = []
+        row = np.zeros(0)
+        if len(rows) == communicator.size:
+            row = np.array(rows[communicator.rank])
+        elif rows and communicator.rank == 0:
+            row = np.sum(rows, axis=0)
+        if len(row) == length + len(trainer.counts):
+            self.pending, trainer.counts = [trainer.frontend.ops.from_numpy(row[:length])], row[length:]
+
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
         p = trainer.progress
         self.pending += taken.sums
         trainer.log.progress(p.epoch, p.consumed, trainer.train_size, trainer.samples_per_second)
         if not taken.told:
             return
-        local = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in self.pending], axis=0)
+        local = self.local(trainer)
         self.pending.clear()
         task = trainer.frontend.task
-        sums = ordered_sum(np.append(local, trainer.counts), trainer.communicator)
+        sums = ordered_sum(local, trainer.communicator)
         if task.counted:
             task.check(sums, sums[task.length :])
             trainer.counts, sums = np.zeros(len(task.terms)), sums[: task.length]
@@ -145,7 +163,8 @@ class Lines(Hook):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"
             raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)
         p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums)]
-        trainer.log.train(p.epoch, p.step, result, taken.rate, trainer.samples_per_second())
+        if result["samples"]:  # else all steps were left out
+            trainer.log.train(p.epoch, p.step, result, taken.rate, trainer.samples_per_second())
 
 
 class Agreement(Hook):

@@ -64,6 +64,7 @@ class RunLog:
         self.run_dir, self._epochs, self._tensorboard, self._lock = run_dir, total_epochs, tensorboard, lock
         self.files: dict[str, Any] = {}
         self.resumed_at: int | None = None
+        self.evaluates_again = False  # the resumed run stopped within an evaluation
         self.replace = False
         self._metrics: IO[str] | None = None
         self._early: list[Callable[[], None]] = []  # what came before begin
@@ -141,7 +142,8 @@ class RunLog:
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
-                if json.loads(line)["step"] <= step:
+                row = json.loads(line)
+                if row["step"] < step + (not (self.evaluates_again and row["event"] == "val")):
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a line that a kill cut short

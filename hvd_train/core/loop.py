@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -16,18 +17,21 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, saving, synchronizers
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import NONFINITE_FIX, agree, together
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import ordered_sum
+from hvd_train.core.meeting import Meetings, Outside
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.trees import weights_sha256
 from hvd_train.data.loader import Loader, Step
-from hvd_train.errors import NonFiniteError
-from hvd_train.protocol import Batch, FrontEnd, Scale, Source
+from hvd_train.errors import Interrupted, NonFiniteError
+from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
+
+MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -49,7 +53,9 @@ class Trainer:
         log: RunLog | NullLog,
         compression: str = "none",
         hooks: Sequence[Hook] = (),
+        outside: Outside | None = None,
     ) -> None:
+        self.outside = outside or Outside()
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
         self.communicator = frontend.communicator
@@ -78,14 +84,20 @@ class Trainer:
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         # Of this rank's samples since the last line of the log, by which each loss is divided.
         self.counts = np.zeros(len(frontend.task.terms) if frontend.task.counted else 0)
+        self._skips, self._in_a_row = config.on_nonfinite == "skip", 0
+        self._last: Path | None = None  # the checkpoint that this run saved or began from
+        self._rolled_back = 0  # since the last one
         self._begun = False  # whether the run folder is written
         self.synchronizer = synchronizers.make(config.exchange)
         self._why = ""  # this rank's wish to stop
-        self._speed, lines = Speed(), Lines()
+        self._asked = 0  # the signal that the ranks have agreed to follow
+        self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
+        self._saved = False  # whether the newest checkpoint is what this run is now
+        self._speed, self._lines = Speed(), Lines()
         self.samples_per_second = self._speed.median
-        self._agreement = Agreement(lines)
+        self._agreement = Agreement(self._lines)
         early = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
-        self._hooks: list[Hook] = [self._speed, lines, self._agreement, *early]
+        self._hooks: list[Hook] = [self._speed, self._lines, self._agreement, *early]
         self._own = tuple(hooks)  # the user's
 
     def _total(self) -> int:
@@ -96,10 +108,13 @@ class Trainer:
     # ---- training
 
     def fit(self) -> dict[str, Any]:
-        """Trains to the end; returns the run's summary."""
+        """Trains to the end; returns the run's summary. Raises Interrupted, on all ranks at one step, when a signal
+        asked one of them to stop and all is saved."""
         self._call("on_start")
-        while not self._finished():
+        while self.progress.ending or not self._finished():
             self._epoch()
+            if self._asked and not self._finished():
+                self._interrupt()
         self._begin()
         summary = self._summary()
         self._call("on_end", summary)
@@ -116,18 +131,39 @@ class Trainer:
         called in ``on_epoch``, else with the next line of the log."""
         self._why = why
 
-    def _heed(self) -> None:
-        asked = [part for part in self.communicator.allgather_bytes(self._why.encode(), "stop") if part]
+    def _heed(self, meetings: Meetings, told: bool = True) -> None:
+        """The ranks meet. A wish to ``stop`` waits for a line of the log: when a run ends must not depend on clocks."""
+        said = meetings.meet([self._why if told else "", self.outside.asked])
+        asked = [why for why, _ in said if why]
         if asked:
             self.progress.stopped, self._why = True, ""
-            self.log.message(asked[0].decode())
+            self.log.message(asked[0])
+        self._asked = next((number for _, number in said if number), 0)
+
+    def _interrupt(self) -> None:
+        """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
+        if not self._saved:
+            self.progress.pending = [[float(x) for x in row] for row in self._gathered(self._lines.local(self))]
+            self._save(keep=True)
+        raise Interrupted(self._asked, self.progress.step)
+
+    def _gathered(self, own: np.ndarray) -> list[np.ndarray]:
+        return [np.frombuffer(part) for part in self.communicator.allgather_bytes(own.tobytes(), "pending")]
+
+    def _between(self) -> None:
+        """Within an evaluation, which an interrupted run does anew."""
+        if self._batches.due():
+            self._heed(self._batches, told=False)
+            if self._asked:
+                self.progress = self._before
+                self._interrupt()
 
     def _begin(self) -> None:
         """The run folder is touched when training has proved to run: after the first step."""
         if not self._begun:
             self.frontend.run_waiting()
             together(self.communicator, self.log.begin)
-            self._begun = True
+            self._begun = self.outside.begun = True
 
     def _finished(self) -> bool:
         p, c = self.progress, self.config
@@ -138,7 +174,14 @@ class Trainer:
     def _epoch(self) -> None:
         p, c = self.progress, self.config
         started = time.perf_counter()
-        done_in_epoch = p.consumed // self.global_batch
+        done_in_epoch = -(-p.consumed // self.global_batch)
+        at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
+        if p.ending:
+            self._begin()
+            self._end_epoch(self._rate(done_in_epoch - 1), 0.0, complete=at_end)
+            return
+        self.outside.at("training", p.step)
+        self._steps.begin()
         with closing(self.train_loader.epoch(p.epoch, p.consumed)) as steps:
             clock = time.perf_counter()
             for step in steps:
@@ -150,16 +193,24 @@ class Trainer:
                 told = stop or save or p.step % c.log_every_n_steps == 0
                 every = c.agreement_every_n_steps
                 compared = stop or save or bool(every and p.step % every == 0)
-                if told or compared or not self._begun:
+                met = self._steps.due() or told
+                if met or compared or not self._begun:
                     self.frontend.run_waiting()
                 taken = Taken(step, rate, sums, time.perf_counter() - clock, told, compared)
                 self._begin()
-                self._call("on_step", taken)
-                if told:
-                    self._heed()
+                self.outside.at("training", p.step)
+                try:
+                    self._call("on_step", taken)
+                except NonFiniteError as error:
+                    self._roll_back(error)
+                if met:
+                    self._heed(self._steps, told)
+                p.ending = stop or p.stopped
                 if save:
                     self._save()
-                if stop or p.stopped:
+                if self._asked:
+                    self._interrupt()
+                if p.ending:
                     break
                 clock = time.perf_counter()
         self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
@@ -169,16 +220,16 @@ class Trainer:
         p, c = self.progress, self.config
         own = sum(batch.count for batch in step.micro_batches)
         scale: Scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
+        counts = self.counts
         if self.frontend.task.counted:
             scale = self._shares(step)
-        # The rate follows the place in the epoch, so that it means the same after a resume on another world size.
-        position = p.epoch * self.schedule.steps_per_epoch + p.consumed // self.global_batch
-        rate = self.schedule.rate(position)
+        rate = self._rate(p.consumed // self.global_batch)
         *earlier, last = step.micro_batches
         seeds = [
             forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
         ]
         placed = self.frontend.place(last)
+        kept = self.frontend.statistics() if self._skips else {}
         every = c.exchange.truth_every_n_steps
         if every and p.step % every == 0:
             self._truth(placed, scale, seeds[-1])
@@ -188,8 +239,12 @@ class Trainer:
         ]
         sums.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
+        self._saved = False
+        finite = not c.checks_gradients or self.frontend.finite()
         if self.scaled:
-            self._rescale()
+            self._rescale(finite)
+        if self._skips:
+            sums = self._looked_at(finite, sums, kept, counts)
         self.synchronizer.stepped(self.frontend, p.step)
         return rate, sums
 
@@ -204,8 +259,52 @@ class Trainer:
             counts = ordered_sum(counts, self.communicator)
         return [self.progress.loss_scale / count if count else 0.0 for count in counts.tolist()]
 
-    def _rescale(self) -> None:
-        p, finite = self.progress, self.frontend.finite()
+    def _rate(self, place: int) -> float:
+        """The learning rate follows the place in the epoch, so that it means the same after a resume on another world
+        size."""
+        return self.schedule.rate(self.progress.epoch * self.schedule.steps_per_epoch + place)
+
+    def _looked_at(self, finite: bool, sums: list[Any], kept: Tree, counts: np.ndarray) -> list[Any]:
+        """``sums`` of a step that was taken; of one that was not, none, and all is as it was before."""
+        p = self.progress
+        self._in_a_row = 0 if finite else self._in_a_row + 1
+        if finite:
+            return sums
+        self.frontend.put_back(kept)
+        self.counts = counts
+        own = all(np.isfinite(self.frontend.ops.to_numpy(x)).all() for x in sums)
+        parts = self.communicator.allgather_bytes(bytes([own]), "finite")
+        ranks = [rank for rank, part in enumerate(parts) if not part[0]]
+        what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
+        if self._in_a_row == MOST_IN_A_ROW:
+            what = f"{what} not finite, for {MOST_IN_A_ROW} steps in a row"
+            raise NonFiniteError(what, where=f"step {p.step}", fix=NONFINITE_FIX, common=True, ranks=ranks)
+        if not self.scaled:  # which has told it
+            p.skipped += 1
+            self.log.message(f"step {p.step}: {what} not finite, nothing was changed")
+        return []
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Takes the weights of the last checkpoint, with ``on_nonfinite: rollback``; the samples since are left out."""
+        self._rolled_back += 1
+        if self.config.on_nonfinite != "rollback" or self._rolled_back > MOST_IN_A_ROW:
+            raise error
+        p, first = self.progress, self.communicator.rank == 0
+        found = self.communicator.broadcast_bytes(str(self._last or "").encode()).decode()
+        if not found:
+            raise NonFiniteError(
+                f"{error.what}, and there is no checkpoint yet", where=error.where, fix=error.fix, common=True
+            )
+        snapshot = together(self.communicator, lambda: checkpoint.load(Path(found)) if first else None)
+        saving.restore(self, snapshot)
+        p.loss_scale, p.good_steps, self.progress = self.progress.loss_scale, 0, p
+        self._lines.pending.clear()
+        self.counts = np.zeros_like(self.counts)
+        self._saved = False
+        self.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(found).name}")
+
+    def _rescale(self, finite: bool) -> None:
+        p = self.progress
         p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
         if finite:
             return
@@ -233,6 +332,7 @@ class Trainer:
         p, c = self.progress, self.config
         epoch, train = p.epoch, _told("train", self.frontend.task.results(np.array(p.epoch_sums)))
         del train["train_samples"]
+        self._before, self._saved, p.ending = copy.deepcopy(p), False, False
         if complete:
             p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, []
         val = None
@@ -240,7 +340,7 @@ class Trainer:
             val = self._validate(epoch, rate)
         metrics = {**train, **(p.val if val else {})}
         self._call("on_epoch", Epoch(epoch, complete, metrics))
-        self._heed()
+        self._heed(self._steps)
         last = self._finished()
         if last and not val:
             val = self._validate(epoch, rate)
@@ -259,7 +359,10 @@ class Trainer:
     def _validate(self, epoch: int, rate: float) -> dict[str, float]:
         p = self.progress
         self._together()
-        val = evaluate(self.frontend, _limited(self.val_loader.evaluation(), self.config.limit_val_batches))
+        self.outside.at("evaluation", p.step)
+        self._batches.begin()
+        batches = _limited(self.val_loader.evaluation(), self.config.limit_val_batches)
+        val = evaluate(self.frontend, batches, self._between)
         p.val = _told("val", val)
         self.log.val(epoch, p.step, val, rate, self.samples_per_second())
         return val
@@ -270,11 +373,19 @@ class Trainer:
     def folder(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def _save(self, metrics: Mapping[str, float] | None = None) -> None:
+    def _save(self, metrics: Mapping[str, float] | None = None, keep: bool = False) -> None:
+        """``keep``: whatever the configuration says."""
         rule = self.config.checkpoint
-        if rule.save_last or rule.save_top_k:
+        if rule.save_last or rule.save_top_k or keep:
             self._together()
-            saving.save(self, metrics or {})
+            self.outside.at("saving", self.progress.step)
+            try:
+                saving.save(self, metrics or {}, keep=keep)
+            except NonFiniteError as error:
+                self._roll_back(error)
+                return
+            self._last, self._rolled_back = checkpoint.place(self.folder, self.progress.step), 0
+            self._saved = rule.save_last or keep  # else it may not be kept
             self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
@@ -282,6 +393,7 @@ class Trainer:
 
         Returns what of it was left behind, a line each.
         """
+        self._last = snapshot.path if snapshot else None
         return saving.restore(self, snapshot)
 
     # ---- summary
@@ -295,7 +407,7 @@ class Trainer:
             "epochs": p.epoch,
             "steps": p.step,
             "train_samples": p.seen,
-            **({"skipped_steps": p.skipped} if self.scaled else {}),
+            **({"skipped_steps": p.skipped} if self.config.checks_gradients else {}),
             "val_samples": p.val.get("val_samples", 0),
             **{f"val_{name}": p.val.get(f"val_{name}") for name in self.config.task.names},
             "samples_per_second": self.samples_per_second(),

@@ -40,6 +40,10 @@ class Progress:
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     good_steps: Count = 0  # since the loss scale changed
     skipped: Count = 0  # steps whose 16-bit gradients overflowed
+    pending: Annotated[list[Annotated[list[float], Field(max_length=1 << 20)]], Field(max_length=MAX_RANKS)] = field(
+        default_factory=list
+    )  # of each rank, its sums since the last line of the log
+    ending: bool = False  # the steps of this epoch are done, its evaluation is not
 
 
 class _Part(BaseModel):

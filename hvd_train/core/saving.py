@@ -8,25 +8,36 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hvd_train import errors
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import together
+from hvd_train.core.agreement import NONFINITE_FIX, together
 from hvd_train.core.manifest import Progress
+from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.trees import broadcast, pack, unpack, without_slots
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Source, Tree
 
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
 
 
-def save(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Rank 0 writes; every rank learns whether it could, so that all go on or all stop."""
+def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) -> None:
+    """Rank 0 writes; every rank learns whether it could, so that all go on or all stop.
+
+    ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps.
+    """
     c, communicator = trainer.config, trainer.communicator
+    before = _statistics(trainer) if keep else {}
     trainer.frontend.average_statistics()
+    after = _statistics(trainer) if keep else {}
+    # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
+    own = {key: x for key, x in before.items() if x.tobytes() != after[key].tobytes()}
     local = []
     for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
-        part = communicator.broadcast_bytes(pack(_local(trainer)) if root == communicator.rank else b"", root)
+        part = communicator.broadcast_bytes(pack(own | _local(trainer)) if root == communicator.rank else b"", root)
         local += [unpack(part)] if communicator.rank == 0 else []
     outcome = ""
     if communicator.rank == 0:
@@ -43,23 +54,39 @@ def save(trainer: Trainer, metrics: Mapping[str, float]) -> None:
         p = trainer.progress
         try:
             trainer.log.check()
-            checkpoint.save(
-                trainer.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, trainer.frontend.state(), local, meta)
-            )
+            tree = trainer.frontend.state()
+            _check_finite(tree, f"epoch {p.epoch + 1}, step {p.step}")
+            checkpoint.save(trainer.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta))
             rule = c.checkpoint
             checkpoint.prune(
                 trainer.folder,
                 save_top_k=rule.save_top_k,
-                save_last=rule.save_last,
+                save_last=rule.save_last or keep,
                 monitor=rule.monitor,
                 mode=rule.mode,
             )
-        except CheckpointError as error:
-            outcome = json.dumps([error.what, error.where, error.fix])
+        except (CheckpointError, NonFiniteError) as error:
+            outcome = json.dumps([type(error).__name__, error.what, error.where, error.fix])
     outcome = communicator.broadcast_bytes(outcome.encode()).decode()
     if outcome:
-        what, where, fix = json.loads(outcome)
-        raise CheckpointError(what, where=where, fix=fix, common=True)
+        kind, what, where, fix = json.loads(outcome)
+        raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
+
+
+def _check_finite(tree: Tree, where: str) -> None:
+    """A step may spoil weights although its loss was finite. Buffers may be infinite on purpose (masks)."""
+    for key, x in tree.items():
+        if not key.startswith(STATISTICS) and is_float(x) and not np.isfinite(x).all():
+            raise NonFiniteError(f"{key} is not finite; nothing was saved", where=where, fix=NONFINITE_FIX)
+
+
+STATISTICS = "statistics/"
+
+
+def _statistics(trainer: Trainer) -> Tree:
+    """Copies of this rank's own; of a world of one there are none."""
+    tree = trainer.frontend.state() if trainer.communicator.size > 1 else {}
+    return {key: x for key, x in tree.items() if key.startswith(STATISTICS)}
 
 
 def _local(trainer: Trainer) -> Tree:
@@ -73,6 +100,7 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
     Returns what of it was left behind, a line each.
     """
     communicator, notes = trainer.communicator, []
+    own: Tree = {}
     head = together(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
     found = json.loads(communicator.broadcast_bytes(head))
     mine: Tree = {}
@@ -82,6 +110,7 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
         for rank, part in enumerate(_locals(snapshot, found["ranks"])):
             packed = communicator.broadcast_bytes(pack(part))
             local = unpack(packed) if rank == communicator.rank else local
+        own = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         # A residual belongs to its rank, its framework's axis order and its compressor; else all begin at zero.
         shapes = {k: x.shape for k, x in _local(trainer).items()}
         here = {
@@ -102,6 +131,8 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
     tree = without_slots(trainer.frontend.state()) if first else snapshot.tree if snapshot else {}
     for piece in broadcast(communicator, tree):
         trainer.frontend.load(piece)
+    if found and found["ranks"] == communicator.size:
+        trainer.frontend.load(own)
     trainer.synchronizer.load_local(trainer.frontend, mine)
     return notes
 
@@ -122,10 +153,13 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
     if progress.consumed and (other or progress.consumed > trainer.train_size):
         notes.append(f"the training data are others: epoch {progress.epoch + 1} begins anew")
         progress.consumed, progress.epoch_sums = 0, []
+        progress.pending, progress.ending = [], False
     # Sums of another task are those of other things; there may be none yet, or other classes.
     same = found["task"] == trainer.config.task.model_dump(mode="json")
     if not same or len(progress.epoch_sums) != trainer.frontend.task.length:
         progress.epoch_sums = []
+    if not same:
+        progress.pending = []
     trainer.progress = progress
     return notes
 
@@ -165,7 +199,7 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
         "task": config.task.model_dump(mode="json"),
         "data": snapshot.meta.get("data", {}),
         "ranks": len(snapshot.local),
-        "kept": any(snapshot.local),
+        "kept": any(not key.startswith(STATISTICS) for tree in snapshot.local for key in tree),
     }
     return json.dumps(head).encode()
 

@@ -123,10 +123,16 @@ class StateTree(ABC):
 
     def truth(self, placed: Any, scale: Scale, seed: int) -> Any:
         """``Exchange.truth`` of this batch's gradient; its forward pass leaves no trace in the running statistics."""
-        kept = self._arrays([key for key in self._keys() if key.startswith("statistics/")])
+        kept = self.statistics()
         figures = self._measure(placed, scale, seed)
-        self._assign(kept)
+        self.put_back(kept)
         return figures
+
+    def statistics(self) -> Tree:
+        return self._arrays([key for key in self._keys() if key.startswith("statistics/")])
+
+    def put_back(self, kept: Tree) -> None:
+        self._assign(kept)
 
     def checksums(self) -> dict[str, int]:
         return {self.layouts[own].name: checksum(x) for own, x in self._weights()}

@@ -400,8 +400,8 @@ class PyTorchFrontEnd(StateTree):
                     parameters[i].register_post_accumulate_grad_hook(lambda _, b=b, i=i: self._arrived(b, i))
 
     def _overlap(self) -> bool:
-        """Whether exchanges start within backward; a scaled loss waits for all gradients."""
-        if self.config.precision == "16-mixed":
+        """Whether exchanges start within backward; where gradients are looked at first, all are awaited."""
+        if self.config.checks_gradients:
             return False
         gpu = self.device.type == "cuda"
         return overlaps(self.config.exchange.overlap, self.communicator, gpu, torch.get_num_threads())
@@ -498,12 +498,12 @@ class PyTorchFrontEnd(StateTree):
         return sums
 
     def _scaled(self, unscale: float) -> bool:
-        """Takes the loss' scale out of the gradients; False: they overflowed on some rank."""
-        if self.config.precision != "16-mixed":
+        """Takes the loss' scale out of the gradients; False: on some rank they are not finite."""
+        if not self.config.checks_gradients:
             return True
         gradients = self._gradients()
         self._finite = float(self.exchange.failures(gradients)) == 0
-        if self._finite:
+        if self._finite and unscale != 1.0:
             torch._foreach_mul_(gradients, unscale)
         return self._finite
 

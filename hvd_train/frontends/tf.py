@@ -331,9 +331,9 @@ class TensorFlowFrontEnd(StateTree):
         self._step = _graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
         steps = self.config.steps_per_execution
-        # Micro-batches stand between steps, and whether a gradient overflowed is asked after each. A GPU has work
+        # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
         # while Python prepares more.
-        self._alone = self.config.accumulate_grad_batches > 1 or self.config.precision == "16-mixed"
+        self._alone = self.config.accumulate_grad_batches > 1 or self.config.checks_gradients
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._together: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
@@ -443,7 +443,7 @@ class TensorFlowFrontEnd(StateTree):
         for i, total in enumerate(self._accumulated):
             gradients[i] = gradients[i] + total
             total.assign(tf.zeros_like(total))
-        if self.config.precision != "16-mixed":
+        if not self.config.checks_gradients:
             self._update(gradients, learning_rate)
             return sums, tf.zeros((1,))
         failures = self.exchange.failures(gradients)

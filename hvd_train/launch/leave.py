@@ -7,11 +7,14 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.launch import slurm
 from hvd_train.launch.environment import world
+from hvd_train.launch.outside import EARS
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 
@@ -42,6 +45,8 @@ def tell(text: str, lines: Sequence[str], code: int) -> None:
 
 def leave(code: int) -> NoReturn:
     """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
+    if EARS:
+        EARS[0].end(code=code, line=f"left with code {code}")
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_tag():
@@ -51,9 +56,16 @@ def leave(code: int) -> NoReturn:
 
 def leave_with(error: BaseException) -> None:
     """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
+    ears = EARS[0] if EARS else None
+    summary = f"{type(error).__name__}: {error}".splitlines()[0][:2000]
+    if ears:
+        code, told = (error.exit_code, str(error)) if isinstance(error, TrainError) else (1, summary)
+        kept = "" if isinstance(error, TrainError) else _keep(ears.run_dir, summary, error)
+        ears.end(code=code, line=told[:2000], lost=isinstance(error, LostRankError), kept=kept)
     if isinstance(error, LostRankError):
         code = slurm.code_of_lost(error.exit_code)
-        print(f"error{rank_tag()}: {error}", file=sys.stderr)
+        if not (ears and ears.told):  # who reads it knows the cause, which comes first
+            print(f"error{rank_tag()}: {error}", file=sys.stderr)
         time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
         leave(code)
     if isinstance(error, TrainError):
@@ -62,13 +74,25 @@ def leave_with(error: BaseException) -> None:
         elif not error.common:
             tell(str(error), _lines(error), error.exit_code)
         leave(error.exit_code)
-    summary = f"{type(error).__name__}: {error}".splitlines()[0]
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)
     step = slurm.placed() if rank_tag() else None
     if step is not None:
         slurm.part(step, summary, 1)
     leave(1)
+
+
+def _keep(run_dir: Path | None, summary: str, error: BaseException) -> str:
+    """The traceback in the run folder; gives the file, or nothing where it cannot be written."""
+    if run_dir is None:
+        return ""
+    with suppress(OSError, TrainError):
+        folder = run_dir / "failures"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{world().rank}.txt"
+        path.write_text("".join([f"{summary}\n\n", *traceback.format_exception(error)]), encoding="utf-8")
+        return str(path)
+    return ""
 
 
 def _lines(error: TrainError) -> list[str]:

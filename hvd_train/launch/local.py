@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch.board import Board
 from hvd_train.launch.environment import CORES
 
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
+PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
+LOOK_MS = 100
 PR_SET_PDEATHSIG = 1
 # What launchers return for a rank that a signal ended.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
@@ -99,34 +106,88 @@ def launch(
     line = command(num_proc, choose(launcher) if num_proc > 1 else "", arguments, module, program)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
-    env = environment() | dict(variables or {})
+    code, received, _ = run(line, environment() | dict(variables or {}))
+    if received and code:
+        return 128 + received[0]
+    if code in FATAL and num_proc > 1:
+        what = f"a rank was ended by {signal.Signals(code - 128).name}"
+        raise CommunicationError(what, fix="look for a crash or too little memory; --resume auto goes on from there")
+    return code
+
+
+def run(
+    line: Sequence[str], env: Mapping[str, str], board: Board | None = None
+) -> tuple[int, list[int], dict[int, float]]:
+    """Starts the launcher and waits for its end, which is that of all its processes: (exit code, 128 + N where signal N
+    ended it, -1 where it had to be ended; the signals that came meanwhile; of each rank that ended, when).
+
+    Without a ``board`` the launcher is sent what this process is sent. With one the ranks are, and where a rank ends
+    with anything but 0, the others have ``PATIENCE`` to follow.
+    """
     received: list[int] = []
     child: subprocess.Popen | None = None
 
     def forward(number: int, frame: object) -> None:
         received.append(number)
-        if child is not None and child.poll() is None:
+        if child is None or child.poll() is not None:
+            return
+        if board is None:
             child.send_signal(number)
+            return
+        board.look()
+        board.signal(number)
+        if len(received) > 1 or len(board.open) < board.ranks:  # the first step is far away
+            child.terminate()
 
     # Before the child starts: a signal that comes in between must not end this process alone.
-    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    previous = {s: signal.signal(s, forward) for s in signals}
+    signals = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if board else ()))
+    main = threading.current_thread() is threading.main_thread()
+    previous = {s: signal.signal(s, forward) for s in signals} if main else {}
+    ended: dict[int, float] = {}
+    hung = False
     try:
         child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=_end_with_parent)
         if received:
-            child.send_signal(received[0])
-        code = child.wait()
+            child.terminate() if board else child.send_signal(received[0])
+        if board:
+            ended = _watch(child, board)
+            hung = child.poll() is None
+        else:
+            child.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         if child is not None:
-            _end(child)
-    if received and code:
-        return 128 + received[0]
-    if code in FATAL:
-        what = f"a rank was ended by {signal.Signals(code - 128).name}"
-        raise CommunicationError(what, fix="look for a crash or too little memory; --resume auto goes on from there")
-    return code if code >= 0 else 128 - code
+            _end(child, board)
+    code = child.wait()
+    return -1 if hung else code if code >= 0 else 128 - code, received, ended
+
+
+def _watch(child: subprocess.Popen, board: Board) -> dict[int, float]:
+    """Until the launcher ends, or has not although a rank did: {rank that ended: when}."""
+    ended: dict[int, float] = {}
+    poll, ranks, first = select.poll(), {}, math.inf
+    launcher = os.pidfd_open(child.pid)
+    poll.register(launcher, select.POLLIN)
+    while child.poll() is None and time.monotonic() < first + PATIENCE:
+        board.look()
+        for rank, descriptor in list(board.open.items()):  # a signal may come
+            if descriptor not in ranks:
+                ranks[descriptor] = rank
+                poll.register(descriptor, select.POLLIN)
+        gone = list(board.gone - ended.keys())
+        for descriptor, _ in poll.poll(0 if gone else LOOK_MS):
+            if descriptor in ranks:
+                poll.unregister(descriptor)
+                gone.append(ranks[descriptor])
+        for rank in gone:
+            ended[rank] = time.monotonic()
+            if board.read(rank).record.get("code") != 0:
+                first = min(first, ended[rank])
+    os.close(launcher)
+    board.look()
+    took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | board.gone - ended.keys()
+    return ended | dict.fromkeys(took, time.monotonic())  # which took the launcher along
 
 
 def _end_with_parent() -> None:
@@ -134,15 +195,23 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _end(child: subprocess.Popen) -> None:
-    """Leaves no process behind: whatever of the launcher's session still runs is ended."""
+def _end(child: subprocess.Popen, board: Board | None) -> None:
+    """Leaves no process behind: whatever of the launcher's session still runs is ended, and every rank."""
     import psutil
 
-    left = [p for p in psutil.process_iter() if _in_session(p, child.pid)]
+    if board:
+        board.signal(signal.SIGKILL)  # a checkpoint is whole or not there
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+    left = [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
     for process in left:
         process.terminate()
     for process in psutil.wait_procs(left, timeout=GRACE_SECONDS if left else 0)[1]:
         process.kill()
+    if child.poll() is None:
+        child.kill()
 
 
 def _in_session(process: object, session: int) -> bool:

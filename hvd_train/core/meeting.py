@@ -1,0 +1,57 @@
+"""What reaches a rank from outside (a signal), and where the ranks meet to learn of it: all at the same step."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a rank listens before it loads anything
+    from hvd_train.protocol import Communicator
+
+SECONDS = 0.25  # between two meetings: mpirun leaves a second between a signal and the end, a meeting costs 0.3 ms
+
+
+class Outside:
+    """The world around a rank. This one asks nothing and is told in vain; ``launch.outside`` has one with ears.
+
+    asked: the number of the first signal, 0: none; begun: whether there is something to save; ended: training is over,
+    and no signal matters any more.
+    """
+
+    asked = 0
+    begun = False
+    ended = False
+
+    def at(self, phase: str, step: int) -> None:
+        """What this rank does now."""
+
+
+class Meetings:
+    """Which of a loop's turns end with a meeting: all ranks take the same ones, about ``SECONDS`` apart by the clock of
+    rank 0, first after one turn, then at most twice as many each time."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._turns = self._left = 1
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """The loop begins, or goes on after something else: its clock leaves out what was between."""
+        self._turns, self._since = self._left, time.monotonic()
+
+    def due(self) -> bool:
+        """After each turn, on all ranks."""
+        self._left -= 1
+        return self._left <= 0
+
+    def meet(self, own: Any) -> list[Any]:
+        """What every rank says, in rank order; to be called on all of them where it is ``due``, or sooner."""
+        turns = self._turns - self._left
+        each = (time.monotonic() - self._since) / max(turns, 1)
+        parts = self._communicator.allgather_bytes(json.dumps([each, own]).encode(), "meeting")
+        told = [json.loads(part) for part in parts]
+        if turns:
+            self._turns = self._left = max(1, min(2 * self._turns, int(SECONDS / max(told[0][0], 1e-9))))
+            self._since = time.monotonic()
+        return [said for _, said in told]

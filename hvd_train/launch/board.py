@@ -1,0 +1,123 @@
+"""What the ranks of ``-np`` tell the process that started them: where each one is, and what it ended with.
+
+A piece of memory of that process, which ranks of this host open through /proc: no file is left whoever is killed, and
+telling costs a write to memory. Each rank has a page: [pid, step, phase, bytes of the record], then the record, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "HVD_TRAIN_BOARD"  # the path, set for the ranks
+PAGE = 16 << 10
+HEAD = struct.Struct("<qqqq")
+PHASES = ("starting", "training", "evaluation", "saving")
+
+
+def supported() -> bool:
+    """Whether this kernel hands out descriptors of processes (Linux 5.3)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Told:
+    """A rank's page. ``record``: {} until it ends by itself."""
+
+    pid: int
+    step: int
+    phase: str
+    record: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        return f"in {self.phase}, step {self.step}" if self.phase != PHASES[0] else "while it started"
+
+
+class Board:
+    """The owner's side: ``with Board(ranks) as board``."""
+
+    def __init__(self, ranks: int) -> None:
+        self._descriptor = os.memfd_create("hvd-train-board")
+        os.ftruncate(self._descriptor, ranks * PAGE)
+        self._memory = mmap.mmap(self._descriptor, ranks * PAGE)
+        self.path, self.ranks = f"/proc/{os.getpid()}/fd/{self._descriptor}", ranks
+        self.open: dict[int, int] = {}  # rank: a descriptor of its process, which no other process can take over
+        self.gone: set[int] = set()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self.open.values():
+            os.close(descriptor)
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def read(self, rank: int) -> Told:
+        pid, step, phase, length = HEAD.unpack_from(self._memory, rank * PAGE)
+        start = rank * PAGE + HEAD.size
+        record: dict[str, Any] = {}
+        with suppress(ValueError):  # the process was killed while it wrote
+            record = json.loads(self._memory[start : start + length]) if length else {}
+        return Told(pid, step, PHASES[phase], record)
+
+    def look(self) -> None:
+        """Takes note of ranks that are new, and of those that came and went between two looks."""
+        for rank in range(self.ranks):
+            pid = self.read(rank).pid
+            if pid and rank not in self.open and rank not in self.gone:
+                try:
+                    self.open[rank] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self.gone.add(rank)
+
+    def signal(self, number: int) -> None:
+        for descriptor in self.open.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+
+
+class Page:
+    """A rank's side; ``Page.of(rank)`` is None where nobody reads."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.owner = int(path.split("/")[2])
+        with open(path, "r+b") as stream:
+            self._memory = mmap.mmap(stream.fileno(), 0)
+        self._start = rank * PAGE
+        self._pid, self._place = os.getpid(), (0, 0)
+        self._write(0)
+
+    @classmethod
+    def of(cls, rank: int) -> Page | None:
+        path = os.environ.pop(VARIABLE, "")  # what this process starts is no rank
+        try:
+            return cls(path, rank) if path else None
+        except OSError:  # a kernel that keeps processes apart
+            return None
+
+    def _write(self, length: int) -> None:
+        HEAD.pack_into(self._memory, self._start, self._pid, *self._place, length)
+
+    def at(self, phase: str, step: int) -> None:
+        self._place = step, PHASES.index(phase)
+        self._write(0)
+
+    def end(self, record: dict[str, Any]) -> None:
+        """The last word, with the time on a clock that all processes of this host share."""
+        content = json.dumps({"time": time.monotonic(), **record}).encode()[: PAGE - HEAD.size]
+        start = self._start + HEAD.size
+        self._memory[start : start + len(content)] = content
+        self._write(len(content))

@@ -1,0 +1,152 @@
+"""``hvd-train fit -np N``: the ranks of this host, watched. One that dies ends all; with ``--max-restarts`` they begin
+again from the newest checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import Signals
+
+from hvd_train.core import checkpoint
+from hvd_train.errors import CommunicationError, ConfigError, stopped_code
+from hvd_train.launch import local
+from hvd_train.launch.board import VARIABLE, Board, supported
+
+IDLE_RESTARTS = 2  # restarts in a row that came no further than before
+FINAL = {2, 3, 4, 6}  # a mistake, or a computation that would end in the same way
+FIX = "look for a crash or too little memory; --resume auto goes on from there"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a job ended: the first thing that went wrong. ``rank`` None: its launcher did. ``silent``: the rank could not
+    say anything; ``kept``: the file with its traceback."""
+
+    what: str
+    place: str
+    code: int
+    rank: int | None = None
+    silent: bool = True
+    kept: str = ""
+
+
+def supervise(
+    num_proc: int, launcher: str, arguments: list[str], run_dir: Path, max_restarts: int, verbose: bool
+) -> int:
+    """Trains to the end, with at most ``max_restarts`` new starts; returns the exit code, or raises what ended a rank
+    that could not say it."""
+    if not supported():
+        if max_restarts:
+            raise ConfigError(
+                "this kernel cannot watch processes", where="--max-restarts", fix="Linux 5.3 or later can"
+            )
+        return local.launch(num_proc, launcher, arguments, verbose)
+    chosen = local.choose(launcher) if num_proc > 1 else ""
+    known, restarts, idle = _checkpoints(run_dir), 0, 0
+    furthest = (-1, -1)
+    while True:
+        line = local.command(num_proc, chosen, arguments)
+        if verbose:
+            print(" ".join(line), file=sys.stderr, flush=True)
+        killed = _out_of_memory()
+        with Board(num_proc) as board:
+            code, received, ended = local.run(line, local.environment() | {VARIABLE: board.path}, board)
+            told = [board.read(rank) for rank in range(num_proc)]
+            well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
+            cause = None if code == 0 and well else _cause(board, ended, code)
+        if cause is None:
+            return 0
+        if len(received) > 1:
+            return 128 + received[-1]
+        if received and cause.code not in (75, 130):
+            return stopped_code(received[0]) if cause.rank is None else 128 + received[0]
+        if cause.code in (75, 130) or cause.code in FINAL:
+            return cause.code
+        if cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
+            cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
+        reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), max(t.step for t in told)
+        idle = 0 if reached[0] > furthest[0] or reached[1] > furthest[1] else idle + 1
+        furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
+        begun = any(t.step for t in told)  # told when the run folder is this run's
+        if restarts == max_restarts or idle == IDLE_RESTARTS:
+            return _give_up(cause, restarts, idle)
+        restarts += 1
+        if begun:
+            arguments = _going_on(arguments, known, _checkpoints(run_dir))
+        print(f"restart {restarts} of {max_restarts}: {_words(cause)}", file=sys.stderr, flush=True)
+
+
+def _give_up(cause: Cause, restarts: int, idle: int) -> int:
+    stuck = f"; {restarts} restarts, of which the last {idle} came no further" if idle == IDLE_RESTARTS else ""
+    if cause.silent:
+        raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=FIX)
+    if restarts:
+        print(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", file=sys.stderr, flush=True)
+    return cause.code
+
+
+def _words(cause: Cause) -> str:
+    kept = f"; its traceback: {cause.kept}" if cause.kept else ""
+    return f"{_who(cause)}{cause.what}; {cause.place}{kept}"
+
+
+def _who(cause: Cause) -> str:
+    return "" if cause.rank is None else f"rank {cause.rank} " if cause.silent else f"rank {cause.rank}: "
+
+
+def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
+    """The first rank that ended other than well; what others say of its loss comes after all else."""
+    by = Signals(code - 128).name if 128 < code < 160 else ""
+    found = []
+    for rank in range(board.ranks):
+        told = board.read(rank)
+        record = told.record
+        if record:
+            if record["code"]:
+                cause = Cause(record.get("line", ""), told.place, record["code"], rank, False, record.get("kept", ""))
+                found.append((record.get("lost", False), record["time"], cause))
+        elif rank in ended:
+            how = f"was ended by {by}" if by else "left before the end of the training"
+            how += f" (the job's code is {code})" if code >= 0 and not by else ""
+            found.append((False, ended[rank], Cause(how, told.place, 5, rank)))
+    if found and not (by and all(lost for lost, _, _ in found)):
+        return min(found, key=lambda row: row[:2])[2]
+    how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}, before any rank had begun"
+    return Cause(how, board.read(0).place, 5 if by or not code else code)
+
+
+def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
+    """(step, folder, inode): one that was written again is another."""
+    found = set()
+    for step, path in checkpoint.find(run_dir / "checkpoints"):
+        with suppress(FileNotFoundError):
+            found.add((step, path, path.stat().st_ino))
+    return found
+
+
+def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[tuple[int, Path, int]]) -> list[str]:
+    """The command of a run that has begun: from its newest checkpoint, and from none that lay there before if it began
+    from one that was named."""
+    kept, resume, words = [], "auto", iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--resume":
+            resume = value if equals else next(words, "auto")
+        elif word != "--overwrite":
+            kept.append(word)
+    if resume not in ("auto", "last"):
+        new = sorted(now - known)
+        return [*kept, "--resume", str(new[-1][1]) if new else resume]
+    return [*kept, "--resume", "auto"]
+
+
+def _out_of_memory() -> int:
+    """How often the kernel has killed for want of memory since it started."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,155 @@
+"""A signal to one rank: all stop at the same step, and the run goes on to the bits of one that nobody stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from hvd_train.compression.sparse import Threshold
+from hvd_train.core import meeting
+from hvd_train.core.checkpoint import find
+from hvd_train.core.hooks import Hook
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.meeting import Meetings, Outside
+from hvd_train.errors import Interrupted
+from hvd_train.frontends.serial import Serial
+from tests.core.test_loop import config, final, same, trainer, without_speed
+from tests.numpy_frontend import run_ranks
+
+
+class Signal(Outside):
+    """Comes to one rank, ``after`` calls of ``at`` that name this phase."""
+
+    def __init__(self, phase, after, number=signal.SIGTERM):
+        self.phase, self.left, self.number = phase, after, number
+
+    def at(self, phase, step):
+        if phase == self.phase:
+            self.left -= 1
+            self.asked = self.asked or (self.number if self.left == 0 else 0)
+
+
+@pytest.fixture
+def every_turn(monkeypatch):
+    monkeypatch.setattr(meeting, "SECONDS", 0.0)
+
+
+def interrupted(size, c, folder, outside, resume=False, **options):
+    """The step at which all ranks left; None: the signal came too late."""
+
+    def work(communicator):
+        log = RunLog(folder, tensorboard=False, total_epochs=3) if communicator.rank == 0 else NullLog()
+        made = trainer(communicator, c, folder, log, resume=resume, **options)
+        if communicator.rank == 0 and resume:
+            log.resumed_at, log.evaluates_again = made.progress.step, made.progress.ending
+        made.outside = outside if communicator.rank == size - 1 else Outside()
+        try:
+            made.fit()
+        except Interrupted as error:
+            assert error.exit_code == (130 if outside.number == signal.SIGINT else 75)
+            return made.progress.step
+        finally:
+            log.close()
+        return None
+
+    steps = run_ranks(size, work)
+    assert len(set(steps)) == 1, f"the ranks left at different steps: {steps}"
+    return steps[0]
+
+
+def rows(folder):
+    """What was logged, but for the speed."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in found]
+
+
+@pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
+@pytest.mark.parametrize(("size", "compressor"), [(1, None), (2, Threshold(0.01)), (3, None)])
+def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, size, compressor, phase):
+    c = config(accumulate_grad_batches=2, log_every_n_steps=5, checkpoint={"every_n_steps": 4, "save_top_k": 2})
+    quiet = Outside()
+    quiet.number = 0
+    assert interrupted(size, c, tmp_path / "whole", quiet, compressor=compressor) is None
+    whole = final(size, c, tmp_path / "whole", compressor=compressor, resume=True)
+    for after in range(1, 23, 1 if size == 1 else 3) if phase == "training" else range(1, 4):
+        folder = tmp_path / str(after)
+        outside = Signal(phase, after)
+        step = interrupted(size, c, folder, outside, compressor=compressor)
+        assert outside.asked and (step is not None or after > 20 or phase != "training")
+        if step is not None:
+            assert find(folder / "checkpoints")[-1][0] == step
+            assert interrupted(size, c, folder, quiet, resume=True, compressor=compressor) is None
+        again = final(size, c, folder, compressor=compressor, resume=True)
+        assert same(again[1], whole[1]), f"{phase} {after}"
+        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+        assert without_speed(again[0]) == without_speed(whole[0])
+        assert rows(folder) == rows(tmp_path / "whole"), "each line of the log once, with the same bits"
+
+
+def test_interrupted_again_and_again(tmp_path, every_turn):
+    """A step at a time: nothing is lost on the way, and early stopping counts as ever."""
+    c = config(max_epochs=2, early_stopping={"monitor": "val_loss", "patience": 1, "min_delta": 0.01})
+    whole = final(2, c, tmp_path / "whole")
+    taken, resume = [], False
+    while (step := interrupted(2, c, tmp_path / "cut", Signal("training", 2), resume=resume)) is not None:
+        taken.append(step)
+        resume = True
+        assert len(taken) < 40
+    again = final(2, c, tmp_path / "cut", resume=True)
+    assert taken[:6] == [1, 2, 3, 4, 5, 6] and same(again[1], whole[1])
+    assert without_speed(again[0]) == without_speed(whole[0])
+
+
+@pytest.mark.parametrize("rule", [{"save_last": False, "save_top_k": 0}, {"save_last": False, "every_n_steps": 1}])
+def test_an_interruption_is_saved_whatever_the_configuration_saves(tmp_path, every_turn, rule):
+    step = interrupted(2, config(checkpoint=rule), tmp_path, Signal("training", 11), compressor=None)
+    assert find(tmp_path / "checkpoints")[-1][0] == step
+
+
+def test_a_wish_to_stop_waits_for_its_line_whatever_the_clock_says(tmp_path, monkeypatch):
+    """When a run ends must not depend on how often the ranks meet."""
+
+    class Stop(Hook):
+        def on_step(self, trainer, taken):
+            if trainer.progress.step == 4:
+                trainer.stop("enough")
+
+    ends = []
+    for seconds in (0.0, 1000.0):
+        monkeypatch.setattr(meeting, "SECONDS", seconds)
+        folder = tmp_path / str(seconds)
+        ends.append(final(2, config(log_every_n_steps=6), folder, hooks=[Stop()])[0]["steps"])
+    assert ends == [6, 6]
+
+
+def test_meetings_are_a_span_of_time_apart(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: clock[0])
+    meetings, met = Meetings(Serial()), []
+    for turn in range(1, 400):
+        clock[0] += 0.01
+        if meetings.due():
+            assert meetings.meet("said") == ["said"]
+            met.append(turn)
+    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {24, 25}
+    clock[0] += 1000  # an evaluation
+    meetings.begin()
+    before = len(met)
+    for turn in range(400, 500):
+        clock[0] += 0.01
+        if meetings.due():
+            meetings.meet(None)
+            met.append(turn)
+    assert len(met) - before >= 3
+
+
+def test_a_slow_step_is_a_meeting(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: clock[0])
+    meetings = Meetings(Serial())
+    for _ in range(10):
+        clock[0] += 3.0
+        assert meetings.due()
+        meetings.meet(None)

@@ -1,0 +1,126 @@
+"""A number that is none: all ranks see it at the same step and do the same, and no checkpoint takes it in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_train.core.log import NullLog
+from hvd_train.data.arrays import Arrays
+from hvd_train.errors import NonFiniteError
+from tests.core import test_loop
+from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
+from tests.numpy_frontend import run_ranks
+
+EPOCHS = 3
+
+
+class Bad(Arrays):
+    """``bad``: samples that come with a NaN, which arrays themselves refuse."""
+
+    bad: Any = 30
+
+    def fetch(self, indices):
+        inputs, labels = super().fetch(indices)
+        for x in inputs.values():
+            x[np.isin(indices, self.bad), 2] = np.nan
+        return inputs, labels
+
+
+def bad_data():
+    inputs, labels = test_loop.TRAIN.fetch(np.arange(test_loop.N))
+    return Bad(inputs, labels, "bad", CLASSES)
+
+
+@pytest.fixture
+def one_bad_sample(monkeypatch):
+    """Each epoch has one step with it, on whichever rank."""
+    monkeypatch.setattr(test_loop, "TRAIN", bad_data())
+
+
+def close(a, b):
+    for key, array in a.items():
+        assert np.isfinite(array).all(), key
+        if not key.startswith("statistics/"):
+            np.testing.assert_allclose(b[key], array, rtol=1e-10, atol=1e-12)
+
+
+def test_skip_leaves_the_step_out_on_all_ranks(tmp_path, one_bad_sample):
+    c = config(on_nonfinite="skip", log_every_n_steps=1)
+    log = Recorder()
+    summary, tree, _, _ = final(1, c, tmp_path / "1", checks=True, log=log)
+    assert summary["skipped_steps"] == EPOCHS and summary["train_samples"] == EPOCHS * test_loop.N
+    told = [text for text in log.messages if "not finite" in text]
+    assert len(told) == EPOCHS and "the training loss of rank 0 is not finite, nothing was changed" in told[0]
+    assert len(log.trains) == summary["steps"] - EPOCHS and all(math.isfinite(row[2]["loss"]) for row in log.trains)
+    for size in (2, 3):
+        other, again, _, _ = final(size, c, tmp_path / str(size), checks=True)
+        assert other["skipped_steps"] == EPOCHS
+        close(tree, again)
+
+
+def test_skip_without_an_end_is_an_error(tmp_path, monkeypatch):
+    all_bad = bad_data()
+    all_bad.bad = np.arange(test_loop.N)
+    monkeypatch.setattr(test_loop, "TRAIN", all_bad)
+
+    def work(communicator):
+        made = trainer(communicator, config(on_nonfinite="skip", max_epochs=9), tmp_path, checks=True)
+        with pytest.raises(NonFiniteError, match="for 10 steps in a row") as caught:
+            made.fit()
+        return made.progress.step, caught.value.common
+
+    assert run_ranks(2, work) == [(10, True)] * 2
+
+
+def test_rollback_goes_on_from_the_last_checkpoint_with_the_samples_that_follow(tmp_path, one_bad_sample):
+    """The same on any number of ranks."""
+    c = config(on_nonfinite="rollback", log_every_n_steps=2, checkpoint={"every_n_steps": 2})
+    log = Recorder()
+    whole = final(1, c, tmp_path / "1", log=log)
+    told = [text for text in log.messages if "goes on with the weights of" in text]
+    assert len(told) == EPOCHS and whole[0]["train_samples"] == EPOCHS * test_loop.N
+    for size in (2, 3):
+        close(whole[1], final(size, c, tmp_path / str(size))[1])
+
+
+def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
+    def work(communicator):
+        made = trainer(communicator, config(on_nonfinite="rollback"), tmp_path, poison_at=1)
+        with pytest.raises(NonFiniteError, match="there is no checkpoint yet"):
+            made.fit()
+        return True
+
+    assert run_ranks(2, work) == [True] * 2
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
+    """A step may spoil them although its loss is finite, and be the one that is saved."""
+
+    def work(communicator):
+        made = trainer(
+            communicator, config(on_nonfinite=policy, checkpoint={"every_n_steps": 2}), tmp_path, log=NullLog()
+        )
+        step = made.frontend.step
+
+        def spoiling(*given, **named):
+            sums = step(*given, **named)
+            if made.frontend.steps == 4:
+                made.frontend.w["b"][1] = np.inf
+            return sums
+
+        made.frontend.step = spoiling
+        if policy == "stop":
+            with pytest.raises(NonFiniteError, match=r"weights/b is not finite; nothing was saved; epoch 1, step 4"):
+                made.fit()
+        else:
+            made.fit()
+        return {key: x for key, x in made.frontend.state().items() if key.startswith("weights/")}
+
+    trees = run_ranks(2, work)
+    assert steps_saved(tmp_path) == [2] if policy == "stop" else same(*trees)
+    assert policy == "stop" or all(np.isfinite(x).all() for x in trees[0].values())

@@ -1,0 +1,243 @@
+"""Ranks that are watched: what ends them, what is said of it, what starts again. Ranks of a few lines, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch import local
+from hvd_train.launch.supervise import _going_on, supervise
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 30
+
+
+def script(folder, plan, arguments, ends=True):
+    """A shell that starts two ranks and, like a launcher, gives the code of the one that failed first. ``ends``: it
+    kills the other one then, as mpirun does; else it waits for it."""
+    words = " ".join(map(shlex.quote, [str(folder), json.dumps(plan), *arguments]))
+    lines = []
+    for rank in range(2):
+        own = f"HOROVOD_RANK={rank} HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK={rank} HOROVOD_LOCAL_SIZE=2 PYTHONPATH={ROOT}"
+        lines.append(f"{own} {sys.executable} -m tests.launch.fake_rank {words} & rank{rank}=$!")
+    lines += ["wait -n; code=$?", "if [ $code != 0 ]; then"]
+    lines += ["sleep 0.3; kill -KILL $rank0 $rank1 2>/dev/null"] if ends else ["true"]
+    return "\n".join([*lines, "fi", "wait", "exit $code"])
+
+
+def pids(folder):
+    return [json.loads(line)[0] for path in folder.glob("starts.*") for line in path.read_text().splitlines()]
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(folder, seconds=10.0):
+    stop = time.monotonic() + seconds
+    while any(map(alive, pids(folder))) and time.monotonic() < stop:
+        time.sleep(0.02)
+    return not any(map(alive, pids(folder)))
+
+
+def starts(folder, rank=0):
+    """The arguments of each start."""
+    return [json.loads(line)[1:] for line in (folder / f"starts.{rank}").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(plan, restarts): the exit code; none of the ranks may be left."""
+    monkeypatch.setattr(local, "choose", lambda launcher: launcher)
+    plans, ends = [], []
+    monkeypatch.setattr(
+        local,
+        "command",
+        lambda size, launcher, arguments, *more: ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1])],
+    )
+
+    def go(plan, restarts=0, arguments=("fit",), end=True):
+        plans.append(plan)
+        ends.append(end)
+        try:
+            return supervise(2, "mpirun", list(arguments), tmp_path / "run", restarts, False)
+        finally:
+            assert not any(map(alive, pids(tmp_path))), "left behind"
+
+    return go
+
+
+def test_all_is_well(run, tmp_path, capfd):
+    assert run([["step:1 done", "step:1 done"]], 3) == 0
+    assert len(starts(tmp_path)) == 1 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_killed_rank_is_named_and_the_others_end(run, size):
+    """Whatever they say of its loss."""
+    plan = ["step:7 sleep:0.5 lost", "step:7 sleep:60"]
+    plan[size] = "step:7 kill"
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="in training, step 7") as caught:
+        run([plan])
+    assert caught.value.what == f"rank {size} was ended by SIGKILL" and caught.value.exit_code == 5
+    assert time.monotonic() - began < 10
+
+
+def test_a_launcher_that_waits_for_the_others_is_not_waited_for(run):
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="rank 1 left before the end of the training; in training, step 7"):
+        run([["step:7 sleep:60", "step:7 kill"]], end=False)
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_leaves_early_is_a_failure(run):
+    with pytest.raises(CommunicationError, match="rank 1 left before the end of the training"):
+        run([["step:3 sleep:60", "step:3 exit:0"]])  # for which no launcher ends the others
+
+
+def test_a_dead_rank_starts_all_again_from_the_newest_checkpoint(run, tmp_path, capfd):
+    plan = [
+        ["step:7 checkpoint:5 sleep:60", "step:7 kill"],
+        ["step:9 sleep:0.2 lost", "step:9 raise"],
+        ["step:20 done", "step:20 done"],
+    ]
+    assert run(plan, 2, ("fit", "--overwrite", "-c", "x.yaml")) == 0
+    assert starts(tmp_path, 1) == [["fit", "--overwrite", "-c", "x.yaml"]] + 2 * [
+        ["fit", "-c", "x.yaml", "--resume", "auto"]
+    ]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart")]
+    assert lines[0] == "restart 1 of 2: rank 1 was ended by SIGKILL; in training, step 7"
+    assert lines[1].startswith("restart 2 of 2: rank 1: RuntimeError: boom; in training, step 9; its traceback: ")
+    kept = Path(lines[1].partition("its traceback: ")[2])
+    assert kept.parent == tmp_path / "run" / "failures" and 'raise RuntimeError("boom")' in kept.read_text()
+
+
+def test_before_the_first_step_the_same_command_runs_again(run, tmp_path):
+    """``--resume auto`` would go on from the run that ``--overwrite`` was about to replace."""
+    assert run([["sleep:60", "kill"], ["step:1 done", "step:1 done"]], 1, ("fit", "--overwrite")) == 0
+    assert starts(tmp_path, 1) == 2 * [["fit", "--overwrite"]]
+
+
+def test_no_progress_ends_the_restarts(run, tmp_path, capfd):
+    with pytest.raises(CommunicationError, match="3 restarts, of which the last 2 came no further"):
+        run([["step:5 sleep:60", "step:5 kill"], ["step:9 sleep:60", "step:9 kill"]], 100)
+    assert len(starts(tmp_path, 1)) == 4
+
+
+def test_restarts_are_counted(run, tmp_path):
+    plan = [[f"step:{k} sleep:60", f"step:{k} raise"] for k in range(1, 9)]
+    assert run(plan, 2) == 1
+    assert len(starts(tmp_path, 1)) == 3
+
+
+def test_a_mistake_starts_nothing_again(run, tmp_path):
+    assert run([["sleep:0.3 data", "data"]], 5) == 3
+    assert len(starts(tmp_path)) == 1
+
+
+def test_an_old_kernel_runs_the_job_unwatched(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvd_train.launch.supervise.supported", lambda: False)
+    assert run([["step:1 exit:7", "step:1 sleep:60"]]) == 7
+    with pytest.raises(ConfigError, match="cannot watch processes"):
+        run([["step:1 done", "step:1 done"]], 1)
+
+
+def test_going_on_from_a_checkpoint_that_was_named():
+    old, new = (5, Path("run/checkpoints/step-5"), 1), (9, Path("run/checkpoints/step-9"), 2)
+    named = ["fit", "--resume=there/step-2", "--overwrite"]
+    assert _going_on(named, {old}, {old}) == ["fit", "--resume", "there/step-2"]
+    assert _going_on(named, {old}, {old, new}) == ["fit", "--resume", "run/checkpoints/step-9"]
+    assert _going_on(["fit", "--resume", "last"], {old}, {old}) == ["fit", "--resume", "auto"]
+
+
+# ---- signals to the process that watches, and its own end
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """watched(plan): the process that watches two ranks of this plan."""
+    made = []
+
+    def go(plan):
+        code = f"""
+        import sys
+        from pathlib import Path
+        from hvd_train.launch import local
+        from hvd_train.launch.supervise import supervise
+        local.choose = lambda launcher: launcher
+        local.command = lambda *args: ["bash", "-c", {script(tmp_path, plan, ["fit"])!r}]
+        sys.exit(supervise(2, "mpirun", ["fit"], Path({str(tmp_path / "run")!r}), 3, False))
+        """
+        made.append(subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT))
+        return made[-1]
+
+    yield go
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def wait_for(paths):
+    stop = time.monotonic() + SECONDS
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < stop, "the ranks do not get there"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_reaches_every_rank_and_their_code_comes_back(watched, tmp_path, number, code):
+    job = watched([["step:1 save", "step:1 save"]])
+    wait_for([tmp_path / "ready.0", tmp_path / "ready.1"])
+    job.send_signal(number)
+    assert job.wait(SECONDS) == code and gone(tmp_path)
+    assert len(starts(tmp_path)) == 1, "who asked for the end wants no restart"
+
+
+def test_before_the_first_step_a_signal_ends_all_at_once(watched, tmp_path):
+    job = watched([["busy", "busy"]])
+    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(5) == 75 and gone(tmp_path, 1)
+    assert (tmp_path / "left.0").exists() and (tmp_path / "left.1").exists(), "what a sudden end still does"
+
+
+def test_the_second_signal_ends_all_at_once(watched, tmp_path):
+    """Although their main threads are in native code, and would come back after a minute."""
+    job = watched([["step:1 busy", "step:1 busy"]])
+    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert job.poll() is None and not gone(tmp_path, 0)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(5) == 130 and gone(tmp_path, 1)
+
+
+@pytest.mark.parametrize("who", ["watcher", "launcher"])
+def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
+    plan = ["step:1 busy", "step:1 busy"], ["step:2 done", "step:2 done"]
+    job = watched([list(part) for part in plan])
+    wait_for([tmp_path / "busy.0", tmp_path / "busy.1"])
+    first = pids(tmp_path)
+    victim = job.pid if who == "watcher" else psutil.Process(first[0]).ppid()
+    os.kill(victim, signal.SIGKILL)
+    stop = time.monotonic() + 10
+    while any(map(alive, first)) and time.monotonic() < stop:
+        time.sleep(0.02)
+    assert not any(map(alive, first))
+    assert job.wait(SECONDS) == (-9 if who == "watcher" else 0)
+    assert len(starts(tmp_path)) == (1 if who == "watcher" else 2)

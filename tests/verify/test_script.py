@@ -59,7 +59,10 @@ def test_noise_is_told_as_the_cause(run):
     assert any(line.startswith("note: the script draws from torch's generator in its steps") for line in lines)
 
 
-@pytest.mark.parametrize("way", ["fit", "loop"])
+LONG = pytest.mark.long("fit is equal in every run, and loops in tests/attach, which differ here in every run")
+
+
+@pytest.mark.parametrize("way", ["fit", pytest.param("loop", marks=LONG)])
 def test_a_keras_script_is_equal(run, way):
     code, out, lines = run("train_keras.py", way)
     assert code == 0, out

@@ -13,7 +13,7 @@ from hvd_train import __version__
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, files
 from hvd_train.core.log import warn
-from hvd_train.core.trees import without_slots
+from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework

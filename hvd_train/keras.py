@@ -39,7 +39,7 @@ from hvd_train.attach.keras_fit import Rank
 from hvd_train.attach.recorded import recording
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
 
 WHERE = "hk.distribute"
@@ -75,8 +75,8 @@ def distribute(
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
     backend = BACKENDS[keras.backend.backend()]()
     communicator = open_world(backend.framework)
-    together(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
-    exchange = together(communicator, lambda: exchange_options(WHERE, compression, options))
+    collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
+    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
     changes = Changes(model._loss_tracker, before.fits if before else 0, given_optimizers)

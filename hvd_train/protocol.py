@@ -286,7 +286,7 @@ class Compressor(Protocol):
 
     per_tensor: bool  # True: wants each tensor in its own shape (PowerSGD); False: works on flat buckets
 
-    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
         """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
@@ -309,10 +309,10 @@ Scale = float | Sequence[float]
 class FrontEnd(Protocol):
     """A model, its optimizer and its device in one framework.
 
-    A step is: any number of ``accumulate`` calls, then one ``step``, which hands the gradients to ``exchange`` and
-    applies what comes back. ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples,
-    so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for
-    each loss, where labels tell how much they count (``counts``).
+    A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to ``exchange``
+    and applies what comes back. ``scale`` is 1 / (samples of the global batch), known beforehand from the order of
+    samples, so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss; or a
+    number for each loss, where labels tell how much they count (``counts``).
     """
 
     ops: Ops
@@ -321,7 +321,7 @@ class FrontEnd(Protocol):
     packing: Packing
 
     @property
-    def waiting(self) -> Sequence[Any]:
+    def queued(self) -> Sequence[Any]:
         """Steps that were handed in and have not run: they do when enough are there."""
 
     def specs(self) -> list[TensorSpec]:
@@ -331,20 +331,20 @@ class FrontEnd(Protocol):
         """Sets the rate of every dropout layer to 0; before ``connect``."""
 
     def connect(self, exchange: Exchange) -> None:
-        """Takes the exchange that every later ``step`` uses."""
+        """Takes the exchange that every later ``train_step`` uses."""
 
-    def place(self, batch: Batch) -> Any: ...
+    def to_device(self, batch: Batch) -> Any: ...
 
     def counts(self, batch: Batch) -> np.ndarray:
         """(losses,) float64: by how much each loss of this batch counts."""
 
-    def accumulate(self, placed: Any, scale: Scale, seed: int) -> Sums: ...
+    def add_gradients(self, placed: Any, scale: Scale, seed: int) -> Sums: ...
 
-    def step(self, placed: Any, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
+    def train_step(self, placed: Any, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
         """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
 
-    def run_waiting(self) -> None:
-        """Runs the steps that ``waiting`` holds; whatever asks for what they change does it by itself."""
+    def run_queued(self) -> None:
+        """Runs the steps that ``queued`` holds; whatever asks for what they change does it by itself."""
 
     def finite(self) -> bool:
         """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
@@ -355,10 +355,10 @@ class FrontEnd(Protocol):
 
     def put_back(self, kept: Tree) -> None: ...
 
-    def truth(self, placed: Any, scale: Scale, seed: int) -> Tensor:
-        """``Exchange.truth`` of this batch's gradient, which is then forgotten; between steps."""
+    def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
+        """``Exchange.compression_error`` of this batch's gradient, which is then forgotten; between steps."""
 
-    def score(self, placed: Any) -> Sums: ...
+    def evaluate_batch(self, placed: Any) -> Sums: ...
 
     def predict(self, placed: Any) -> np.ndarray:
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
@@ -409,7 +409,7 @@ class Exchange(Protocol):
     def buckets(self) -> Sequence[Sequence[int]]:
         """Indices into ``specs()``; each bucket travels as one flat tensor."""
 
-    def initial(self) -> list[tuple[np.ndarray, ...]]: ...
+    def init_state(self) -> list[tuple[np.ndarray, ...]]: ...
 
     def join(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -423,7 +423,7 @@ class Exchange(Protocol):
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
-    def truth(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor: ...
+    def compression_error(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor: ...
 
 
 class Synchronizer(Protocol):
@@ -434,14 +434,14 @@ class Synchronizer(Protocol):
         """A rank's gradient is the mean over its own samples, instead of its part of the global mean."""
 
     @property
-    def apart(self) -> bool:
+    def diverged(self) -> bool:
         """Whether the ranks' weights may differ now."""
 
     def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
         """What each step hands its gradients to. ``alone``: where they stay on their rank."""
 
     def stepped(self, frontend: FrontEnd, step: int) -> None:
-        """After step number ``step`` (from 1)."""
+        """After step number ``train_step`` (from 1)."""
 
     def converge(self, frontend: FrontEnd) -> None:
         """Makes weights that went apart the same on all ranks: before an evaluation, a checkpoint and the end."""

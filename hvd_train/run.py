@@ -17,14 +17,14 @@ import numpy as np
 from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
 from hvd_train.core import checkpoint, folder
-from hvd_train.core.agreement import together
+from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog, warn
 from hvd_train.core.loop import Trainer, start_agreement
 from hvd_train.core.meeting import Outside
 from hvd_train.core.saving import check_tree, data_facts
-from hvd_train.core.trees import broadcast, without_slots
+from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import PIXELS, DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError, DataError, Interrupted
@@ -120,7 +120,7 @@ def open_job(
     settings: dict[str, Any] | None = None,
 ) -> Job:
     """Builds the model on every rank and makes the ranks agree on all that training rests on."""
-    frontend = together(communicator, lambda: module.open_frontend(config, communicator, data.sample))
+    frontend = collectively(communicator, lambda: module.open_frontend(config, communicator, data.sample))
     facts = {
         "config": digest(config),
         "data": f"{data.name}, {len(data.train)} + {len(data.val)} samples, {data.fingerprint}",
@@ -247,7 +247,9 @@ def train(
     log: RunLog | NullLog = NullLog()
     if communicator.rank == 0:
         log = RunLog(run_dir, tensorboard=config.tensorboard, total_epochs=config.max_epochs, lock=lock)
-    snapshot = together(communicator, lambda: None if communicator.rank else _find_snapshot(job, resume, allow_change))
+    snapshot = collectively(
+        communicator, lambda: None if communicator.rank else _find_snapshot(job, resume, allow_change)
+    )
     # ``auto`` keeps to what the run began with: the link may look different today.
     wanted = config.exchange.compression
     if snapshot and wanted == "auto":
@@ -255,7 +257,7 @@ def train(
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
     trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken, hooks, outside)
     notes = trainer.restore(snapshot)
-    log.message("\n".join([_banner(job, trainer, snapshot), *notes]))
+    log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes]))
     if communicator.rank == 0 and ":" in config.model.name:
         _look_at_outputs(job, log)
     kept = keep_memory()  # from here on: what the set-up freed has gone back
@@ -271,7 +273,7 @@ def train(
         log.message(str(error))
         log.close()
         raise
-    together(communicator, lambda: log.summary(summary))
+    collectively(communicator, lambda: log.summary(summary))
     log.message(_closing(summary, run_dir))
     log.close()
     return summary
@@ -284,7 +286,7 @@ def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:
     indices = np.arange(min(8, len(job.data.train)))
     inputs, labels = job.data.train.fetch(indices)
     batch = Batch(inputs, labels, np.ones(len(indices), np.float32), indices)
-    found = job.frontend.predict(job.frontend.place(batch))
+    found = job.frontend.predict(job.frontend.to_device(batch))
     logits = one_or_all(found) if isinstance(found, dict) else found
     sums = np.sum(logits, axis=-1, dtype=np.float64)
     if logits.shape[-1] > 1 and (logits >= 0).all() and np.abs(sums - 1).max() < 0.01:
@@ -376,9 +378,9 @@ def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
             return None
         return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode, warn)
 
-    snapshot = together(communicator, read)
+    snapshot = collectively(communicator, read)
     tree = without_slots(snapshot.tree) if snapshot else {}
-    together(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
+    collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
     for piece in broadcast(communicator, tree):
         job.frontend.load(piece)
     return snapshot  # type: ignore[return-value]
@@ -408,11 +410,11 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
         files: dict[str, _Rows] = {}
         try:
             for batch in job.loader(split).evaluation():
-                found = job.frontend.predict(job.frontend.place(batch))
+                found = job.frontend.predict(job.frontend.to_device(batch))
                 for name, rows in (found if isinstance(found, dict) else {"": found}).items():
                     _put(files.setdefault(name, _Rows(_named(output, name))), rows, batch, communicator, total)
             for file in files.values():
-                together(communicator, file.close)
+                collectively(communicator, file.close)
         except BaseException:
             for written in files.values():
                 written.forget()

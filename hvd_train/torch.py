@@ -36,7 +36,7 @@ from hvd_train.attach.recorded import recording
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core import files
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.mean import ordered_sum
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
@@ -135,12 +135,12 @@ def distribute(
     further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
     optimizers = others[len(further) :]
     models = [_bare(x) for x in (model, *further)]
-    together(communicator, lambda: _check_models(models, sync_batchnorm))
+    collectively(communicator, lambda: _check_models(models, sync_batchnorm))
     bare = torch.nn.ModuleList(models) if further else models[0]
     if record := recording():
         pt_recorded.settle(models, record)
-    together(communicator, lambda: _check(bare, optimizers))
-    exchange = together(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
+    collectively(communicator, lambda: _check(bare, optimizers))
+    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = _trainable(bare)
     words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
     agree(communicator, _facts(bare, optimizers) | {"options": words})
@@ -165,7 +165,7 @@ def distribute(
         _known.update({id(p): (p, reducer) for p in parameters.values()})
 
     def unfreeze(parameters: dict[str, torch.nn.Parameter]) -> Reducer:
-        together(communicator, lambda: _check_parameters(parameters))
+        collectively(communicator, lambda: _check_parameters(parameters))
         agree(communicator, {name: "trained from now on" for name in parameters}, "unfrozen")
         know(parameters, reducer := reducer_of(parameters, False))
         return reducer
@@ -218,7 +218,7 @@ def shard(loader: DataLoader) -> DataLoader:
     """
     global _sharded
     communicator = _world()
-    together(communicator, lambda: pt_share.check(loader))
+    collectively(communicator, lambda: pt_share.check(loader))
     agree(communicator, pt_share.facts(loader))
     seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
@@ -272,7 +272,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             raise CheckpointError(str(error), where=str(path)) from error
         return data
 
-    data = communicator.broadcast_bytes(together(communicator, read))
+    data = communicator.broadcast_bytes(collectively(communicator, read))
     if not data:
         return {}
     found = pt_files.unpack(data)
@@ -392,7 +392,7 @@ def _broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: S
         return
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     states = [optimizer.state_dict() for optimizer in optimizers]
-    packed = together(communicator, lambda: b"" if communicator.rank else pt_files.pack([tensors, states]))
+    packed = collectively(communicator, lambda: b"" if communicator.rank else pt_files.pack([tensors, states]))
     data = communicator.broadcast_bytes(packed)
     if communicator.rank:
         weights, states = pt_files.unpack(data)

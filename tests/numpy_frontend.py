@@ -220,9 +220,9 @@ class NumpyFrontEnd(StateTree):
 
     def connect(self, exchange):
         self.exchange = exchange
-        self._exchange_state = [tuple(map(np.array, s)) for s in exchange.initial()]
+        self._exchange_state = [tuple(map(np.array, s)) for s in exchange.init_state()]
 
-    def place(self, batch):
+    def to_device(self, batch):
         return batch
 
     def _judged(self, batch):
@@ -239,7 +239,7 @@ class NumpyFrontEnd(StateTree):
         correct = (logp.argmax(1) == labels) * batch.weights
         return x, logp, labels, np.array([losses.sum(), correct.sum(), batch.weights.sum()], np.float64)
 
-    def accumulate(self, batch, scale, seed):
+    def add_gradients(self, batch, scale, seed):
         x, logp, labels, sums = self._forward(batch)
         self.seeds.append(seed)
         error = np.exp(logp)
@@ -250,8 +250,8 @@ class NumpyFrontEnd(StateTree):
         self.statistic = 0.9 * self.statistic + 0.1 * x.mean()
         return sums
 
-    def step(self, batch, scale, seed, learning_rate, unscale=1.0):
-        sums = self.accumulate(batch, scale, seed)
+    def train_step(self, batch, scale, seed, learning_rate, unscale=1.0):
+        sums = self.add_gradients(batch, scale, seed)
         if self.steps == self.poison_at:
             sums = sums * [np.nan, 1, 1]
         self.steps += 1
@@ -277,7 +277,7 @@ class NumpyFrontEnd(StateTree):
     def _evaluated(self, inputs):
         raise NotImplementedError
 
-    def score(self, batch):
+    def evaluate_batch(self, batch):
         return self._forward(batch)[3]
 
     def predict(self, batch):

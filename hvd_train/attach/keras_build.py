@@ -12,7 +12,7 @@ from keras.src.backend import compute_output_spec
 
 from hvd_train.attach import keras_data as data
 from hvd_train.attach.keras_exchange import Changes, optimizers_of
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 
@@ -34,7 +34,7 @@ def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Cal
     def first(name: str, *args: Any, **kwargs: Any) -> Any:
         agree(world, {"call": f"model.{name}"})
         call = inspect.signature(getattr(type(model), name)).bind(model, *args, **kwargs).arguments
-        together(world, lambda: _build(model, call, f"model.{name}"))
+        collectively(world, lambda: _build(model, call, f"model.{name}"))
         stubs.undo()
         begin()
         return getattr(model, name)(*args, **kwargs)

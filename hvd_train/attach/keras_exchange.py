@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from hvd_train.attach.world import Named
-from hvd_train.compression.plain import Plain
+from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
@@ -178,13 +178,13 @@ class Reduction:
         named: Any = Named(communicator, self.number)
         self._communicator, self._size, self._backend = named, communicator.size, backend
         self.ops: Ops = backend.ops
-        self._whole = isinstance(compressor, Plain)
+        self._whole = isinstance(compressor, Uncompressed)
         op = "average" if self._whole else "sum"
         packing = backend.packing(communicator)
         self._exchange = Exchange(specs, packing, compressor, named, backend.ops, op=op)
         self._states = [
             tuple(keras.Variable(a, trainable=False, dtype=a.dtype.name, name="compression") for a in arrays)
-            for arrays in self._exchange.initial()
+            for arrays in self._exchange.init_state()
         ]
         self.count: Any = None
         self.stepped: Callable[[int], None] = lambda steps: None  # after steps of a loop of the user's own

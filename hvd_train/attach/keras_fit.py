@@ -16,7 +16,7 @@ from hvd_train.attach import keras_loss
 from hvd_train.attach.draws import PIPELINE, Draws
 from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
 from hvd_train.attach.recorded import recording
-from hvd_train.core.agreement import agree, agree_on_weights, due, together
+from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
 from hvd_train.core.mean import differing, mean, ordered_sum
 from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError, LostRankError
@@ -71,7 +71,7 @@ class Rank:
         call = _bound(self._fit, args, kwargs)
         self._check("model.fit")
         self._begin("model.fit")
-        training, facts = together(self.world, lambda: self._training(call))
+        training, facts = collectively(self.world, lambda: self._training(call))
         agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
         self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, data.BATCH)))
         self.changes.fits += 1
@@ -242,7 +242,7 @@ class Rank:
     def _scored(self, where: str, x: Any, y: Any, weight: Any, steps: int | None) -> dict[str, Any]:
         self._part = True
         if self.shard:
-            (x, y, weight), self._part, facts = together(
+            (x, y, weight), self._part, facts = collectively(
                 self.world, lambda: data.scoring(x, y, weight, steps, self.world)
             )
             agree(self.world, facts)

@@ -12,7 +12,7 @@ from hvd_train.attach import keras_data as data
 from hvd_train.attach.draws import Draws
 from hvd_train.attach.keras_exchange import Reduction
 from hvd_train.attach.recorded import recording
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 
@@ -54,7 +54,7 @@ def shard(
 ) -> Any:  # fmt: skip
     """See ``hvd_train.keras.shard``."""
     draws, own_seed = Draws(world), data.pass_seed(seed, 0) if shuffle else None
-    found, facts = together(
+    found, facts = collectively(
         world, lambda: data.training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
     )
     agree(world, facts)

@@ -77,7 +77,7 @@ class Reducer:
         world: Any = Named(communicator, number)
         riders = range(len(self._riders))  # statistics and flags are never compressed
         self._exchange = Exchange(specs, PyTorchFrontEnd.packing, compressor, world, ops, whole=riders)
-        state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.initial()]
+        state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.init_state()]
         self._residuals = Residuals(self._exchange.buckets, self._sizes, state)
         # A gradient lies in memory as its parameter does (channels last, transposed, ...).
         self._strides = [torch.empty_like(x).stride() for x in self._tensors]

@@ -14,7 +14,7 @@ from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, LostRankError, TrainError
 from hvd_train.frontends.rank import settle
-from hvd_train.launch import leave
+from hvd_train.launch import shutdown
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Handle, Tensor
 
@@ -46,7 +46,7 @@ def _close() -> None:
     ((_, communicator),) = _opened
     failure = communicator.failure()
     if failure is not None:
-        leave.leave_with(failure)
+        shutdown.shutdown_with(failure)
     communicator.close()
 
 
@@ -71,9 +71,9 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
         return
     if isinstance(error, KeyboardInterrupt):
-        leave.leave(130)
+        shutdown.shutdown(130)
     told = isinstance(error, LostRankError)  # which says what this rank did
-    leave.leave_with(error if told or not _opened else _opened[0][1].failure(error) or error)
+    shutdown.shutdown_with(error if told or not _opened else _opened[0][1].failure(error) or error)
 
 
 class Named:

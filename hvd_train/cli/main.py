@@ -535,7 +535,7 @@ def main() -> None:
         from hvd_train.launch.outside import listen
 
         listen().anew()
-    from hvd_train.launch import leave
+    from hvd_train.launch import shutdown
 
     try:
         cli.main(prog_name="hvd-train", standalone_mode=False)
@@ -544,11 +544,11 @@ def main() -> None:
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
         text = " ".join(error.format_message().split())  # click lists choices one a line
-        leave.tell(text, [f"error{leave.rank_tag()}: {text} See '{command} --help'."], error.exit_code)
-        leave.leave(error.exit_code)
+        shutdown.tell(text, [f"error{shutdown.rank_tag()}: {text} See '{command} --help'."], error.exit_code)
+        shutdown.shutdown(error.exit_code)
     except KeyboardInterrupt:
-        leave.leave(130)
+        shutdown.shutdown(130)
     except BrokenPipeError:
-        leave.leave(0)
+        shutdown.shutdown(0)
     except Exception as error:
-        leave.leave_with(error)
+        shutdown.shutdown_with(error)

@@ -12,7 +12,7 @@ class ErrorFeedback:
 
     per_tensor = False
 
-    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
         return (np.zeros(shape, dtype),)
 
     def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:

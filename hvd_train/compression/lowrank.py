@@ -30,7 +30,7 @@ class PowerSGD:
         n, m = min(((shape[0], size // shape[0]), (size // shape[-1], shape[-1])), key=sum)
         return (n, m) if self.rank * (n + m) < n * m else None
 
-    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
         matrix = self.matrix(shape)
         if matrix is None:
             return ()

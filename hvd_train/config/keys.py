@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -294,6 +296,10 @@ class OptimConfig(Section):
 COMPRESSION_OPTIONS = {"topk": ("ratio", "exact"), "threshold": ("threshold",), "powersgd": ("rank",)}
 
 
+# Keys of earlier configurations and checkpoints, which are taken still -> what they are called now.
+FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
+
+
 class ExchangeConfig(Section):
     compression: Literal["none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto"] = Field(
         "none",
@@ -316,8 +322,10 @@ class ExchangeConfig(Section):
         "auto",
         description="exchange within backward; auto: on GPUs, over networks and where cores are spare",
     )
-    truth_every_n_steps: Count = Field(
-        0, description="steps between two comparisons of the compressed with the exact gradient; 0: never"
+    compression_error_every_n_steps: Count = Field(
+        0,
+        validation_alias=AliasChoices("compression_error_every_n_steps", *FORMER),
+        description="steps between two comparisons of the compressed with the exact gradient; 0: never",
     )
 
     @model_validator(mode="after")
@@ -335,8 +343,8 @@ class ExchangeConfig(Section):
             problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
         if self.op == "adasum" and (self.compression != "none" or self.mode != "allreduce"):
             problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
-        if self.truth_every_n_steps and self.compression == "none":
-            problems.append(("truth_every_n_steps", "needs a compression to look at"))
+        if self.compression_error_every_n_steps and self.compression == "none":
+            problems.append(("compression_error_every_n_steps", "needs a compression to look at"))
         rule(problems)
         return self
 
@@ -417,6 +425,7 @@ class Config(Section):
     )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="before")
     @classmethod
@@ -448,6 +457,11 @@ class Config(Section):
             problems.append(("devices", "names GPUs, but device is cpu"))
         rule(problems)
         return self
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user is told of the configuration, a line each."""
+        return self._notes
 
     @property
     def checks_gradients(self) -> bool:

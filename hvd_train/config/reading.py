@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hvd_train.config.keys import Config
+from hvd_train.config.keys import FORMER, Config
 from hvd_train.config.writing import explain, inner
 from hvd_train.errors import ConfigError
 
@@ -127,6 +127,10 @@ def load_config(
         problems += _explained(error, lines, path)
     if problems or config is None:
         raise ConfigError("\n".join(problems))
+    for at, place in lines.items():
+        if at and at[-1] in FORMER:
+            now = _dotted((*at[:-1], FORMER[str(at[-1])]))
+            config.notes.append(f"{place}: {_dotted(at)} is called {now} now")
     return config
 
 

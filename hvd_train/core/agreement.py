@@ -34,7 +34,7 @@ def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agr
         raise ConfigError("\n".join(["the ranks differ, so training would hang or be wrong:", *rows]), common=True)
 
 
-def together(communicator: Communicator, work: Callable[[], T]) -> T:
+def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
     """Runs ``work`` on every rank; if it fails on any, all ranks raise that error. ``work`` holds no collective."""
     result, failure = None, None
     try:

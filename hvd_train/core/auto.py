@@ -45,7 +45,7 @@ def _seconds(
     for members in exchange.buckets:
         drawn = rng.standard_normal(sum(specs[i].size for i in members), np.float32)
         gradients.append(ops.from_numpy(drawn.astype(specs[members[0]].dtype)))
-    states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.initial()]
+    states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.init_state()]
     best = math.inf
     for turn in range(TURNS):
         copies = [g + 0 for g in gradients]

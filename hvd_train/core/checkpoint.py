@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from hvd_train.config import Config
 from hvd_train.core.files import sync, write
 from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
-from hvd_train.core.trees import pack, unpack, without_slots
+from hvd_train.core.state_dict import pack, unpack, without_slots
 from hvd_train.errors import CheckpointError
 
 STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")

@@ -21,6 +21,6 @@ def evaluate(
     with closing(batches):
         for batch in batches:
             if batch.count:
-                sums += frontend.ops.to_numpy(frontend.score(frontend.place(batch)))
+                sums += frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch)))
             between()
     return frontend.task.results(ordered_sum(sums, frontend.communicator))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_train.compression.plain import Plain
+from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
 
 SMALL = 4096  # entries: tensors of fewer cost more time to compress than to send, and biases are worth their bytes
@@ -92,7 +92,7 @@ class Exchange:
         whole: Collection[int] = (),
         world: Communicator | None = None,
     ) -> None:
-        plain = isinstance(compressor, Plain)
+        plain = isinstance(compressor, Uncompressed)
         if compressor.per_tensor or op == "adasum":
             packing = Packing(bucket_bytes=0, alone_bytes=0)
         elif not plain:
@@ -102,7 +102,7 @@ class Exchange:
         self._world = world or communicator
         self._clip = clip or Clip()
         little = [all(specs[i].size < small or i in whole for i in members) for members in self.buckets]
-        self._compressors = [Plain() if few else compressor for few in little]
+        self._compressors = [Uncompressed() if few else compressor for few in little]
         self._shapes = [self._shape(b) for b in range(len(self.buckets))]
 
     def _shape(self, bucket: int) -> tuple[int, ...]:
@@ -110,10 +110,10 @@ class Exchange:
         members = [self._specs[i] for i in self.buckets[bucket]]
         return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
 
-    def initial(self) -> list[tuple[np.ndarray, ...]]:
+    def init_state(self) -> list[tuple[np.ndarray, ...]]:
         """Each bucket's first compressor state."""
         return [
-            self._compressors[b].initial(self._shapes[b], self._specs[members[0]].dtype)
+            self._compressors[b].init_state(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
         ]
 
@@ -184,7 +184,7 @@ class Exchange:
             finite = finite * ops.cast(ops.all_finite(gradient), "float32")
         return self._world.synchronize(self._world.allreduce_async(ops.reshape(1 - finite, (1,)), "failures"))
 
-    def truth(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor:
+    def compression_error(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor:
         """What compression does to these gradients, which stay as they are, like the states: a (5,) tensor of
         [exact . decoded, exact . exact, decoded . decoded, bytes that this rank sends, bytes that it would send]."""
         ops = self._ops
@@ -194,7 +194,9 @@ class Exchange:
         decoded, _ = other.reduce([g + 0 for g in gradients], states)
         figures = [0.0] * 5
         for b, (gradient, d) in enumerate(zip(gradients, decoded, strict=True)):
-            e = self._communicator.synchronize(self._communicator.allreduce_async(gradient + 0, f"truth{b}"))
+            e = self._communicator.synchronize(
+                self._communicator.allreduce_async(gradient + 0, f"compression_error{b}")
+            )
             row, column = ops.reshape(e, (1, -1)), ops.reshape(d, (-1, 1))
             own = (ops.reshape(ops.matmul(row, column), ()), ops.sum_of_squares(e), ops.sum_of_squares(d))
             figures[:3] = [a + ops.cast(x, "float64") for a, x in zip(figures[:3], own, strict=True)]

@@ -102,10 +102,10 @@ class Speed(Hook):
         self._open = 0, 0.0  # samples and seconds since the last rate
 
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
-        self.count(taken.batch.count, taken.seconds, bool(trainer.frontend.waiting))
+        self.count(taken.batch.count, taken.seconds, bool(trainer.frontend.queued))
 
     def count(self, samples: int, seconds: float, waiting: bool) -> None:
-        """``waiting``: the step has not run; steps that run in one call count together."""
+        """``queued``: the step has not run; steps that run in one call count together."""
         self._steps += 1
         self._open = self._open[0] + samples, self._open[1] + seconds
         if waiting:
@@ -178,7 +178,11 @@ class Agreement(Hook):
             self.compare(trainer)
 
     def compare(self, trainer: Trainer) -> None:
-        if not trainer.config.agreement_every_n_steps or trainer.synchronizer.apart or trainer.communicator.size == 1:
+        if (
+            not trainer.config.agreement_every_n_steps
+            or trainer.synchronizer.diverged
+            or trainer.communicator.size == 1
+        ):
             return
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._lines.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"

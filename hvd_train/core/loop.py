@@ -17,7 +17,7 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, saving, synchronizers
-from hvd_train.core.agreement import NONFINITE_FIX, agree, together
+from hvd_train.core.agreement import NONFINITE_FIX, agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
@@ -26,7 +26,7 @@ from hvd_train.core.mean import ordered_sum
 from hvd_train.core.meeting import Meetings, Outside
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
-from hvd_train.core.trees import weights_sha256
+from hvd_train.core.state_dict import weights_sha256
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
@@ -161,8 +161,8 @@ class Trainer:
     def _begin(self) -> None:
         """The run folder is touched when training has proved to run: after the first step."""
         if not self._begun:
-            self.frontend.run_waiting()
-            together(self.communicator, self.log.begin)
+            self.frontend.run_queued()
+            collectively(self.communicator, self.log.begin)
             self._begun = self.outside.begun = True
 
     def _finished(self) -> bool:
@@ -195,7 +195,7 @@ class Trainer:
                 compared = stop or save or bool(every and p.step % every == 0)
                 met = self._steps.due() or told
                 if met or compared or not self._begun:
-                    self.frontend.run_waiting()
+                    self.frontend.run_queued()
                 taken = Taken(step, rate, sums, time.perf_counter() - clock, told, compared)
                 self._begin()
                 self.outside.at("training", p.step)
@@ -228,16 +228,16 @@ class Trainer:
         seeds = [
             forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
         ]
-        placed = self.frontend.place(last)
+        placed = self.frontend.to_device(last)
         kept = self.frontend.statistics() if self._skips else {}
-        every = c.exchange.truth_every_n_steps
+        every = c.exchange.compression_error_every_n_steps
         if every and p.step % every == 0:
-            self._truth(placed, scale, seeds[-1])
+            self._compression_error(placed, scale, seeds[-1])
         sums = [
-            self.frontend.accumulate(self.frontend.place(batch), scale, seed)
+            self.frontend.add_gradients(self.frontend.to_device(batch), scale, seed)
             for batch, seed in zip(earlier, seeds, strict=False)
         ]
-        sums.append(self.frontend.step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
+        sums.append(self.frontend.train_step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
         self._saved = False
         finite = not c.checks_gradients or self.frontend.finite()
@@ -255,7 +255,7 @@ class Trainer:
         self.counts = self.counts + counts
         if not self.synchronizer.own_gradients:
             # A rank that waits here must owe no step: the others may have begun it, and wait for its gradients.
-            self.frontend.run_waiting()
+            self.frontend.run_queued()
             counts = ordered_sum(counts, self.communicator)
         return [self.progress.loss_scale / count if count else 0.0 for count in counts.tolist()]
 
@@ -295,7 +295,7 @@ class Trainer:
             raise NonFiniteError(
                 f"{error.what}, and there is no checkpoint yet", where=error.where, fix=error.fix, common=True
             )
-        snapshot = together(self.communicator, lambda: checkpoint.load(Path(found)) if first else None)
+        snapshot = collectively(self.communicator, lambda: checkpoint.load(Path(found)) if first else None)
         saving.restore(self, snapshot)
         p.loss_scale, p.good_steps, self.progress = self.progress.loss_scale, 0, p
         self._lines.pending.clear()
@@ -314,17 +314,19 @@ class Trainer:
             raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
         self.log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")
 
-    def _truth(self, placed: Any, scale: Scale, seed: int) -> None:
+    def _compression_error(self, placed: Any, scale: Scale, seed: int) -> None:
         """How far the compressed gradient is from the exact one, and what it saves; on the step's last micro-batch."""
         dot, exact, decoded, sent, plain = map(
-            float, self.frontend.ops.to_numpy(self.frontend.truth(placed, scale, seed))
+            float, self.frontend.ops.to_numpy(self.frontend.compression_error(placed, scale, seed))
         )
         length = math.sqrt(exact * decoded)
-        self.log.truth(self.progress.epoch, self.progress.step, dot / length if length else 1.0, sent, plain)
+        self.log.compression_error(
+            self.progress.epoch, self.progress.step, dot / length if length else 1.0, sent, plain
+        )
 
-    def _together(self) -> None:
+    def _converge(self) -> None:
         """One model on all ranks: before an evaluation, a checkpoint and the end."""
-        if self.synchronizer.apart:
+        if self.synchronizer.diverged:
             self.synchronizer.converge(self.frontend)
             self._agreement.compare(self)
 
@@ -358,7 +360,7 @@ class Trainer:
 
     def _validate(self, epoch: int, rate: float) -> dict[str, float]:
         p = self.progress
-        self._together()
+        self._converge()
         self.outside.at("evaluation", p.step)
         self._batches.begin()
         batches = _limited(self.val_loader.evaluation(), self.config.limit_val_batches)
@@ -377,7 +379,7 @@ class Trainer:
         """``keep``: whatever the configuration says."""
         rule = self.config.checkpoint
         if rule.save_last or rule.save_top_k or keep:
-            self._together()
+            self._converge()
             self.outside.at("saving", self.progress.step)
             try:
                 saving.save(self, metrics or {}, keep=keep)

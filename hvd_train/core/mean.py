@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from hvd_train.core.trees import PIECE_BYTES
+from hvd_train.core.state_dict import PIECE_BYTES
 from hvd_train.errors import CommunicationError
 from hvd_train.protocol import Communicator, Ops, Tree
 
@@ -59,7 +59,7 @@ def ordered_sum(own: np.ndarray, communicator: Communicator, name: str = "sums")
     parts = communicator.allgather_bytes(np.asarray(own, np.float64).tobytes(), name)
     counts = [len(part) // 8 for part in parts]
     if len(set(counts)) > 1:
-        what = f"the ranks came apart: {name} got {', '.join(map(str, counts))} numbers on rank 0, 1, ..."
+        what = f"the ranks diverged: {name} got {', '.join(map(str, counts))} numbers on rank 0, 1, ..."
         raise CommunicationError(what, fix="call the same on all ranks", common=True)
     return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(own.shape)
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from hvd_train import errors
 from hvd_train.core import checkpoint
-from hvd_train.core.agreement import NONFINITE_FIX, together
+from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
-from hvd_train.core.trees import broadcast, pack, unpack, without_slots
+from hvd_train.core.state_dict import broadcast, pack, unpack, without_slots
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Source, Tree
 
@@ -101,7 +101,7 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
     """
     communicator, notes = trainer.communicator, []
     own: Tree = {}
-    head = together(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
+    head = collectively(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
     found = json.loads(communicator.broadcast_bytes(head))
     mine: Tree = {}
     if found:
@@ -126,7 +126,7 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
         elif found["kept"]:
             why = ", ".join(other) or "their shapes are others"
             notes.append(f"what each rank kept to itself (residuals) is left behind: {why}")
-    together(communicator, lambda: check_tree(trainer.frontend.state(), snapshot.tree) if snapshot else None)
+    collectively(communicator, lambda: check_tree(trainer.frontend.state(), snapshot.tree) if snapshot else None)
     first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
     tree = without_slots(trainer.frontend.state()) if first else snapshot.tree if snapshot else {}
     for piece in broadcast(communicator, tree):

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.core.initial import first_weight
+from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
+from hvd_train.core.state_dict import PIECE_BYTES
 from hvd_train.core.task import Task, refused
-from hvd_train.core.trees import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
 from hvd_train.launch.environment import world
 from hvd_train.launch.slurm import meet
@@ -84,9 +84,9 @@ class StateTree(ABC):
     layouts: dict[str, Layout]
     _exchange_state: Sequence[tuple[Any, ...]]  # the compressor's, per bucket
 
-    waiting: Sequence[Any] = ()
+    queued: Sequence[Any] = ()
 
-    def run_waiting(self) -> None:
+    def run_queued(self) -> None:
         """Nothing waits, unless a front-end says so."""
         return
 
@@ -99,11 +99,11 @@ class StateTree(ABC):
     def _ask(self, sample: Sample) -> None:
         """Shows the task what the model gives, where functions of the user's own are asked."""
         if self.task.own:
-            inputs, labels, weights = self.place(made_up(sample))
+            inputs, labels, weights = self.to_device(made_up(sample))
             self.task.probe(self._evaluated(inputs), labels, weights)
 
     @abstractmethod
-    def place(self, batch: Batch) -> Any:
+    def to_device(self, batch: Batch) -> Any:
         """(inputs, labels, weights) on the device."""
 
     @abstractmethod
@@ -121,8 +121,8 @@ class StateTree(ABC):
     @abstractmethod
     def _measure(self, placed: Any, scale: Scale, seed: int) -> Any: ...
 
-    def truth(self, placed: Any, scale: Scale, seed: int) -> Any:
-        """``Exchange.truth`` of this batch's gradient; its forward pass leaves no trace in the running statistics."""
+    def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
+        """``Exchange.compression_error`` of this batch's gradient; running statistics stay as they were."""
         kept = self.statistics()
         figures = self._measure(placed, scale, seed)
         self.put_back(kept)
@@ -323,11 +323,11 @@ def _ended_transfers(error: BaseException | None) -> bool:
 def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
     if stalled:
         fix = "call the same on all ranks; if one is only slow, raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-        return CommunicationError(f"the ranks came apart: {stalled}", fix=fix)
+        return CommunicationError(f"the ranks diverged: {stalled}", fix=fix)
     differs = re.search(r"(Mismatched|Invalid) [^\n]*", str(error))
     if differs:
         fix = "call the same on all ranks, with tensors of the same shape and type"
-        return CommunicationError(f"the ranks came apart: {differs[0].strip()}", fix=fix)
+        return CommunicationError(f"the ranks diverged: {differs[0].strip()}", fix=fix)
     return LostRankError("another rank was lost")
 
 

@@ -345,7 +345,7 @@ class PyTorchFrontEnd(StateTree):
     def _try(self, channels_last: bool) -> None:
         """A tensor that the model keeps from here must do for training."""
         self._channels_last = channels_last
-        self._evaluated(self.place(made_up(self._sample))[0])
+        self._evaluated(self.to_device(made_up(self._sample))[0])
 
     @torch.no_grad()
     def _evaluated(self, inputs: Mapping[str, torch.Tensor]) -> Any:
@@ -385,7 +385,7 @@ class PyTorchFrontEnd(StateTree):
         ]
         self._optimizer = make_optimizer(self.config, self._flats)
         self._update = inspect.unwrap(type(self._optimizer).step)  # its wrappers load the compiler, too
-        self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.initial()]
+        self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.init_state()]
         # Per bucket, the gradients that backward still owes; None outside of a step's last backward.
         self._waiting: list[int] | None = None
         self._started: dict[int, Any] = {}
@@ -442,7 +442,7 @@ class PyTorchFrontEnd(StateTree):
         for flat in self._flats:
             flat.forget()
 
-    def place(self, batch: Batch):
+    def to_device(self, batch: Batch):
         """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
         rows, fields = max(batch.count, 1), self._sample.inputs
         inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
@@ -473,7 +473,7 @@ class PyTorchFrontEnd(StateTree):
                 placed = placed.contiguous()
         return placed
 
-    def accumulate(self, placed, scale: Scale, seed: int):
+    def add_gradients(self, placed, scale: Scale, seed: int):
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
@@ -482,9 +482,9 @@ class PyTorchFrontEnd(StateTree):
         loss.backward()
         return sums
 
-    def step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
+    def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
         self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
-        sums = self.accumulate(placed, scale, seed)
+        sums = self.add_gradients(placed, scale, seed)
         self._waiting = None
         if self._overlapping is None:
             self._decide()
@@ -520,13 +520,13 @@ class PyTorchFrontEnd(StateTree):
         return self._finite
 
     def _measure(self, placed, scale: Scale, seed: int):
-        self.accumulate(placed, scale, seed)
-        figures = self.exchange.truth(self._gradients(), self._exchange_state)
+        self.add_gradients(placed, scale, seed)
+        figures = self.exchange.compression_error(self._gradients(), self._exchange_state)
         self._forget()
         return figures
 
     @torch.no_grad()
-    def score(self, placed):
+    def evaluate_batch(self, placed):
         inputs, labels, weights = placed
         return self.task(self._evaluated(inputs), labels, weights)[1]
 

@@ -299,7 +299,7 @@ class TensorFlowFrontEnd(StateTree):
         try:
             if isinstance(own, dict) and not plain and own.keys() != fields.keys():
                 raise ValueError(f"it has {', '.join(own)}")
-            self._evaluated(self.place(made_up(self._sample))[0])
+            self._evaluated(self.to_device(made_up(self._sample))[0])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
             raise untaken(self.config.model.name, self._sample, error) from error
 
@@ -321,7 +321,7 @@ class TensorFlowFrontEnd(StateTree):
             self._optimizer = make_optimizer(self.config)
             self._optimizer.build(list(self._trainable.values()))
             self._exchange_state = [
-                tuple(tf.Variable(a, trainable=False) for a in arrays) for arrays in exchange.initial()
+                tuple(tf.Variable(a, trainable=False) for a in arrays) for arrays in exchange.init_state()
             ]
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
@@ -335,14 +335,14 @@ class TensorFlowFrontEnd(StateTree):
         # while Python prepares more.
         self._alone = self.config.accumulate_grad_batches > 1 or self.config.checks_gradients
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
-        self._together: int = 1 if steps == "auto" else steps
+        self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
-        self.waiting: list[tuple[tuple[Any, ...], _Later]] = []
-        self._truth = _graph(self._traced_truth)
+        self.queued: list[tuple[tuple[Any, ...], _Later]] = []
+        self._compression_error = _graph(self._traced_compression_error)
         self._score = _graph(self._traced_score)
         self._predict = _graph(self._evaluated)
 
-    def place(self, batch: Batch):
+    def to_device(self, batch: Batch):
         with tf.device(self._device):
             inputs = {name: self._placed(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
             return inputs, *self._judged(batch)
@@ -352,23 +352,23 @@ class TensorFlowFrontEnd(StateTree):
             labels = {name: self._placed(batch.labels[name], field) for name, field in self._sample.labels.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
-    def accumulate(self, placed, scale: Scale, seed: int):
+    def add_gradients(self, placed, scale: Scale, seed: int):
         return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
 
-    def step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
+    def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
         rates = tf.constant(learning_rate, self.dtype), tf.constant(unscale, self.dtype)
         given = (*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64), *rates)
         if self._alone:
             sums, self._failures = self._step(*given)
             return sums
-        later = _Later(self.run_waiting)
-        self.waiting.append((given, later))
-        if len(self.waiting) == self._together:
-            self.run_waiting()
+        later = _Later(self.run_queued)
+        self.queued.append((given, later))
+        if len(self.queued) == self._per_call:
+            self.run_queued()
         return later
 
-    def run_waiting(self) -> None:
-        steps, self.waiting = self.waiting, []
+    def run_queued(self) -> None:
+        steps, self.queued = self.queued, []
         if not steps:
             return
         flat = [tf.nest.flatten(given) for given, _ in steps]
@@ -385,21 +385,23 @@ class TensorFlowFrontEnd(StateTree):
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
             fits = CALL_BYTES // sum(column.shape.num_elements() * column.dtype.size for column in first)
-            self._together = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
-            self._alone = self._together == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
+            self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
+            self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
     def _measure(self, placed, scale: Scale, seed: int):
-        return self._truth(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
+        return self._compression_error(
+            *placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
+        )
 
-    def score(self, placed):
-        self.run_waiting()
+    def evaluate_batch(self, placed):
+        self.run_queued()
         return self._score(*placed)
 
     def predict(self, placed) -> Any:
-        self.run_waiting()
+        self.run_queued()
         return tf.nest.map_structure(lambda x: x.numpy(), self._predict(placed[0]))
 
     def _backward(self, inputs, labels, weights, scale, seed):
@@ -480,25 +482,25 @@ class TensorFlowFrontEnd(StateTree):
         self._optimizer.learning_rate.assign(learning_rate)
         self._optimizer.apply(self.exchange.split(reduced), list(self._trainable.values()))
 
-    def _traced_truth(self, inputs, labels, weights, scale, seed):
+    def _traced_compression_error(self, inputs, labels, weights, scale, seed):
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
-        return self.exchange.truth(self.exchange.join(gradients), self._states())
+        return self.exchange.compression_error(self.exchange.join(gradients), self._states())
 
     def _traced_score(self, inputs, labels, weights):
         return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def local_state(self) -> Tree:
-        self.run_waiting()
+        self.run_queued()
         return super().local_state()
 
     def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
-        self.run_waiting()
+        self.run_queued()
         for b, state in enumerate(self._exchange_state):
             for k, variable in enumerate(state):
                 variable.assign(tree[f"{b}/{k}"])
 
     def _variables(self) -> dict[str, tf.Variable]:
-        self.run_waiting()
+        self.run_queued()
         found = {f"weights/{p}": v for p, v in self._trainable.items()}
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
         for slot, variables in self._optimizer.slots.items():
@@ -517,7 +519,7 @@ class TensorFlowFrontEnd(StateTree):
                 yield key, x.astype(np.float32) if key == "slots/step" else x  # PyTorch counts in float32
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        self.run_waiting()
+        self.run_queued()
         for path, variable in self._trainable.items():
             yield path, _view(variable)
 

@@ -72,7 +72,7 @@ class Ears(Outside):
             for descriptor, _ in poll.poll():
                 if descriptor != self._heard:
                     why = "the launcher has ended; --resume auto goes on from the last checkpoint"
-                    self._leave(5, why, lost=True)
+                    self._end_now(5, why, lost=True)
                 for number in os.read(descriptor, 64):
                     if number in SIGNALS:
                         self._signalled(number)
@@ -84,12 +84,12 @@ class Ears(Outside):
             os._exit(self._code)
         name = signal.Signals(number).name
         if self.asked:
-            self._leave(128 + number, f"ended at once by a second signal, {name}")
+            self._end_now(128 + number, f"ended at once by a second signal, {name}")
         if not self.begun:
-            self._leave(stopped_code(number), f"stopped by {name} before the first step: there was nothing to save")
+            self._end_now(stopped_code(number), f"stopped by {name} before the first step: there was nothing to save")
         self.asked = number
 
-    def _leave(self, code: int, why: str, lost: bool = False) -> NoReturn:
+    def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:
         for call in self.leaving:
             with suppress(OSError):
                 call()

@@ -133,7 +133,7 @@ def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE) -> list[str]:
 
 
 def _weights_apart(runs: Runs, stage: str, verb: str) -> list[str]:
-    apart = runs.training.apart[stage]
+    apart = runs.training.differing[stage]
     if not apart:
         return []
     tensor = min(key for tree in apart.values() for key in tree)
@@ -186,7 +186,7 @@ def _first_loss(a: Runs, b: Runs, tolerance: float) -> list[str]:
 def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
     if a.gradient is None or b.gradient is None:
         return []
-    apart = b.gradient.apart
+    apart = b.gradient.differing
     if apart["last"] and not apart["first"]:
         return [f"the gradient of step 1 differs between ranks ({_ranks(apart['last'])} against rank 0): no exchange"]
     one, two = a.first_gradient(), b.first_gradient()

@@ -16,7 +16,7 @@ from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, Taken
 from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
-from hvd_train.core.trees import pack, unpack
+from hvd_train.core.state_dict import pack, unpack
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.protocol import Tree
 
@@ -75,7 +75,7 @@ class Record:
     """A run of ``steps`` steps as all its ranks recorded it.
 
     losses (steps,): means over the global batch; rates (ranks, steps): learning rates; samples: per step, the indices
-    that all ranks together used, sorted; trees: rank 0's tree at each stage; apart: at each stage, what of a rank's
+    that all ranks together used, sorted; trees: rank 0's tree at each stage; differing: at each stage, what of a rank's
     tree is not bit for bit rank 0's.
     """
 
@@ -83,7 +83,7 @@ class Record:
     rates: np.ndarray
     samples: list[np.ndarray]
     trees: dict[str, Tree]
-    apart: dict[str, dict[int, Tree]]
+    differing: dict[str, dict[int, Tree]]
 
     @property
     def size(self) -> int:

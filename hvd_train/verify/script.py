@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.attach.recorded import VARIABLE
-from hvd_train.core.trees import unpack
+from hvd_train.core.state_dict import unpack
 from hvd_train.errors import ConfigError
 from hvd_train.launch import launch
 from hvd_train.launch.environment import world

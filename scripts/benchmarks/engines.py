@@ -94,7 +94,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
 
         def on_step(self, trainer, taken) -> None:
             self.open += taken.sums
-            if not trainer.frontend.waiting:
+            if not trainer.frontend.queued:
                 for own in self.open:
                     count(partial(mean_over_all, trainer.frontend, own))
                 self.open.clear()
@@ -129,7 +129,7 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
     batches = []
     for step in loader.epoch(0):
-        inputs, labels, _ = frontend.place(step.micro_batches[0])
+        inputs, labels, _ = frontend.to_device(step.micro_batches[0])
         batches.append((inputs["input"], labels))
         if len(batches) == count:
             break
@@ -325,7 +325,7 @@ def multi_worker(model: str, count: Count) -> None:
     import importlib
 
     from hvd_train.config import Config
-    from hvd_train.core.initial import first_weight
+    from hvd_train.core.initialization import first_weight
     from hvd_train.data.loader import Loader
     from hvd_train.data.sources import open_data
 

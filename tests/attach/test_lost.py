@@ -29,11 +29,11 @@ CASES = [
     pytest.param("keras torch", "leaves", "horovodrun", marks=OTHER),
 ]
 TOLD = {
-    ("torch", "shapes"): "the ranks came apart: ht.sum got 2, 3 numbers on rank 0, 1, ...; call the same",
+    ("torch", "shapes"): "the ranks diverged: ht.sum got 2, 3 numbers on rank 0, 1, ...; call the same",
     (
         "keras",
         "shapes",
-    ): "the ranks came apart: Mismatched .*; call the same on all ranks, with tensors of the same shape",
+    ): "the ranks diverged: Mismatched .*; call the same on all ranks, with tensors of the same shape",
     ("keras", "drift"): "the weights of rank 1 differ from those of rank 0, first in sequential/dense/bias; "
     "optimizer.apply; ",
 }
@@ -50,7 +50,7 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
         assert told == ["error[rank 0]: another rank was lost"]
         return
     own, others = WAITED["torch" if api == "torch" else "keras"]
-    assert len(told) == 1 and told[0].startswith("error[rank 0]: the ranks came apart: "), run.stdout + run.stderr
+    assert len(told) == 1 and told[0].startswith("error[rank 0]: the ranks diverged: "), run.stdout + run.stderr
     assert re.search(rf"{own}\S* waits for rank 1\b", told[0])
     assert re.search(rf"{others}\S* waits for rank 0\b", told[0])
 

@@ -24,7 +24,7 @@ from hvd_train.attach import pt_files, pt_passes, pt_share
 from hvd_train.attach.pt_buffers import bits
 from hvd_train.attach.pt_reducer import Reducer
 from hvd_train.attach.pt_residuals import Residuals
-from hvd_train.compression.plain import Plain
+from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.local import environment
@@ -286,7 +286,7 @@ class Twins(Serial):
 def test_a_mean_stays_itself():
     """Reduced gradients are averaged again by a second pass, and only the increment counts."""
     model = nn.Linear(3, 2).double()
-    Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())
     x = torch.ones(1, 3, dtype=torch.float64)
     for k in (1, 2, 3):
         model(x).sum().backward(retain_graph=True)
@@ -299,7 +299,7 @@ def test_a_mean_stays_itself():
 
 def test_gradients_of_this_rank_alone_are_marked():
     model = nn.Linear(3, 2)
-    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())
     reducer.reducing = False
     model(torch.ones(1, 3)).sum().backward()
     assert reducer.unreduced
@@ -561,7 +561,7 @@ def test_evaluation_and_looks_in_between_do_not_count(context):
 def test_a_reducer_weights_gradients_alone():
     """A gradient of the last batch counts by its samples, a running statistic as it is."""
     model, statistic = nn.Linear(1, 1, bias=False).double(), torch.ones(1, dtype=torch.float64)
-    Reducer(dict(model.named_parameters()), [statistic], Twins(), Plain())
+    Reducer(dict(model.named_parameters()), [statistic], Twins(), Uncompressed())
     found = []
     for x in uneven():
         model.zero_grad()
@@ -824,7 +824,7 @@ def test_an_error_in_backward_leaves_nothing_behind():
     """Also under overlap, when a part has gone already; the ranks, which failed alike, go on with the next batch."""
     for overlap in (False, True):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 600_000, bias=False))
-        Reducer(dict(model.named_parameters()), [], Twins(), Plain(), overlap=overlap)
+        Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed(), overlap=overlap)
         hidden = torch_cases.Faulty.apply(model[0](torch.ones(1, 3)))
         with pytest.raises(RuntimeError, match="out of memory"):
             model[1](hidden).sum().backward()
@@ -835,7 +835,7 @@ def test_an_error_in_backward_leaves_nothing_behind():
 
 def test_gradients_that_are_kept_stay_as_they_are():
     model = nn.Linear(3, 2)
-    Reducer(dict(model.named_parameters()), [], Twins(), Plain())
+    Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())
     for keep in (lambda g: g, lambda g: g.view(-1)[:2], lambda g: g.detach()):
         model(torch.ones(1, 3)).sum().backward()
         place = model.weight.grad.data_ptr()

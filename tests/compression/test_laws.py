@@ -39,7 +39,7 @@ def run(ops, compressor, communicator=None, steps=4, shapes=SHAPES, dtype="float
     communicator = communicator or Serial()
     specs = [TensorSpec(f"t{i}", shape, dtype) for i, shape in enumerate(shapes)]
     exchange = Exchange(specs, Packing(400, 300), compressor, communicator, ops, small=0)
-    states = [tuple(map(ops.from_numpy, state)) for state in exchange.initial()]
+    states = [tuple(map(ops.from_numpy, state)) for state in exchange.init_state()]
     rng, out = np.random.default_rng(communicator.rank), []
     for _ in range(steps):
         flat = [rng.normal(size=sum(specs[i].size for i in members)) * scale for members in exchange.buckets]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.core.agreement import agree, agree_on_weights, due, together
+from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
 from hvd_train.errors import CommunicationError, ConfigError, DataError, NonFiniteError, TrainError
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
@@ -47,15 +47,15 @@ def test_one_rank_fails_all_learn_it(failing):
             return communicator.rank
 
         with pytest.raises(DataError, match="gone; x.npz; fetch it") as caught:
-            together(communicator, own)
+            collectively(communicator, own)
         return caught.value.common, set(caught.value.ranks)
 
     assert run_ranks(3, work) == [(True, failing if len(failing) < 3 else set())] * 3
 
 
 def test_results_stay_with_their_ranks():
-    assert run_ranks(3, lambda c: together(c, lambda: c.rank * 10)) == [0, 10, 20]
-    assert together(Serial(), lambda: 7) == 7
+    assert run_ranks(3, lambda c: collectively(c, lambda: c.rank * 10)) == [0, 10, 20]
+    assert collectively(Serial(), lambda: 7) == 7
 
 
 # ---- weights

@@ -47,7 +47,7 @@ def exchanged(communicator, compressor, packing, steps=3, clip=None, reverse=Fal
     """Reduced gradients of some steps, and the law's two sides on this rank."""
     ops = NumpyOps()
     exchange = Exchange(SPECS, packing, compressor, communicator, ops, clip, small=small)
-    states = [tuple(map(np.array, s)) for s in exchange.initial()]
+    states = [tuple(map(np.array, s)) for s in exchange.init_state()]
     rng = np.random.default_rng(communicator.rank)
     out, total = [], [0.0] * len(SPECS)
     for _ in range(steps):
@@ -173,14 +173,14 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite(bad_rank, value):
 
 @pytest.mark.parametrize("name", list(COMPRESSORS))
 @pytest.mark.parametrize("size", [1, 3])
-def test_truth_compares_with_the_exact_sum_and_changes_nothing(name, size):
+def test_the_compression_error_compares_with_the_exact_sum_and_changes_nothing(name, size):
     def work(communicator):
         exchange = Exchange(SPECS, PACKINGS[0], COMPRESSORS[name](), communicator, NumpyOps(), Clip(1e-3), small=13)
-        states = [tuple(map(np.array, s)) for s in exchange.initial()]
+        states = [tuple(map(np.array, s)) for s in exchange.init_state()]
         rng = np.random.default_rng(communicator.rank)
         gradients = [rng.normal(size=sum(SPECS[i].size for i in members)) for members in exchange.buckets]
         before = [g.copy() for g in gradients], [[x.copy() for x in s] for s in states]
-        figures = exchange.truth(gradients, states)
+        figures = exchange.compression_error(gradients, states)
         assert all((a == b).all() for a, b in zip(gradients, before[0], strict=True))
         assert all((x == y).all() for s, t in zip(states, before[1], strict=True) for x, y in zip(s, t, strict=True))
         return gradients, figures

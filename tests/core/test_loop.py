@@ -17,7 +17,7 @@ from hvd_train.core.exchange import Exchange
 from hvd_train.core.hooks import Hook, Speed
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
-from hvd_train.core.trees import weights_sha256
+from hvd_train.core.state_dict import weights_sha256
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
@@ -499,7 +499,7 @@ def test_run_folder(tmp_path):
 def test_weights_that_differ_on_one_rank_end_the_training(tmp_path, keys, found):
     def work(communicator):
         made = trainer(communicator, config(**keys, log_every_n_steps=50), tmp_path)
-        step = made.frontend.step
+        step = made.frontend.train_step
 
         def changed(*args):
             sums = step(*args)
@@ -507,7 +507,7 @@ def test_weights_that_differ_on_one_rank_end_the_training(tmp_path, keys, found)
                 made.frontend.w["b"][0] += 1e-9
             return sums
 
-        made.frontend.step = changed
+        made.frontend.train_step = changed
         try:
             made.fit()
         except CommunicationError as error:

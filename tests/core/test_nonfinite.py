@@ -105,7 +105,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
         made = trainer(
             communicator, config(on_nonfinite=policy, checkpoint={"every_n_steps": 2}), tmp_path, log=NullLog()
         )
-        step = made.frontend.step
+        step = made.frontend.train_step
 
         def spoiling(*given, **named):
             sums = step(*given, **named)
@@ -113,7 +113,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
                 made.frontend.w["b"][1] = np.inf
             return sums
 
-        made.frontend.step = spoiling
+        made.frontend.train_step = spoiling
         if policy == "stop":
             with pytest.raises(NonFiniteError, match=r"weights/b is not finite; nothing was saved; epoch 1, step 4"):
                 made.fit()

@@ -69,9 +69,9 @@ def test_weights_that_went_apart_come_together_once(mode):
         for step in (1, 2):
             made.stepped(frontend, step)
         kept = made.local_state(frontend)
-        if made.apart:
+        if made.diverged:
             made.converge(frontend)
-        return made.apart, first, frontend.state(), kept
+        return made.diverged, first, frontend.state(), kept
 
     apart, first, last, kept = zip(*run_ranks(3, work), strict=True)
     assert not any(apart)

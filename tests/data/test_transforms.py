@@ -173,7 +173,7 @@ def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
     (batch,) = Loader(data.train, global_batch=6).evaluation()
     config = Config(framework=framework, model={"name": "mlp", "hidden": [2]}, device="cpu")
     frontend = module(framework).open_frontend(config, Serial(), data.sample)
-    placed = np.asarray(frontend.place(batch)[0]["input"])
+    placed = np.asarray(frontend.to_device(batch)[0]["input"])
     if framework == "pytorch":
         placed = placed.transpose(0, 2, 3, 1)
     values = images / np.float32(255) if kind == np.uint8 else images

@@ -29,7 +29,7 @@ def trained(frontend, counts=COUNTS, rows=6, padding=0.0):
     for k, count in enumerate(counts):
         one = batch(k, rows, count, SHAPE)
         one.inputs["input"][count:] = padding
-        frontend.step(frontend.place(one), 1 / max(count, 1), k, 0.1)
+        frontend.train_step(frontend.to_device(one), 1 / max(count, 1), k, 0.1)
     return frontend.state()
 
 
@@ -39,7 +39,7 @@ def test_padding_does_not_enter_statistics(framework, sync):
     padded = trained(norm(framework, sync_batchnorm=sync), [4], padding=50.0)
     one = batch(0, 6, 4, SHAPE)
     alone = norm(framework, sync_batchnorm=sync)
-    alone.step(alone.place(part(one, slice(4))), 1 / 4, 0, 0.1)
+    alone.train_step(alone.to_device(part(one, slice(4))), 1 / 4, 0, 0.1)
     close(padded, alone.state(), rtol=1e-12)
     conv = padded["statistics/norm.mean"]
     assert conv.any() and abs(conv).max() < 10
@@ -65,7 +65,7 @@ def test_one_value_per_channel_trains(framework):
     frontend = opened(framework, {"name": OWN[framework], "rate": 0.0})
     before = frontend.state()
     one = batch(count=1)
-    sums = frontend.ops.to_numpy(frontend.step(frontend.place(one), 1.0, 0, 0.1))
+    sums = frontend.ops.to_numpy(frontend.train_step(frontend.to_device(one), 1.0, 0, 0.1))
     assert np.isfinite(sums).all()
     after = frontend.state()
     assert all(np.isfinite(x).all() for x in after.values())
@@ -110,7 +110,7 @@ def ranks_train(size, sync, counts):
             if not len(own):  # a row of padding, as the loader gives
                 empty = {"input": np.full((1, *SHAPE), 9, np.float32)}, {"label": np.zeros(1, np.int64)}
                 rows = Batch(*empty, np.zeros(1, np.float32), own)
-            frontend.step(frontend.place(rows), 1 / count, k, 0.1)
+            frontend.train_step(frontend.to_device(rows), 1 / count, k, 0.1)
         return frontend.state()
 
     return run_ranks(size, work)

@@ -82,7 +82,7 @@ def same(a, b):
 
 def stepped(frontend, batches, rate=0.1):
     for k, one in enumerate(batches):
-        frontend.step(frontend.place(one), 1 / ROWS, k, rate)
+        frontend.train_step(frontend.to_device(one), 1 / ROWS, k, rate)
     return frontend
 
 
@@ -96,9 +96,9 @@ def test_accumulated_parts_are_one_batch(framework):
     both[0].load(both[1].state())
     parts = [part(whole, slice(k, k + 3)) for k in (0, 3)]
     for _ in range(2):  # twice: the second must not see the first's gradients
-        sums = both[0].ops.to_numpy(both[0].accumulate(both[0].place(parts[0]), 1 / ROWS, 0))
-        sums = sums + both[0].ops.to_numpy(both[0].step(both[0].place(parts[1]), 1 / ROWS, 0, 0.1))
-        joined = both[1].ops.to_numpy(both[1].step(both[1].place(whole), 1 / ROWS, 0, 0.1))
+        sums = both[0].ops.to_numpy(both[0].add_gradients(both[0].to_device(parts[0]), 1 / ROWS, 0))
+        sums = sums + both[0].ops.to_numpy(both[0].train_step(both[0].to_device(parts[1]), 1 / ROWS, 0, 0.1))
+        joined = both[1].ops.to_numpy(both[1].train_step(both[1].to_device(whole), 1 / ROWS, 0, 0.1))
         np.testing.assert_allclose(sums, joined, rtol=1e-12)
     trees = [{k: v for k, v in frontend.state().items() if not k.startswith("statistics/")} for frontend in both]
     close(*trees)
@@ -110,12 +110,15 @@ def test_padding_counts_for_nothing(framework):
     padded, other = batch(count=4), batch(count=4)
     other.inputs["input"][4:] = 1e3
     frontends = [opened(framework) for _ in range(2)]
-    sums = [f.ops.to_numpy(f.step(f.place(b), 1 / 4, 0, 0.1)) for f, b in zip(frontends, (padded, other), strict=True)]
+    sums = [
+        f.ops.to_numpy(f.train_step(f.to_device(b), 1 / 4, 0, 0.1))
+        for f, b in zip(frontends, (padded, other), strict=True)
+    ]
     assert sums[0].tolist() == pytest.approx(sums[1].tolist()) and sums[0][2] == 4
     close(weights(frontends[0]), weights(frontends[1]))
     alone = opened(framework, optim={"lr": 0.1})
     before = alone.state()
-    assert alone.ops.to_numpy(alone.step(alone.place(batch(count=0)), 0.25, 0, 0.1)).tolist() == [0, 0, 0]
+    assert alone.ops.to_numpy(alone.train_step(alone.to_device(batch(count=0)), 0.25, 0, 0.1)).tolist() == [0, 0, 0]
     close(weights(alone), {k: v for k, v in before.items() if k.startswith("weights/")})
 
 
@@ -175,7 +178,7 @@ def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradient
             moved = {k: v.copy() for k, v in before.items()}
             moved[key][place] += side
             frontend.load(moved)
-            losses.append(frontend.ops.to_numpy(frontend.score(frontend.place(one)))[0] / ROWS)
+            losses.append(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one)))[0] / ROWS)
         assert gradient[place] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6, abs=1e-9)
 
 
@@ -185,12 +188,12 @@ def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradient
 @pytest.mark.parametrize("framework", ALL)
 def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     frontend, one = opened(framework), batch(count=4)
-    logits = np.asarray(frontend.predict(frontend.place(one)), np.float64)[:4]
+    logits = np.asarray(frontend.predict(frontend.to_device(one)), np.float64)[:4]
     assert logits.shape == (4, CLASSES)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     loss = -logp[np.arange(4), one.labels["label"][:4]].sum()
     correct = (logits.argmax(axis=1) == one.labels["label"][:4]).sum()
-    sums = frontend.ops.to_numpy(frontend.score(frontend.place(one)))
+    sums = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one)))
     assert sums.dtype == np.float64
     np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)
 
@@ -252,7 +255,7 @@ def test_a_model_may_keep_a_tensor_from_its_first_forward_pass():
         frontend = opened("pytorch", {"name": "tests.own_models:keeping"}, shape=shape)
         if scored:
             frontend.model.kept = None
-            frontend.score(frontend.place(batch(shape=shape)))
+            frontend.evaluate_batch(frontend.to_device(batch(shape=shape)))
         before = frontend.state()
         stepped(frontend, [batch(shape=shape)])
         assert not same(frontend.state(), before)
@@ -356,7 +359,7 @@ def test_optimizers_follow_their_formulas_under_a_changing_rate(framework, name)
     frontend = opened(framework, optim=o | {"lr": 1.0}, wrap=wrap)
     specs, before = frontend.specs(), own_arrays(frontend)
     for k, rate in enumerate(rates):
-        frontend.step(frontend.place(batch()), 1.0, k, rate)
+        frontend.train_step(frontend.to_device(batch()), 1.0, k, rate)
     after = own_arrays(frontend)
     for b, members in enumerate(wrap.buckets):
         ends = np.cumsum([specs[i].size for i in members])
@@ -390,7 +393,7 @@ def test_both_frameworks_start_and_compute_alike(name):
     one = batch(shape=shape)
     fronts = [opened(framework, model, shape=shape) for framework in FRAMEWORKS]
     assert same(*(f.state() for f in fronts)), "the same first weights, bit for bit"
-    np.testing.assert_allclose(*(f.predict(f.place(one)) for f in fronts), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(*(f.predict(f.to_device(one)) for f in fronts), rtol=1e-10, atol=1e-12)
     close(*(stepped(f, [batch(k, shape=shape) for k in range(3)]).state() for f in fronts))
     other = opened("pytorch", model, shape=shape, seed=1).state()
     assert any((other[k] != fronts[0].state()[k]).any() for k in other)
@@ -422,14 +425,14 @@ def test_an_own_model_has_statistics_and_draws_by_the_seed(framework):
     for frontend in fronts:
         frontend.load(fronts[0].state())
     assert any(k.startswith("statistics/") for k in fronts[0].state())
-    placed = [f.place(batch()) for f in fronts]
+    placed = [f.to_device(batch()) for f in fronts]
     for frontend, one, seed in zip(fronts, placed, (5, 5, 6), strict=True):
-        frontend.step(one, 1 / ROWS, seed, 0.1)
+        frontend.train_step(one, 1 / ROWS, seed, 0.1)
     states = [f.state() for f in fronts]
     assert same(states[0], states[1])
     assert any((states[0][k] != states[2][k]).any() for k in states[0] if k.startswith("weights/"))
     statistics = {k: v for k, v in states[0].items() if k.startswith("statistics/")}
-    scores = [frontend.ops.to_numpy(fronts[0].score(placed[0])).tolist() for _ in range(2)]
+    scores = [frontend.ops.to_numpy(fronts[0].evaluate_batch(placed[0])).tolist() for _ in range(2)]
     assert scores[0] == scores[1], "no dropout in evaluation"
     assert same(statistics, {k: v for k, v in fronts[0].state().items() if k in statistics}), "nor new statistics"
 
@@ -440,7 +443,9 @@ def test_dropout_can_be_switched_off(framework):
     found = []
     for frontend, seed in zip(fronts, (5, 6), strict=True):
         frontend.without_dropout()
-        found.append(frontend.ops.to_numpy(frontend.step(frontend.place(batch()), 1 / ROWS, seed, 0.1)).tolist())
+        found.append(
+            frontend.ops.to_numpy(frontend.train_step(frontend.to_device(batch()), 1 / ROWS, seed, 0.1)).tolist()
+        )
     assert found[0] == found[1] and same(weights(fronts[0]), weights(fronts[1]))
 
 
@@ -467,10 +472,10 @@ def test_steps_of_one_call_are_steps_one_by_one(together):
     for steps in (1, together):
         keys = {"model": {"name": OWN["tensorflow"]}, "compressor": make("topk", ratio=0.2), "precision": 32}
         frontend = opened("tensorflow", steps_per_execution=steps, **keys)
-        sums = [frontend.step(frontend.place(batch(k)), 1 / ROWS, k, 0.1 / (1 + k)) for k in range(7)]
-        waiting = len(frontend.waiting)
-        scores = frontend.ops.to_numpy(frontend.score(frontend.place(batch(9))))
-        assert not frontend.waiting
+        sums = [frontend.train_step(frontend.to_device(batch(k)), 1 / ROWS, k, 0.1 / (1 + k)) for k in range(7)]
+        waiting = len(frontend.queued)
+        scores = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch(9))))
+        assert not frontend.queued
         sums = [frontend.ops.to_numpy(own).tolist() for own in sums]
         made.append((sums, scores.tolist(), {**frontend.state(), **frontend.local_state()}, waiting))
     assert made[0][:2] == made[1][:2] and same(made[0][2], made[1][2])
@@ -503,7 +508,7 @@ def test_a_model_that_cannot_be_used(name, what):
 def test_several_outputs_without_names_are_one_line(framework, name):
     frontend = opened(framework, {"name": f"tests.own_models:{name}"})
     with pytest.raises(ConfigError, match=r"the model gives a (tuple|list); .*; return a tensor, or a dict") as caught:
-        frontend.score(frontend.place(batch()))
+        frontend.evaluate_batch(frontend.to_device(batch()))
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -542,8 +547,8 @@ def test_bytes_become_the_floats_that_they_were(framework):
     for precision in (32, 64):
         made = opened(framework, precision=precision), opened(framework, precision=precision)
         made[0]._sample = replace(made[0]._sample, inputs={"input": Field(SHAPE, "uint8", 255.0)})
-        placed = [f.place(b) for f, b in zip(made, (replace(one, inputs={"input": stored}), floats), strict=True)]
-        sums = [f.ops.to_numpy(f.step(x, 1 / ROWS, 0, 0.1)) for f, x in zip(made, placed, strict=True)]
+        placed = [f.to_device(b) for f, b in zip(made, (replace(one, inputs={"input": stored}), floats), strict=True)]
+        sums = [f.ops.to_numpy(f.train_step(x, 1 / ROWS, 0, 0.1)) for f, x in zip(made, placed, strict=True)]
         assert (sums[0] == sums[1]).all() and same(made[0].state(), made[1].state())
         fronts.append(made)
     assert not same(fronts[0][0].state(), fronts[1][0].state())
@@ -574,9 +579,9 @@ def test_several_inputs_reach_the_model_by_name_in_both_frameworks():
     fronts = [open_two(framework, two_inputs()) for framework in FRAMEWORKS]
     assert same(*(weights(f) for f in fronts)) and len(weights(fronts[0])) == 3
     close(*(stepped(f, [one, one]).state() for f in fronts))
-    moved = [f.predict(f.place(replace(one, inputs=inputs | {"image": 255 - inputs["image"]}))) for f in fronts]
+    moved = [f.predict(f.to_device(replace(one, inputs=inputs | {"image": 255 - inputs["image"]}))) for f in fronts]
     np.testing.assert_allclose(*moved, rtol=1e-10)
-    assert np.abs(moved[0] - fronts[0].predict(fronts[0].place(one))).max() > 1e-3
+    assert np.abs(moved[0] - fronts[0].predict(fronts[0].to_device(one))).max() > 1e-3
 
 
 def test_images_come_out_as_they_went_in():
@@ -589,8 +594,8 @@ def test_images_come_out_as_they_went_in():
         config = Config.model_validate(settings | {"precision": 64, "device": "cpu"})
         frontend = module(framework).open_frontend(config, Serial(), sample)
         frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
-        found.append(frontend.predict(frontend.place(one)))
-        loss = frontend.task.results(frontend.ops.to_numpy(frontend.score(frontend.place(one))))["loss"]
+        found.append(frontend.predict(frontend.to_device(one)))
+        loss = frontend.task.results(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one))))["loss"]
         assert loss == pytest.approx(((found[-1] - one.inputs["input"]) ** 2).mean(), rel=1e-12)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
     assert found[0].shape == (ROWS, *SHAPE)
@@ -658,10 +663,10 @@ def task_run(framework, task, kind):
     )
     vectors = []
     for k, one in enumerate(task_batches(kind)):
-        placed = frontend.place(one)
+        placed = frontend.to_device(one)
         scale = [1 / max(float(c), 1) for c in frontend.counts(one)] if frontend.task.counted else 1 / ROWS
-        vectors.append(frontend.ops.to_numpy(frontend.step(placed, scale, k, 0.1)))
-        vectors.append(frontend.ops.to_numpy(frontend.score(placed)))
+        vectors.append(frontend.ops.to_numpy(frontend.train_step(placed, scale, k, 0.1)))
+        vectors.append(frontend.ops.to_numpy(frontend.evaluate_batch(placed)))
     return frontend, vectors
 
 
@@ -677,8 +682,8 @@ def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
     close(first.state(), second.state(), rtol=1e-11)
     assert first.task.results(sum(one)) == pytest.approx(second.task.results(sum(two)), rel=1e-11)
     *_, last = (x for x in task_batches(kind) if x.count == 6)
-    logits = np.asarray(first.predict(first.place(last)))
-    sums = first.ops.to_numpy(first.score(first.place(last)))
+    logits = np.asarray(first.predict(first.to_device(last)))
+    sums = first.ops.to_numpy(first.evaluate_batch(first.to_device(last)))
     plain = Task(first.config.task, first._sample, OPS["numpy"]())
     if plain.own:
         plain.probe(logits[:2], {"label": last.labels["label"][:2]}, np.ones(2))
@@ -779,18 +784,18 @@ def test_verbs_give_copies(framework):
 def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     frontend = opened(framework, precision=32)
     assert {s.dtype for s in frontend.specs()} == {"float32"}
-    sums = frontend.step(frontend.place(replace(batch())), 1 / ROWS, 0, 0.1)
+    sums = frontend.train_step(frontend.to_device(replace(batch())), 1 / ROWS, 0, 0.1)
     assert frontend.ops.to_numpy(sums).dtype == np.float64
     assert {x.dtype.name for x in frontend.state().values()} == {"float32"}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_telling_the_truth_leaves_no_trace(framework):
+def test_the_compression_error_leaves_no_trace(framework):
     model, shape = {"name": "resnet", "width": 2, "blocks": [1, 1]}, (8, 8, 1)
     asked, other = (opened(framework, model, compressor=Threshold(0.05), shape=shape) for _ in range(2))
     before = asked.state()
     assert any(k.startswith("statistics/") for k in before)
-    figures = asked.ops.to_numpy(asked.truth(asked.place(batch(0, shape=shape)), 1 / ROWS, 0))
+    figures = asked.ops.to_numpy(asked.compression_error(asked.to_device(batch(0, shape=shape)), 1 / ROWS, 0))
     assert figures.shape == (5,) and 0 < figures[0] <= np.sqrt(figures[1] * figures[2]) * (1 + 1e-9)
     assert same(asked.state(), before) and not any(x.any() for x in asked.local_state().values())
     ends = [stepped(one, [batch(1, shape=shape)]) for one in (asked, other)]

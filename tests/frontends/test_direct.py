@@ -7,7 +7,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from hvd_train.core.initial import first_weight
+from hvd_train.core.initialization import first_weight
 from hvd_train.frontends.base import Layout
 from tests.frontends.test_contract import FRAMEWORKS, module
 

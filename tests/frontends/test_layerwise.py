@@ -23,7 +23,7 @@ def test_both_frameworks_agree_over_50_steps_with_warm_up(name):
         before = frontend.state()
         for k in range(STEPS):
             rate = RATES[name] * min(1.0, (k + 1) / 10)
-            frontend.step(frontend.place(batch(k % 5, shape=shape)), 1 / ROWS, k, rate)
+            frontend.train_step(frontend.to_device(batch(k % 5, shape=shape)), 1 / ROWS, k, rate)
         trees.append(frontend.state())
     close(*trees, rtol=1e-9)
     assert all((trees[0][k] != before[k]).any() for k in before)

@@ -34,7 +34,7 @@ def trained(overlap, model="tests.own_models:checkpointed"):
     early = []
     start, frontend._start = frontend._start, lambda b: (early.append(frontend._waiting is not None), start(b))
     for k in range(3):
-        frontend.step(frontend.place(batch(k)), 1 / (2 * ROWS), k, 0.1)
+        frontend.train_step(frontend.to_device(batch(k)), 1 / (2 * ROWS), k, 0.1)
     return frontend.state(), any(early)
 
 

@@ -78,12 +78,12 @@ def test_both_zoos_hold_the_same_network(name):
     assert states[0].keys() == states[1].keys()
     assert all((states[0][k] == states[1][k]).all() for k in states[0])
     assert all(k.rpartition(".")[2] in ("kernel", "bias", "scale", "embedding", "mean", "variance") for k in states[0])
-    placed = [f.place(one) for f in fronts]
+    placed = [f.to_device(one) for f in fronts]
     np.testing.assert_allclose(*(f.predict(p) for f, p in zip(fronts, placed, strict=True)), rtol=0, atol=1e-12)
     pairs = list(zip(fronts, placed, strict=True))
     np.testing.assert_allclose(*(training_logits(*pair) for pair in pairs), rtol=0, atol=1e-12)
     before = weights(fronts[0])
-    sums = [f.ops.to_numpy(f.step(p, 1 / ROWS, 0, 1.0)) for f, p in pairs]
+    sums = [f.ops.to_numpy(f.train_step(p, 1 / ROWS, 0, 1.0)) for f, p in pairs]
     np.testing.assert_allclose(*sums, rtol=1e-12)
     after = [weights(f) for f in fronts]
     for key in before:
@@ -129,7 +129,7 @@ def test_the_tied_embedding_is_one_weight_that_learns_from_both_ends(framework):
     one = batch((10,), 11)
     inputs, labels = {"input": 0 * one.inputs["input"]}, {"label": 0 * one.labels["label"] + 1}  # tokens 0 and 1 alone
     before = weights(frontend)["weights/tokens.embedding"]
-    frontend.step(frontend.place(replace(one, inputs=inputs, labels=labels)), 1 / ROWS, 0, 1.0)
+    frontend.train_step(frontend.to_device(replace(one, inputs=inputs, labels=labels)), 1 / ROWS, 0, 1.0)
     changed = (weights(frontend)["weights/tokens.embedding"] != before).any(axis=1)
     assert changed.all(), "as the output's kernel every row learns"
     assert (np.abs(weights(frontend)["weights/positions.embedding"]).sum(axis=1) > 0).all()
@@ -142,7 +142,7 @@ def test_no_place_sees_later_tokens(framework):
     changed = one.inputs["input"].copy()
     changed[:, 6] = (changed[:, 6] + 1) % 11
     other = replace(one, inputs={"input": changed})
-    a, b = (frontend.predict(frontend.place(x)) for x in (one, other))
+    a, b = (frontend.predict(frontend.to_device(x)) for x in (one, other))
     assert a.shape == (ROWS, 10, 11)
     np.testing.assert_allclose(a[:, :6], b[:, :6], rtol=0, atol=1e-15)
     assert (np.abs(a[:, 6:] - b[:, 6:]).max(axis=(0, 2)) > 1e-9).all()
@@ -178,8 +178,8 @@ def test_a_sample_counts_by_the_mean_over_its_labels(framework, shape):
 def test_padding_of_token_samples_counts_for_nothing(framework):
     frontend = opened(framework, GPT, (10,), 11)
     part = batch((10,), 11, count=4)
-    scored = frontend.ops.to_numpy(frontend.score(frontend.place(part)))
-    logits = frontend.predict(frontend.place(part))[:4]
+    scored = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(part)))
+    logits = frontend.predict(frontend.to_device(part))[:4]
     expected = expected_sums(logits, part.labels["label"][:4], part.weights[:4])
     np.testing.assert_allclose(scored, expected, rtol=1e-12)
     assert scored[2] == 4
@@ -198,9 +198,9 @@ def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, mode
     frontend = opened(framework, model, (10,), 11)
     inputs = np.zeros((ROWS, 10), "int32" if model is GPT else "float32")
     one = replace(batch((10,), 11), inputs={"input": inputs}, labels={"label": np.zeros(labels, np.int64)})
-    for call in (lambda p: frontend.step(p, 1.0, 0, 0.1), frontend.score):
+    for call in (lambda p: frontend.train_step(p, 1.0, 0, 0.1), frontend.evaluate_batch):
         with pytest.raises(ConfigError, match=what):
-            call(frontend.place(one))
+            call(frontend.to_device(one))
 
 
 # ---- they learn
@@ -219,8 +219,8 @@ def test_a_model_that_does_not_fit_the_labels_is_one_clear_error(framework, mode
 )
 def test_the_first_weights_are_sane_and_training_goes_down(framework, model, shape, classes):
     frontend = opened(framework, model, shape, classes, precision=32, optim={"name": "adam", "lr": 3e-3})
-    placed = frontend.place(batch(shape, classes))
-    losses = [frontend.ops.to_numpy(frontend.step(placed, 1 / ROWS, k, 3e-3))[0] / ROWS for k in range(40)]
+    placed = frontend.to_device(batch(shape, classes))
+    losses = [frontend.ops.to_numpy(frontend.train_step(placed, 1 / ROWS, k, 3e-3))[0] / ROWS for k in range(40)]
     if model["name"] == "gpt":
         assert losses[0] == pytest.approx(np.log(classes), rel=0.02)
     assert losses[0] < 3 * np.log(classes) and losses[-1] < losses[0] / 2
@@ -229,13 +229,13 @@ def test_the_first_weights_are_sane_and_training_goes_down(framework, model, sha
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_dropout_of_the_gpt_follows_the_seed_and_rests_in_evaluation(framework):
     fronts = [opened(framework, GPT | {"dropout": 0.3}, (10,), 11) for _ in range(3)]
-    placed = [f.place(batch((10,), 11)) for f in fronts]
+    placed = [f.to_device(batch((10,), 11)) for f in fronts]
     evaluated = [frontend.predict(placed[0]) for frontend in (fronts[0], fronts[0])]
     assert (evaluated[0] == evaluated[1]).all()
     plain = opened(framework, GPT, (10,), 11)
-    np.testing.assert_allclose(plain.predict(plain.place(batch((10,), 11))), evaluated[0], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(plain.predict(plain.to_device(batch((10,), 11))), evaluated[0], rtol=0, atol=1e-14)
     sums = [
-        f.ops.to_numpy(f.step(p, 1 / ROWS, seed, 0.1)).tolist()
+        f.ops.to_numpy(f.train_step(p, 1 / ROWS, seed, 0.1)).tolist()
         for f, p, seed in zip(fronts, placed, (5, 5, 6), strict=True)
     ]
     assert sums[0] == sums[1] != sums[2]
@@ -279,7 +279,7 @@ def test_keras_saves_and_loads_the_models(name):
 
     again = keras.models.model_from_json(frontend.model.to_json())
     again.set_weights(frontend.model.get_weights())
-    inputs = frontend.place(batch(shape, classes))[0]["input"]
+    inputs = frontend.to_device(batch(shape, classes))[0]["input"]
     np.testing.assert_allclose(again(inputs), frontend.model(inputs), rtol=1e-13)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hvd_train.errors import DataError, LostRankError, stopped_code
 from hvd_train.launch.environment import world
-from hvd_train.launch.leave import leave_with
 from hvd_train.launch.outside import listen
+from hvd_train.launch.shutdown import shutdown_with
 
 
 def main() -> None:
@@ -49,11 +49,11 @@ def main() -> None:
             try:
                 raise RuntimeError("boom")
             except RuntimeError as error:
-                leave_with(error)
+                shutdown_with(error)
         elif verb == "data":
-            leave_with(DataError("no such file", common=True))
+            shutdown_with(DataError("no such file", common=True))
         elif verb == "lost":
-            leave_with(LostRankError("another rank was lost"))
+            shutdown_with(LostRankError("another rank was lost"))
         elif verb == "save":  # at the next signal
             (folder / f"ready.{rank}").touch()
             while not ears.asked:

@@ -162,7 +162,7 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
     for name, keys in MIXED.items():
         made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
     made.append({"name": "auto", "kind": "train", "config": own("auto", SHORT | {"exchange.compression": "auto"})})
-    watched = SHORT | {"exchange": COMPRESSED["topk"] | {"truth_every_n_steps": 3}}
+    watched = SHORT | {"exchange": COMPRESSED["topk"] | {"compression_error_every_n_steps": 3}}
     made.append({"name": "watched", "kind": "train", "config": own("watched", watched)})
     made.append({"name": "overflow", "kind": "overflow", "config": own("overflow", SHORT | {"precision": "16-mixed"})})
     made.append({"name": "adasum-verb", "kind": "adasum", "config": own("a", SHORT | {"exchange.op": "adasum"})})

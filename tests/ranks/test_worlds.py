@@ -229,11 +229,11 @@ def test_weights_that_went_apart_end_together(worlds, framework, launcher, size,
 
 
 @pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
-def test_the_truth_is_told_and_changes_nothing(worlds, framework, launcher, size):
+def test_the_compression_error_is_told_and_changes_nothing(worlds, framework, launcher, size):
     results = worlds(framework, launcher, size)
     for plain, watched in zip(results.trees("topk"), results.trees("watched"), strict=True):
         assert all((plain[k] == watched[k]).all() for k in plain)
-    told = results.json("watched")[0]["truth"]
+    told = results.json("watched")[0]["compression_error"]
     assert [row["step"] for row in told] == [0, 3, 6]
     assert all(0.1 < row["cosine"] < 0.9999 and 0 < row["bytes"] < 0.6 * row["bytes_plain"] for row in told)
     assert told[0]["bytes_plain"] == 8 * (64 * 96 + 96 + 96 * 10 + 10)

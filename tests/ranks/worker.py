@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_train import run
 from hvd_train.config import load_config
-from hvd_train.core.agreement import agree, together
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import evaluate, forward_seed
 from hvd_train.core.mean import differing, mean
@@ -53,7 +53,7 @@ def train(case, module, communicator, folder):
     metrics = Path(job.config.run_dir) / "metrics.jsonl"
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        summary["truth"] = [row for row in rows if row["event"] == "compression"]
+        summary["compression_error"] = [row for row in rows if row["event"] == "compression"]
     residuals = [array for array in job.frontend.local_state().values() if array.ndim]
     summary["residual"] = float(sum(np.abs(array).sum() for array in residuals))
     tree = {key.replace("/", "|"): array for key, array in job.frontend.state().items()}
@@ -75,7 +75,7 @@ def overflow(case, module, communicator, folder):
     (good,) = next(job.loader("train").epoch(0)).micro_batches
     bad = dataclasses.replace(good, inputs={name: x * np.float32(1e30) for name, x in good.inputs.items()})
     for batch in (bad if communicator.rank == communicator.size - 1 else good, good):
-        frontend.step(frontend.place(batch), 1.0, 0, 0.1, 1.0)
+        frontend.train_step(frontend.to_device(batch), 1.0, 0, 0.1, 1.0)
         after = frontend.state()
         found.append([frontend.finite(), all((before[k] == after[k]).all() for k in before)])
     return {"steps": found, "finite": all(np.isfinite(x).all() for x in after.values())}
@@ -87,7 +87,7 @@ def calls(case, module, communicator, folder):
     job.frontend._alone = communicator.rank == 0
     for step in job.loader("train").epoch(0):
         (batch,) = step.micro_batches
-        job.frontend.step(job.frontend.place(batch), 1.0, 0, 0.1, 1.0)
+        job.frontend.train_step(job.frontend.to_device(batch), 1.0, 0, 0.1, 1.0)
     return {key: float(np.abs(array).sum()) for key, array in job.frontend.state().items()}
 
 
@@ -150,7 +150,7 @@ def one_fails(case, module, communicator, folder):
             raise DataError("the file is gone", where="x.npz")
 
     try:
-        together(communicator, work)
+        collectively(communicator, work)
     except TrainError as error:
         return {"type": type(error).__name__, "text": str(error), "ranks": error.ranks}
     return {"type": None}
@@ -185,9 +185,9 @@ def masks(case, module, communicator, folder):
     """Losses of one batch, the same on all ranks, under seeds of this rank and of rank 0."""
     job = connected(case, module, communicator)
     (batch,) = next(Loader(job.data.train, global_batch=8).epoch(0)).micro_batches
-    placed, found = job.frontend.place(batch), []
+    placed, found = job.frontend.to_device(batch), []
     for rank in (communicator.rank, communicator.rank, 0):
-        sums = job.frontend.step(placed, 1.0, forward_seed(0, 3, 0, rank), 0.0)
+        sums = job.frontend.train_step(placed, 1.0, forward_seed(0, 3, 0, rank), 0.0)
         found.append(float(job.frontend.ops.to_numpy(sums)[0]))
     return {"losses": found}
 

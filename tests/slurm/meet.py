@@ -9,7 +9,7 @@ import sys
 import time
 
 from hvd_train.errors import DataError
-from hvd_train.launch import leave, slurm
+from hvd_train.launch import shutdown, slurm
 from hvd_train.launch.environment import world
 
 here = world()
@@ -22,7 +22,7 @@ try:
         raise DataError("no such file", where=f"rank {here.rank}'s disk")
     slurm.meet(here)
 except Exception as error:
-    leave.leave_with(error)
+    shutdown.shutdown_with(error)
 own = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
 print(json.dumps({"launcher": here.launcher, "node": os.environ["SLURMD_NODENAME"], **own}), flush=True)
 time.sleep(1 if here.rank == 0 else 0)  # its desk answers the others; else Horovod keeps it

@@ -10,7 +10,7 @@ from hvd_train.protocol import Communicator, Exchange, FrontEnd, Tree
 
 
 class AllReduce:
-    apart = False
+    diverged = False
 
     def __init__(self, op: str = "average") -> None:
         self.own_gradients = op == "adasum"  # which joins means, and neither adds nor averages them

@@ -16,24 +16,24 @@ class Averaging(ABC):
     own_gradients = True
 
     def __init__(self) -> None:
-        self.apart = False
+        self.diverged = False
 
     @abstractmethod
     def due(self, specs: Sequence[TensorSpec], step: int) -> Sequence[str]:
-        """Names of the weights to average after step number ``step`` (from 1)."""
+        """Names of the weights to average after step number ``train_step`` (from 1)."""
 
     def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
         return build(alone)
 
     def stepped(self, frontend: FrontEnd, step: int) -> None:
-        self.apart = True
+        self.diverged = True
         names = self.due(frontend.specs(), step)
         if names:
             frontend.average(names)
 
     def converge(self, frontend: FrontEnd) -> None:
         frontend.average()
-        self.apart = False
+        self.diverged = False
 
     def local_state(self, frontend: FrontEnd) -> Tree:
         return {key: x for key, x in frontend.state().items() if key.startswith("slots/")}

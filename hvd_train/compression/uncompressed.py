@@ -5,12 +5,12 @@ from __future__ import annotations
 from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
 
 
-class Plain:
+class Uncompressed:
     """Decoded = input, residual = nothing."""
 
     per_tensor = False
 
-    def initial(self, shape: tuple[int, ...], dtype: str) -> tuple[()]:
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[()]:
         return ()
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:

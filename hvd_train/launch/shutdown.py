@@ -43,7 +43,7 @@ def tell(text: str, lines: Sequence[str], code: int) -> None:
         slurm.part(step, text, code)
 
 
-def leave(code: int) -> NoReturn:
+def shutdown(code: int) -> NoReturn:
     """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
     if EARS:
         EARS[0].end(code=code, line=f"left with code {code}")
@@ -54,7 +54,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def leave_with(error: BaseException) -> None:
+def shutdown_with(error: BaseException) -> None:
     """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
     ears = EARS[0] if EARS else None
     summary = f"{type(error).__name__}: {error}".splitlines()[0][:2000]
@@ -67,19 +67,19 @@ def leave_with(error: BaseException) -> None:
         if not (ears and ears.told):  # who reads it knows the cause, which comes first
             print(f"error{rank_tag()}: {error}", file=sys.stderr)
         time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
-        leave(code)
+        shutdown(code)
     if isinstance(error, TrainError):
         if error.common and rank_tag() in ("", "[rank 0]"):
             print(*_lines(error), sep="\n", file=sys.stderr)
         elif not error.common:
             tell(str(error), _lines(error), error.exit_code)
-        leave(error.exit_code)
+        shutdown(error.exit_code)
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)
     step = slurm.placed() if rank_tag() else None
     if step is not None:
         slurm.part(step, summary, 1)
-    leave(1)
+    shutdown(1)
 
 
 def _keep(run_dir: Path | None, summary: str, error: BaseException) -> str:

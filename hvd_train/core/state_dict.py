@@ -1,4 +1,4 @@
-"""Trees of arrays as bytes (safetensors: nothing is ever unpickled) and as one hash."""
+"""State dicts (name: array) as bytes (safetensors: nothing is ever unpickled) and as one hash."""
 
 from __future__ import annotations
 

@@ -197,6 +197,19 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 @click.option("--job-name", help="Without: the configuration's or script's name.")
 @click.option("--output", metavar="FILE", help="What the job prints (without: slurm-JOB.out here).")
 @click.option("--module", "modules", multiple=True, help="Load this module first; repeatable.")
+@click.option(
+    "--requeue",
+    "times",
+    type=click.IntRange(min=1),
+    help="Save before the time is over, or when others need the hosts, and start again, so often at most.",
+)
+@click.option(
+    "--save-before",
+    type=click.IntRange(min=1),
+    default=120,
+    show_default=True,
+    help="With --requeue: seconds before the end of the time; Slurm may take a minute more.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
 @click.option("--follow", is_flag=True, help="Print what the job prints until it ends, and end with its exit code.")
 @click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
@@ -216,6 +229,8 @@ def submit(
     job_name: str | None,
     output: str | None,
     modules: tuple[str, ...],
+    times: int | None,
+    save_before: int,
     dry_run: bool,
     follow: bool,
 ) -> None:
@@ -243,7 +258,13 @@ def submit(
         "account": account,
         "output": output,
     }
-    text = jobs.script(program or _fit_words(path, sets, run_dir, resume), options, modules)
+    words, folder = (program, None) if program else _fit_words(path, sets, run_dir, resume, times)
+    then = []
+    if times:
+        options |= {"requeue": True, "signal": f"USR1@{save_before}", "open-mode": "append"}
+        then = [sys.executable, "-m", "hvd_train", "requeue", "--times", str(times)]
+        then += ["--run-dir", str(folder)] if folder else []
+    text = jobs.script(words, options, modules, then)
     if dry_run:
         click.echo(text, nl=False)
         return
@@ -253,15 +274,31 @@ def submit(
         sys.exit(jobs.follow(job))
 
 
-def _fit_words(path: Path | None, sets: tuple[str, ...], run_dir: str | None, resume: str | None) -> list[str]:
-    """``hvd-train fit`` with these options; a mistake in the configuration is told now, not when the job starts."""
+def _fit_words(
+    path: Path | None, sets: tuple[str, ...], run_dir: str | None, resume: str | None, times: int | None
+) -> tuple[list[str], Path]:
+    """``hvd-train fit`` with these options, and the run folder; a mistake is told now, not when the job starts."""
     from hvd_train.config import load_config
+    from hvd_train.core.folder import check_free
 
-    load_config(path, sets, run_dir=run_dir)
+    folder = Path(load_config(path, sets, run_dir=run_dir).run_dir)
+    check_free(folder, resume, overwrite=False)
+    resume = resume or ("auto" if times else None)
     words = [sys.executable, "-m", "hvd_train", "fit"]
     given = {"-c": path, "--run-dir": run_dir, "--resume": resume}
     words += [str(word) for name, value in given.items() if value is not None for word in (name, value)]
-    return words + [word for setting in sets for word in ("--set", setting)]
+    return words + [word for setting in sets for word in ("--set", setting)], folder
+
+
+@cli.command(hidden=True)
+@click.option("--times", type=int, required=True)
+@click.option("--run-dir", type=click.Path(path_type=Path))
+@click.argument("code", type=int)
+def requeue(times: int, run_dir: Path | None, code: int) -> None:
+    """The last line of the batch script of ``submit --requeue``."""
+    from hvd_train.launch.requeue import requeue
+
+    sys.exit(requeue(code, times, run_dir))
 
 
 trained_run_option = click.option(

@@ -30,14 +30,16 @@ from hvd_train.errors import CheckpointError, ConfigError
 
 NAME = "lock"
 BEAT_SECONDS, OLD_SECONDS = 30.0, 600.0
-RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json")
+REQUEUED = "requeued.json"  # at which step a job was started again
+RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json", REQUEUED)
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 Text = Annotated[str, Field(max_length=200)]
 
 
 class Holder(BaseModel):
     """Whose lock it is. ``place``: boot and process namespace, within which a pid means one process; ``ticks``: when
-    that process began, counted from boot, which no change of the clock moves."""
+    that process began, counted from boot, which no change of the clock moves; ``job``: Slurm's, and how often it was
+    started again."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     token: Annotated[str, Field(pattern="^[0-9a-f]{16}$")] = "0" * 16
@@ -46,6 +48,7 @@ class Holder(BaseModel):
     pid: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     ticks: Annotated[int, Field(ge=0, le=1 << 62)] = 0
     since: Text = "an unknown time"
+    job: Text = ""
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}, since {self.since}"
@@ -57,6 +60,11 @@ def _place() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return platform.node()
+
+
+def _job() -> str:
+    number, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return f"{number} {restarts}" if number else ""
 
 
 def _ticks(pid: int) -> int | None:
@@ -76,7 +84,7 @@ class Lock:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         token, pid = secrets.token_hex(8), os.getpid()
         place = {"host": platform.node(), "place": _place()}
-        self._own = Holder(token=token, pid=pid, ticks=_ticks(pid) or 0, since=since, **place)
+        self._own = Holder(token=token, pid=pid, ticks=_ticks(pid) or 0, since=since, job=_job(), **place)
         self._made: list[Path] = []  # folders
         self._ended = threading.Event()
         self._before: Any = None
@@ -202,6 +210,8 @@ def _read(path: Path) -> Holder | None:
 def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
     if holder.place == _place():
         return _ticks(holder.pid) != holder.ticks
+    if holder.job and holder.job != _job() and holder.job.split()[0] == _job().partition(" ")[0]:
+        return True  # Slurm started this job again, perhaps on other hosts: what it ran before has ended
     try:
         os.utime(ticket)
         return ticket.stat().st_mtime - path.stat().st_mtime > OLD_SECONDS

@@ -22,15 +22,20 @@ POLL_SECONDS = 2.0
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
 
-def script(program: Sequence[str], options: Mapping[str, object], modules: Sequence[str]) -> str:
-    """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site.
+def script(
+    program: Sequence[str], options: Mapping[str, object], modules: Sequence[str], then: Sequence[str] = ()
+) -> str:
+    """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site,
+    True: without a value. ``then``: what runs afterwards with srun's exit code as its last word.
 
     The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
     """
-    lines = [f"#SBATCH --{name}={_word(value, name)}" for name, value in options.items() if value is not None]
+    given = {name: value for name, value in options.items() if value is not None}
+    lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in given.items()]
     loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
     # srun takes most of the job's options from the environment, but not this one.
     each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
+    start = f"srun{each} {_words(program)}"
     shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell knows 'module'
     return "\n".join(
         [
@@ -39,10 +44,14 @@ def script(program: Sequence[str], options: Mapping[str, object], modules: Seque
             *loads,
             f'export PATH={_word(Path(sys.executable).parent, "PATH")}:"$PATH"',
             f"export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-            f"exec srun{each} {' '.join(_word(word, 'command') for word in program)}",
+            *([start, f"exec {_words(then)} $?"] if then else [f"exec {start}"]),
             "",
         ]
     )
+
+
+def _words(command: Sequence[str]) -> str:
+    return " ".join(_word(word, "command") for word in command)
 
 
 def _word(value: object, name: str) -> str:

@@ -77,13 +77,13 @@ class Cluster:
         words = [f"--{name}={folder / file}" for name, file in {**names, "seed-file": "munge.seed"}.items()]
         # --force: others may look into the folder above; the key is ours alone.
         self._daemon("munged", "--foreground", "--force", "--num-threads=2", *words)
-        self._wait(lambda: (folder / "munge.socket").exists())
+        self.wait_for(lambda: (folder / "munge.socket").exists())
         ports = dict(zip(("ctld", "node1", "node2"), _free_ports(3), strict=True))
         (folder / "slurm.conf").write_text(CONF.format(user=getpass.getuser(), folder=folder, **ports))
         self._daemon("slurmctld", "-D", "-i")
         for node in ("node1", "node2"):
             self._daemon("slurmd", "-D", "-N", node)
-        self._wait(lambda: self._states() == ["idle", "2"])
+        self.wait_for(lambda: self._states() == ["idle", "2"])
 
     def _daemon(self, *line: str) -> None:
         with (self.folder / "daemons.log").open("a") as log:
@@ -99,7 +99,7 @@ class Cluster:
                 )
             )
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool]) -> None:
         stop = time.monotonic() + START_SECONDS
         while not ready():
             dead = [daemon.args[0] for daemon in self.daemons if daemon.poll() is not None]
@@ -111,7 +111,7 @@ class Cluster:
         line = ["sinfo", "-h", "-o", "%T %D"]
         return subprocess.run(line, env=self.environment, capture_output=True, text=True, check=False).stdout.split()
 
-    def _run(self, *line: str) -> str:
+    def run(self, *line: str) -> str:
         done = subprocess.run(line, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -120,7 +120,7 @@ class Cluster:
         """The state in which a job ends."""
         stop = time.monotonic() + JOB_SECONDS
         while time.monotonic() < stop:
-            state = re.findall(r"JobState=(\S+)", self._run("scontrol", "show", "job", job))[0]
+            state = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job))[0]
             if state not in RUNNING:
                 return state
             time.sleep(0.2)
@@ -129,7 +129,7 @@ class Cluster:
     def stop(self) -> None:
         """Jobs first: what a step runs outlives slurmd."""
         if self.daemons and all(daemon.poll() is None for daemon in self.daemons):
-            self._run("scancel", "--user", getpass.getuser())
+            self.run("scancel", "--user", getpass.getuser())
         stop = time.monotonic() + END_SECONDS
         while self.steps() and time.monotonic() < stop:
             time.sleep(0.1)

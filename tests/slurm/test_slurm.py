@@ -278,6 +278,27 @@ def test_submit_hands_on_the_exit_code(cluster, tmp_path):
     assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line of its own
 
 
+def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(cluster, tmp_path):
+    """The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
+    sets = ["optim.lr=0.01", "max_epochs=40", "log_every_n_steps=1"]
+    own = settings(tmp_path / "run", *sets)
+    job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()
+    cluster.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    cluster.run("scancel", "--signal", "USR1", job)
+    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert cluster.end_of(job) == "COMPLETED"
+    told = job_output(tmp_path, job)
+    (step,) = re.findall(r"stopped by SIGUSR1 .*step (\d+)", told)
+    assert f"resumed at step {step}:" in told and told.count("done: ") == 1, told
+    again = submit(cluster, tmp_path, *own, "--requeue", "1", code=2)
+    assert again.stderr.startswith("error: the run folder holds a run already")
+    line = command(2, "horovodrun", ["fit", *settings(tmp_path / "whole", *sets)])
+    env = {**environment(), "OMP_NUM_THREADS": "1"}
+    assert subprocess.run(line, env=env, capture_output=True, timeout=SECONDS, check=False).returncode == 0
+    assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
+
+
 def test_submit_mistakes_are_one_line(cluster, tmp_path):
     tiny = ["-c", str(TINY)]
     cases = [

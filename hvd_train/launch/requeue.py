@@ -1,0 +1,57 @@
+"""``hvd-train submit --requeue``: what the batch script does when its ranks have ended. A job whose ranks saved and
+left, because its time was over or others need its hosts, takes its place in the queue again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hvd_train.core import checkpoint, files
+from hvd_train.core.folder import REQUEUED
+
+SAVED = 75  # the ranks' exit code: all is saved, go on later
+END_SECONDS = 60.0  # for Slurm to end this script
+
+
+def requeue(code: int, times: int, run_dir: Path | None) -> int:
+    """``code``: srun's; ``times``: so often at most. Returns the job's exit code, unless Slurm takes the job back.
+
+    A job that saved no later step than when it was started again last time is not started again: the next time would
+    go as this one. Without a run folder (a script of one's own) only the times are counted.
+    """
+    if code != SAVED:
+        return code
+    count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if count >= times:
+        return _stay(f"it was started again {count} times, and --requeue allows {times}")
+    job = os.environ["SLURM_JOB_ID"]
+    if run_dir is not None:
+        found = checkpoint.find(run_dir / "checkpoints")
+        step = found[-1][0] if found else 0
+        if count and step <= _before(run_dir / REQUEUED, job):
+            return _stay(f"it came no further than step {step} since it was started again; give it more --time")
+        if found:
+            files.put(run_dir / REQUEUED, json.dumps({"job": job, "step": step}).encode())
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return _stay(" ".join(done.stderr.split()))
+    time.sleep(END_SECONDS)
+    return SAVED
+
+
+def _before(path: Path, job: str) -> int:
+    """The step at which the job was started again last time; 0: before the first was saved."""
+    try:
+        told = json.loads(path.read_bytes())
+        return int(told["step"]) if told["job"] == job else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _stay(why: str) -> int:
+    print(f"the job is saved, but not started again: {why}", file=sys.stderr)
+    return SAVED

@@ -278,6 +278,7 @@ def test_submit_hands_on_the_exit_code(cluster, tmp_path):
     assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line of its own
 
 
+@pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")
 def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(cluster, tmp_path):
     """The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
     sets = ["optim.lr=0.01", "max_epochs=40", "log_every_n_steps=1"]

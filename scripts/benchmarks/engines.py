@@ -81,7 +81,6 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
     """The product's own loop."""
     from hvd_train import run
     from hvd_train.config import Config
-    from hvd_train.core.evaluation import Result
     from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
@@ -100,7 +99,7 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
                 self.open.clear()
 
     def mean_over_all(frontend, own) -> float:
-        return Result.of(ordered_sum(frontend.ops.to_numpy(own), frontend.communicator)).loss
+        return frontend.task.results(ordered_sum(frontend.ops.to_numpy(own), frontend.communicator))["loss"]
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
     with run.opened(config, False) as job:

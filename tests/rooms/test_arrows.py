@@ -109,3 +109,33 @@ def test_help_loads_little():
     """What half a second allows: help needs click alone."""
     heavy = FRAMEWORKS | {"numpy", "pydantic", "rich", "matplotlib", "sklearn"}
     assert not loaded("from hvd_train.cli.main import cli; cli(['--help'], standalone_mode=False)") & heavy
+
+
+def names_of(file: Path) -> set[str]:
+    """What a module binds at its top."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        parts = [node, *ast.walk(node)] if isinstance(node, ast.If | ast.Try | ast.With) else [node]
+        for part in parts:
+            if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                found.add(part.name)
+            elif isinstance(part, ast.Import | ast.ImportFrom):
+                found |= {alias.asname or alias.name for alias in part.names}
+            elif isinstance(part, ast.Assign | ast.AnnAssign):
+                targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+                found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "scripts").rglob("*.py")) + [ROOT / "scripts" / "bench"], ids=lambda p: p.name
+)
+def test_the_benchmarks_ask_for_what_is_there(file):
+    """They run for minutes and in no test: what they import of the package must not move away unseen."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hvd_train":
+            path = ROOT.joinpath(*node.module.split("."))
+            module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            for alias in node.names:
+                there = path.is_dir() and ((path / f"{alias.name}.py").exists() or (path / alias.name).is_dir())
+                assert there or alias.name in names_of(module), f"{node.module} has no {alias.name}"

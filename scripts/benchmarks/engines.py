@@ -129,7 +129,7 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     batches = []
     for step in loader.epoch(0):
         inputs, labels, _ = frontend.to_device(step.micro_batches[0])
-        batches.append((inputs["input"], labels))
+        batches.append((inputs["input"], labels["label"]))
         if len(batches) == count:
             break
     if framework == "tensorflow":  # with Keras' own layers
@@ -344,6 +344,8 @@ def multi_worker(model: str, count: Count) -> None:
     held.append(data)
     steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
     inputs = np.concatenate([batch.inputs["input"] for batch in steps])
+    if data.sample.inputs["input"].divisor != 1:  # bytes, of which our front-end makes floats on the device
+        inputs = inputs.astype(np.float32) / np.float32(data.sample.inputs["input"].divisor)
     labels = np.concatenate([batch.labels["label"] for batch in steps])
 
     with strategy.scope():

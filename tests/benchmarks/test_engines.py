@@ -1,0 +1,36 @@
+"""What the benchmark hands to its peers: the same batches and first weights, in each framework's own shape."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ENGINES = Path(__file__).parents[2] / "scripts" / "benchmarks" / "engines.py"
+
+
+@pytest.fixture(scope="module")
+def engines():
+    spec = importlib.util.spec_from_file_location("engines", ENGINES)
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+@pytest.mark.parametrize("model", ["cnn", "gpt"])
+def test_peers_of_both_frameworks_have_the_same_first_loss(engines, model, monkeypatch):
+    import keras
+    import torch  # before TensorFlow, as elsewhere
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    net, ((inputs, labels),) = engines.prepared("pytorch", model, 1, 2, 1)
+    with torch.no_grad():
+        first = float(engines.torch_loss(net(inputs), labels))
+    net, ((inputs, labels),) = engines.prepared("tensorflow", model, 1, 2, 1)
+    second = float(keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, net(inputs)))
+    assert np.isfinite(first) and first == pytest.approx(second, rel=2e-3)

@@ -441,7 +441,7 @@ class Synchronizer(Protocol):
         """What each step hands its gradients to. ``alone``: where they stay on their rank."""
 
     def stepped(self, frontend: FrontEnd, step: int) -> None:
-        """After step number ``train_step`` (from 1)."""
+        """After step number ``step`` (from 1)."""
 
     def converge(self, frontend: FrontEnd) -> None:
         """Makes weights that went apart the same on all ranks: before an evaluation, a checkpoint and the end."""

@@ -104,11 +104,11 @@ class Speed(Hook):
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
         self.count(taken.batch.count, taken.seconds, bool(trainer.frontend.queued))
 
-    def count(self, samples: int, seconds: float, waiting: bool) -> None:
+    def count(self, samples: int, seconds: float, queued: bool) -> None:
         """``queued``: the step has not run; steps that run in one call count together."""
         self._steps += 1
         self._open = self._open[0] + samples, self._open[1] + seconds
-        if waiting:
+        if queued:
             return
         if self._steps > WARMUP_STEPS and not self._warm:
             self._rates.clear()

@@ -142,7 +142,7 @@ class Trainer:
 
     def _interrupt(self) -> None:
         """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
-        if not self._saved:
+        while not self._saved:  # one that may not be saved may have gone back to weights that are
             self.progress.pending = [[float(x) for x in row] for row in self._gathered(self._lines.local(self))]
             self._save(keep=True)
         raise Interrupted(self._asked, self.progress.step)

@@ -23,6 +23,8 @@ from hvd_train.protocol import Source, Tree
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
 
+STATISTICS = "statistics/"
+
 
 def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) -> None:
     """Rank 0 writes; every rank learns whether it could, so that all go on or all stop.
@@ -30,9 +32,10 @@ def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) 
     ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps.
     """
     c, communicator = trainer.config, trainer.communicator
-    before = _statistics(trainer) if keep else {}
+    several = keep and communicator.size > 1
+    before = trainer.frontend.statistics() if several else {}
     trainer.frontend.average_statistics()
-    after = _statistics(trainer) if keep else {}
+    after = trainer.frontend.statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
     own = {key: x for key, x in before.items() if x.tobytes() != after[key].tobytes()}
     local = []
@@ -78,15 +81,6 @@ def _check_finite(tree: Tree, where: str) -> None:
     for key, x in tree.items():
         if not key.startswith(STATISTICS) and is_float(x) and not np.isfinite(x).all():
             raise NonFiniteError(f"{key} is not finite; nothing was saved", where=where, fix=NONFINITE_FIX)
-
-
-STATISTICS = "statistics/"
-
-
-def _statistics(trainer: Trainer) -> Tree:
-    """Copies of this rank's own; of a world of one there are none."""
-    tree = trainer.frontend.state() if trainer.communicator.size > 1 else {}
-    return {key: x for key, x in tree.items() if key.startswith(STATISTICS)}
 
 
 def _local(trainer: Trainer) -> Tree:

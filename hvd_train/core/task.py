@@ -254,13 +254,25 @@ class Task:
         for k, term in enumerate(self.terms):
             z, y = term.part(outputs), term.part(labels)
             if term.own:
-                term.counted = self._own(term.function, "task.loss", term.loss, z, y, weights)[1] is not None
+                term.counted = self._probed(term.function, "task.loss", term.loss, z, y, weights)
             for kind in term.metrics:
                 if ":" in kind:
                     function = own_function(kind, "task.metrics")
-                    self._own_metrics[k, kind] = self._own(function, "task.metrics", kind, z, y, weights)[1] is not None
+                    self._own_metrics[k, kind] = self._probed(function, "task.metrics", kind, z, y, weights)
         self._shapes = _map(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._place()
+
+    def _probed(self, function: Callable[..., Any], key: str, name: str, z: Any, y: Any, weights: Tensor) -> bool:
+        """Whether it has weights. Outputs (n, 1) less labels (n,) are (n, n), a sample compared with all others."""
+        values, own = self._own(function, key, name, z, y, weights)
+        first, _ = _called(function, f"{key}: {name}", _map(lambda x: x[:1], z), _map(lambda x: x[:1], y))
+        alone = tuple(first.shape)
+        if alone[1:] != tuple(values.shape)[1:]:
+            shapes = " and ".join(str(_map(lambda x: tuple(x.shape), x)) for x in (z, y))
+            what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
+            fix = "bring both to one shape: labels of one number are (n,), and outputs[:, 0] of (n, 1) are, too"
+            raise refused(f"{what} {shapes}", f"{key}: {name}", fix)
+        return own is not None
 
     def _own(
         self,
@@ -274,12 +286,7 @@ class Task:
     ) -> Given:
         """What a function of the user's own gives, held to its contract; ``counted``: whether it has weights."""
         where = f"{key}: {name}"
-        try:
-            given = function(z, y)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
-        values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+        values, own = _called(function, where, z, y)
         fix = "give a value for each sample or place (in PyTorch losses: reduction='none'), or (values, weights)"
         if counted is not None and counted != (own is not None):
             raise refused("the function gives weights for some batches and none for others", where, "give them always")
@@ -413,6 +420,16 @@ class Task:
             number = float(own[0]) / ((float(own[1]) if metric.length == 2 else samples) or 1.0)
             values[metric.title] = math.sqrt(number) if metric.kind == "rmse" else number
         return values | {"samples": round(samples)}
+
+
+def _called(function: Callable[..., Any], where: str, z: Any, y: Any) -> Given:
+    try:
+        given = function(z, y)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
+    values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+    return values, own
 
 
 def _map(function: Callable[[Any], Any], outputs: Any) -> Any:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from hvd_train.core import checkpoint, files
 from hvd_train.core.folder import REQUEUED
+from hvd_train.errors import Interrupted
 
-SAVED = 75  # the ranks' exit code: all is saved, go on later
+SAVED = Interrupted.exit_code  # of the ranks
 END_SECONDS = 60.0  # for Slurm to end this script
 
 

@@ -98,6 +98,22 @@ def test_of_another_host_only_time_tells(tmp_path, text):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("holder", "restarts", "taken"), [("7 0", "1", True), ("7 1", "1", False), ("6 0", "1", False), ("", "1", False)]
+)
+def test_a_job_that_slurm_started_again_takes_its_own_lock(tmp_path, monkeypatch, holder, restarts, taken):
+    """Perhaps on other hosts, where nobody sees that what it ran before is gone."""
+    (tmp_path / "lock").write_text(json.dumps({"place": "elsewhere", "job": holder}))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    if taken:
+        with Lock(tmp_path):
+            assert json.loads((tmp_path / "lock").read_text())["job"] == f"7 {restarts}"
+    else:
+        with pytest.raises(CheckpointError, match="in use"), Lock(tmp_path):
+            pass
+
+
 def test_words_of_a_foreign_lock_do_no_harm(tmp_path):
     (tmp_path / "lock").write_text(json.dumps({"host": "\x1b[2J\nall is well", "pid": 7}))
     with pytest.raises(CheckpointError) as caught, Lock(tmp_path):

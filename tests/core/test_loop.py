@@ -445,14 +445,14 @@ def test_forward_seeds_differ_by_step_micro_batch_and_rank():
 def test_samples_per_second_leaves_out_the_first_steps():
     speed = Speed()
     for k in range(30):
-        speed.count(8, 100.0 if k < 20 else 0.5, waiting=False)
+        speed.count(8, 100.0 if k < 20 else 0.5, queued=False)
     assert speed.median() == pytest.approx(16)
 
 
 def test_steps_that_run_in_one_call_count_together():
     speed = Speed()
-    for waiting in (True, True, False):
-        speed.count(8, 0.0 if waiting else 3.0, waiting)
+    for queued in (True, True, False):
+        speed.count(8, 0.0 if queued else 3.0, queued)
     assert speed.median() == pytest.approx(8)
 
 

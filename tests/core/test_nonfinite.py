@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvd_train.core import checkpoint
 from hvd_train.core.log import NullLog
 from hvd_train.data.arrays import Arrays
-from hvd_train.errors import NonFiniteError
+from hvd_train.errors import Interrupted, NonFiniteError
 from tests.core import test_loop
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
 from tests.numpy_frontend import run_ranks
@@ -124,3 +126,29 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
     trees = run_ranks(2, work)
     assert steps_saved(tmp_path) == [2] if policy == "stop" else same(*trees)
     assert policy == "stop" or all(np.isfinite(x).all() for x in trees[0].values())
+
+
+def test_a_signal_after_weights_were_spoilt_saves_those_that_it_goes_back_to(tmp_path):
+    """What says that it saved has saved: the checkpoint of that very step, with finite weights."""
+
+    def work(communicator):
+        c = config(on_nonfinite="rollback", checkpoint={"every_n_steps": 2})
+        made = trainer(communicator, c, tmp_path, log=NullLog())
+        step = made.frontend.train_step
+
+        def spoiling(*given, **named):
+            sums = step(*given, **named)
+            if made.frontend.steps == 3:
+                made.frontend.w["b"][1] = np.inf
+                made.outside.asked = signal.SIGTERM
+            return sums
+
+        made.frontend.train_step = spoiling
+        with pytest.raises(Interrupted) as caught:
+            made.fit()
+        return str(caught.value).split(",")[0], made.progress.step
+
+    (told, step), other = run_ranks(2, work)
+    assert other == (told, step) and told.endswith(f"at step {step}") and steps_saved(tmp_path)[-1] == step
+    kept = checkpoint.load(checkpoint.place(tmp_path / "checkpoints", step))
+    assert all(np.isfinite(x).all() for key, x in kept.tree.items() if key.startswith("weights/"))

@@ -196,6 +196,15 @@ def test_weights_must_follow_from_labels_alone(monkeypatch):
         task(z, {"label": y}, np.ones(N))
 
 
+def test_samples_that_are_compared_with_each_other_are_refused():
+    """Outputs (n, 1) less labels (n,): each value would be a mean over the batch, and depend on the world."""
+    for loss, metrics in (("own_task:near", []), ("mse", ["own_task:near"])):
+        task, z, y = made(loss, metrics, "numbers", ())
+        task.probe(z[:2], {"label": y[:2]}, np.ones(2))
+        with pytest.raises(ConfigError, match=r"gives \(2, 2\) for 2 samples .* labels \(2, 1\) and \(2,\); .*near"):
+            task.probe(z[:2, None], {"label": y[:2]}, np.ones(2))
+
+
 def test_a_negative_weight_counts_on_both_sides():
     task, z, y = made("own_task:signed", [], "numbers", ())
     found, (total, count, _) = (z - y) ** 2, summed(task, z, y, [np.arange(N)], 0)

@@ -20,7 +20,7 @@ class Averaging(ABC):
 
     @abstractmethod
     def due(self, specs: Sequence[TensorSpec], step: int) -> Sequence[str]:
-        """Names of the weights to average after step number ``train_step`` (from 1)."""
+        """Names of the weights to average after step number ``step`` (from 1)."""
 
     def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
         return build(alone)

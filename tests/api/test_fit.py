@@ -27,10 +27,12 @@ def built(framework, dtype="float32"):
     if framework == "pytorch":
         import torch
 
+        torch.manual_seed(0)
         return torch.nn.Linear(6, CLASSES)
     import keras
 
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES, dtype=dtype)])
+    layer = keras.layers.Dense(CLASSES, dtype=dtype, kernel_initializer="zeros")
+    return keras.Sequential([keras.Input((6,)), layer])
 
 
 def answers(model, x):

@@ -22,7 +22,7 @@ def record(size=1, steps=3, statistics=False, **changes):
         rates=np.full((size, steps), 0.1),
         samples=[np.arange(4 * k, 4 * k + 4) for k in range(steps)],
         trees={"first": first, "last": last},
-        apart={"first": {}, "last": {}},
+        differing={"first": {}, "last": {}},
     )
     return replace(made, **changes)
 
@@ -86,7 +86,7 @@ def test_weights_that_differ_come_with_their_cause():
     assert told(runs(trees=far)) == ["after 3 steps weights/a differs by 5.0e-01 at [1, 1]"]
     apart = {"first": {1: {"weights/b": np.ones(3)}}, "last": {1: {"weights/b": np.ones(3)}}}
     expected = "the ranks start with different weights: rank 1 against rank 0, first in weights/b"
-    assert told(runs(size=2, apart=apart))[0] == expected
+    assert told(runs(size=2, differing=apart))[0] == expected
     moved = {"first": first | {"weights/b": np.full(3, 1e-3)}, "last": last}
     assert told(runs(trees=moved))[0].startswith("the first weights differ: weights/b by ")
 
@@ -102,5 +102,5 @@ def test_gradients():
         "the gradient of step 1 differs: gradient/b by "
     )
     apart = {"first": {}, "last": {1: {"weights/a": tree["weights/a"]}}}
-    (text,) = told(Runs("", one.training, replace(plain, apart=apart)))
+    (text,) = told(Runs("", one.training, replace(plain, differing=apart)))
     assert text == "the gradient of step 1 differs between ranks (rank 1 against rank 0): no exchange"

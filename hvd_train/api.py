@@ -11,10 +11,10 @@ from typing import Any
 from hvd_train import run
 from hvd_train.attach.world import open_world
 from hvd_train.config import Config, load_config
+from hvd_train.config.own import GIVEN
 from hvd_train.core.hooks import Hook
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.base import GIVEN
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Build
@@ -49,6 +49,8 @@ def fit(
     *,
     model: Any = None,
     data: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
     hooks: Sequence[Hook] = (),
     resume: str | None = None,
     allow_change: Sequence[str] = (),
@@ -60,13 +62,15 @@ def fit(
 
     config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
     function as ``model.name`` takes it; data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
-    function that gives them. All ranks must be given the same. resume, allow_change, overwrite: as ``hvd-train fit``.
+    function that gives them. loss: a function of (outputs, labels) that gives a value for each sample or place, or
+    (values, weights), or a name; of several outputs ``{output: loss}``. metrics: a list of such, or ``{output: list}``.
+    All ranks must be given the same. resume, allow_change, overwrite: as ``hvd-train fit``.
     """
     if not all(isinstance(hook, Hook) for hook in hooks):
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))
         raise ConfigError(f"{strange} is no hook", where="hooks", fix="derive it from hvd_train.Hook; give an object")
     with ExitStack() as stack:
-        settled = stack.enter_context(_settled(config, model, data))
+        settled = stack.enter_context(_settled(config, model, data, loss, metrics))
         lock = stack.enter_context(run.locked(settled, resume, overwrite))
         opened = open_data(settled.data, settled.task, None if isinstance(data, str) else data)
         rank = settle(settled.framework, settled.threads, verbose)
@@ -79,24 +83,44 @@ def fit(
 
 
 @contextmanager
-def _settled(config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any) -> Iterator[Config]:
-    """The configuration with the names of what was handed over, under which the model is found meanwhile."""
+def _settled(
+    config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any
+) -> Iterator[Config]:
+    """The configuration with the names of what was handed over, under which it is found meanwhile."""
     if isinstance(config, str | Path):
         config = load_config(Path(config))
     base = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
-    sections = {key: dict(base.get(key) or {}) for key in ("model", "data")}
-    for key, given in (("model", model), ("data", data)):
+    handed = [("model", "name", model), ("data", "name", data), ("task", "loss", loss), ("task", "metrics", metrics)]
+    own: dict[str, Any] = {}
+    for section, key, given in handed:
         if given is not None:
-            sections[key]["name"] = given if isinstance(given, str) else _name(given)
-    settled = load_config(base=base | sections)
-    if model is None or isinstance(model, str):
-        yield settled
-        return
-    GIVEN[settled.model.name] = _build(model)
+            one = section in ("model", "data") and not isinstance(given, str)
+            named = _name(given) if one else _named(given, own)
+            base[section] = dict(base.get(section) or {}) | {key: named}
+    settled = load_config(base=base)
+    if model is not None and not isinstance(model, str):
+        own[settled.model.name] = _build(model)
+    GIVEN.update(own)
     try:
         yield settled
     finally:
-        del GIVEN[settled.model.name]
+        for name in own:
+            del GIVEN[name]
+
+
+def _named(given: Any, own: dict[str, Any]) -> Any:
+    """Losses or metrics by their names; the functions among them come into ``own``."""
+    if isinstance(given, Mapping):
+        return {name: _named(each, own) for name, each in given.items()}
+    if isinstance(given, list | tuple):
+        return [_named(each, own) for each in given]
+    if not callable(given):
+        return given
+    name = _name(given)
+    if own.setdefault(name, given) is not given:
+        fix = "give each a def of its own name"
+        raise ConfigError(f"two functions are called {name}", where="loss, metrics", fix=fix)
+    return name
 
 
 def _name(given: Any) -> str:

@@ -183,6 +183,11 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
 
 
+def title_of(output: str, metric: str) -> str:
+    """What a metric is called in the log: of a function its own name."""
+    return f"{output}_" * bool(output) + metric.rpartition(":")[2].rpartition(".")[2]
+
+
 class TaskConfig(Section):
     loss: str | dict[str, str] = Field(
         "cross_entropy",
@@ -217,7 +222,7 @@ class TaskConfig(Section):
         """What an evaluation tells."""
         several = [f"{name}_loss" for name in self.terms] if len(self.terms) > 1 else []
         each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
-        return ["loss", *several, *(f"{name}_" * bool(name) + metric.rpartition(":")[2] for name, metric in each)]
+        return ["loss", *several, *(title_of(name, metric) for name, metric in each)]
 
     @model_validator(mode="after")
     def _combinations(self) -> TaskConfig:
@@ -232,6 +237,7 @@ class TaskConfig(Section):
         if strange:
             problems.append(("metrics", f"{', '.join(strange) or 'a list'}: give them by the outputs of loss"))
         names = self.names
+        problems += [("metrics", f"'{x}' is no name for the log: use def") for x in names if not x.isidentifier()]
         for name in dict.fromkeys(names):
             if names.count(name) > 1 or name in TAKEN:
                 problems.append(

@@ -7,10 +7,7 @@ place is left out, a sample counts by the mean over its places, and W is the num
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config.keys import TaskConfig
+from hvd_train.config.keys import TaskConfig, title_of
+from hvd_train.config.own import own_function
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Field, Ops, Sample, Tensor, one_or_all
 
@@ -71,17 +69,6 @@ MEANS = LOSSES | {"rmse": _mse, "accuracy": _accuracy, "top5": _top5}
 def _shape(x: Tensor) -> tuple[int, ...]:
     """For ``reshape``: the first axis may be unknown while a graph is traced."""
     return (-1, *(int(k) for k in tuple(x.shape)[1:]))
-
-
-def own_function(name: str, where: str) -> Callable[..., Any]:
-    """``package.module:function`` of the user's own."""
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot be imported: {error}", where=f"{where}: {name}") from error
 
 
 # ---- metrics that are no mean: sums of fixed length, and what becomes of them
@@ -172,7 +159,7 @@ class Term:
             raise ConfigError(f"one loss for the labels {', '.join(sample.labels)}", where=where, fix=fix)
         alone = output or (next(iter(sample.labels)) if len(sample.labels) == 1 else "")
         self.field: Field | None = sample.labels[alone] if alone else None
-        self.function = own_function(loss, "task.loss") if self.own else LOSSES[loss]
+        self.function = own_function(loss, where) if self.own else LOSSES[loss]
         # Whether some places have no label: then W is data.
         self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
         self.ignore = ignore
@@ -220,9 +207,9 @@ class Task:
                     wide.append((k, kind, {"r2": 4, "f1": 3 * (classes or 2), "auc": 2 * BINS}[kind]))
                     continue
                 own = ":" in kind
-                function = own_function(kind, "task.metrics") if own else MEANS[kind]
+                function = own_function(kind, f"task.metrics: {kind}") if own else MEANS[kind]
                 length = 1 + (self._own_metrics.get((k, kind), False) if own else term.masked)
-                title = term.output + "_" * bool(term.output) + kind.rpartition(":")[2]
+                title = title_of(term.output, kind)
                 self._metrics.append((k, Metric(title, kind, function, None, length, at)))
                 at += length
         self.samples = at  # its entry
@@ -230,7 +217,7 @@ class Task:
         for k, kind, length in wide:
             term, (function, result) = self.terms[k], SUMS[kind]
             one = kind == "f1" and length == 6 and not (term.field and term.loss == "cross_entropy")
-            title = term.output + "_" * bool(term.output) + kind
+            title = title_of(term.output, kind)
             self._metrics.append((k, Metric(title, kind, function, _f1_of_one if one else result, length, at)))
             at += length
         self.length = at
@@ -257,7 +244,7 @@ class Task:
                 term.counted = self._probed(term.function, "task.loss", term.loss, z, y, weights)
             for kind in term.metrics:
                 if ":" in kind:
-                    function = own_function(kind, "task.metrics")
+                    function = own_function(kind, f"task.metrics: {kind}")
                     self._own_metrics[k, kind] = self._probed(function, "task.metrics", kind, z, y, weights)
         self._shapes = _map(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._place()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
+from hvd_train.config.own import own_function
 from hvd_train.data import formats, masked, tables
 from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
 from hvd_train.data.transforms import transformed
@@ -304,14 +302,8 @@ def _own(config: DataConfig, task: TaskConfig, given: Any) -> Pair:
     return train, val
 
 
-def _imported(path: str, where: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:  # a console script does not look where the user stands
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"cannot be imported: {error}", where=where) from error
+def _imported(name: str, where: str) -> Callable[..., Any]:
+    return own_function(name, where, DataError)
 
 
 def _called(function: Callable[..., Any], config: DataConfig, where: str) -> Any:

@@ -9,7 +9,6 @@ import inspect
 import os
 import re
 import struct
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
+from hvd_train.config.own import GIVEN, handed_over, look_here
 from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
 from hvd_train.core.state_dict import PIECE_BYTES
@@ -331,15 +331,12 @@ def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
     return LostRankError("another rank was lost")
 
 
-GIVEN: dict[str, Build] = {}  # models' build functions that were handed over in Python, by model.name
-
-
 def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:
     """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
     module_name, _, function = name.partition(":")
     where = f"model.name: {name}"
-    if function and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if function:
+        look_here()
     target = module_name if function else f"{zoo}.{name}"
     try:
         module = importlib.import_module(GIVEN[name].__module__ if name in GIVEN else target)
@@ -350,7 +347,8 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
         raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
     build = GIVEN.get(name) or getattr(module, function or "build", None)
     if not callable(build):
-        raise ConfigError(f"'{target}' has no function '{function or 'build'}'", where=where)
+        what = f"'{target}' has no function '{function or 'build'}'"
+        raise ConfigError(what, where=where, fix=handed_over(name, where))
     parameters = inspect.signature(build).parameters
     known = [p for p in parameters if p not in ("input_shape", "num_classes")]
     unknown = [o for o in options if o not in parameters]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import hvd_train
+from hvd_train.config import load_config
+from hvd_train.config.own import own_function
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 
 CLASSES = 3
@@ -77,15 +79,64 @@ def test_functions_and_names(tmp_path):
     assert hvd_train.fit(tmp_path / "job.yaml", model="mlp", data=DATA).steps == 1
 
 
+def far(outputs, labels):
+    """The share of the numbers that are off by more than a half."""
+    return abs(outputs - labels) > 0.5
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_loss_and_metrics_of_ones_own(tmp_path, framework):
+    """Functions give what their names in the configuration give; a run folder says what ``eval`` needs."""
+    from tests.own_models import weighted
+
+    def near(outputs, labels):
+        return abs(outputs - labels) < 0.5
+
+    model = built(framework)
+
+    def trained(name, task=None, **handed):
+        keys = config(tmp_path / name, framework=framework, task=task)
+        return tmp_path / name, hvd_train.fit(keys, model=model, data=NUMBERS, **handed)
+
+    named = {"loss": "tests.own_models:weighted", "metrics": ["tests.api.test_fit:far"]}
+    first, one = trained("named", task=named)
+    model = built(framework)
+    _, other = trained("handed", loss=weighted, metrics=[far])
+    assert one.weights_sha256 == other.weights_sha256 and one.val_loss == other.val_loss
+    assert one.val_far == other.val_far == pytest.approx(far(answers(model, NUMBERS[1][0]), NUMBERS[1][1]).mean())
+    local, summary = trained("local", loss="mse", metrics=["mae", near])
+    assert summary.val_near == pytest.approx(near(answers(model, NUMBERS[1][0]), NUMBERS[1][1]).mean())
+    with pytest.raises(ConfigError) as caught:
+        own_function(load_config(local / "config.yaml").task.metrics[1], "task.metrics")
+    assert str(caught.value).endswith(
+        "; task.metrics; it was handed over in Python; put it into a module of its own and name it, "
+        "--set task.metrics=package.module:name"
+    )
+    assert own_function(load_config(first / "config.yaml").task.loss, "task.loss") is weighted
+    with pytest.raises(ConfigError, match="two functions are called tests.api.test_fit:test_loss_and_metrics_of_on"):
+        trained("twice", metrics=[lambda z, y: z, lambda z, y: y])
+    with pytest.raises(ConfigError, match="task.metrics: '<lambda>' is no name for the log: use def"):
+        trained("unnamed", loss="mse", metrics=[lambda z, y: z])
+    with pytest.raises(ConfigError, match="one number for a batch: a mean over parts of unequal size is no mean"):
+        trained("scalar", loss=lambda z, y: ((z - y) ** 2)[0, 0])
+
+
 def on_ranks(np, folder, framework):
-    """(val_loss, weights' hash, seen by each rank) of a training in 64 bits."""
+    """Of each rank, after two trainings in 64 bits: classes, then numbers with a loss and a metric of its own."""
 
     def work():
         losses = Losses()
         keys = config(folder, framework=framework, precision=64, optim={"lr": 0.1, "momentum": 0.9})
         first = hvd_train.fit(keys | {"model": {"name": "mlp", "hidden": [8]}}, data=DATA, hooks=[losses])
-        again = hvd_train.fit(keys | {"max_epochs": 3}, data=DATA, model="mlp", overwrite=True)
-        return losses.found, first.val_loss, first.weights_sha256, again.epochs
+        again = hvd_train.fit(
+            keys | {"max_epochs": 3, "global_batch_size": 11},
+            data=NUMBERS,
+            model="mlp",
+            loss=lambda outputs, labels: (abs(outputs - labels) ** 1.5, labels > -1),
+            metrics=[far],
+            overwrite=True,
+        )
+        return [*losses.found, first.val_loss, again.val_loss, again.val_far], first.weights_sha256, again.epochs
 
     return hvd_train.launch(work, np=np)
 
@@ -95,7 +146,7 @@ def on_ranks(np, folder, framework):
 )
 def test_two_ranks_are_one(tmp_path, framework):
     one, two = (on_ranks(np, tmp_path / str(np), framework) for np in (1, 2))
-    assert two[0] == two[1] and two[0][3] == 3
+    assert two[0] == two[1] and two[0][2] == 3
     np.testing.assert_allclose(two[0][0], one[0][0], rtol=1e-9)
 
 

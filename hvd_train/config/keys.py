@@ -135,7 +135,9 @@ class DataConfig(Section):
     name: str = Field(
         "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
     )
-    path: str | None = Field(None, description="folder or file of the data; digits and synthetic need none")
+    path: str | None = Field(
+        None, description="folder or file of the data; digits, synthetic and masked_text need none"
+    )
     image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import math
 import os
 import struct
+import sys
 import threading
 import zipfile
 import zlib
@@ -267,6 +269,21 @@ def read_documents(path: Path) -> list[str]:
         return [file.read_text(encoding="utf-8", errors="replace") for file in text_files(path)]
     except OSError as error:
         raise unreadable(error.filename or path, error, "text file") from error
+
+
+def python_documents() -> list[str]:
+    """English that each machine has: what ``help`` tells of Python, and the docstrings of each module of its library
+    that is one file; read and not imported, in the order of names."""
+    from pydoc_data.topics import topics
+
+    files = [path for path in sorted(Path(os.__file__).parent.glob("*.py")) if path.stem in sys.stdlib_module_names]
+    return [text for _, text in sorted(topics.items())] + [docstrings(path.read_bytes()) for path in files]
+
+
+def docstrings(code: bytes) -> str:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, documented))
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 # ---- images

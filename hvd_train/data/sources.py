@@ -207,12 +207,14 @@ def _text(config: DataConfig, task: TaskConfig) -> Pair:
 
 
 def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
-    """a file or a folder of text, for bert: pairs of sentences with masked words; vocabulary_size, sequence_length"""
-    path, length = _existing(config), config.sequence_length
+    """text of path (left out: Python's own), for bert: pairs of sentences with masked words; sequence_length"""
+    path, length = _existing(config) if config.path else None, config.sequence_length
     if length < 8:
         fix = "of these, three are [CLS] and two [SEP]"
         raise DataError(f"samples of {length} tokens; at least 8", where="data.sequence_length", fix=fix)
-    documents = [masked.sentences(text) for text in formats.read_documents(path)]
+    documents = [
+        masked.sentences(text) for text in (formats.read_documents(path) if path else formats.python_documents())
+    ]
     tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary)
     text = masked.tokenized(documents, tokenizer, length)
     count = len(text)
@@ -220,7 +222,7 @@ def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
         what = (
             f"too little text: {len(text.ids):,} tokens make {count} samples, and training and validation need two each"
         )
-        raise DataError(what, where=str(path), fix="give more, or lower data.sequence_length")
+        raise DataError(what, where=str(path or "data.path"), fix="give more, or lower data.sequence_length")
     held = min(count - 2, max(2, round(count * config.val_fraction)))
     parts = (0, count - held), (count - held, count)
     train, val = (masked.Pairs(text, length, *part, task.ignore_index) for part in parts)

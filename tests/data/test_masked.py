@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_train.config import DataConfig
+from hvd_train.data.formats import docstrings
 from hvd_train.data.masked import CLS, MASK, PAD, SEP, SPECIAL, Pairs, sentences, tokenized, vocabulary
 from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError
@@ -119,6 +120,13 @@ def test_a_folder_is_opened_by_name(folder, tmp_path):
     vocabulary([sentences(story(0))], 280, None).save(str(file))
     other = open_data(config.model_copy(update={"vocabulary": str(file)}))
     assert other.sample.num_classes["words"] == 280 and other.fingerprint != data.fingerprint
+
+
+def test_without_a_path_the_text_is_pythons_own():
+    data = open_data(DataConfig(name="masked_text", sequence_length=LENGTH))
+    assert len(data.train) > 4000 and data.sample.num_classes["words"] == 8000
+    code = b'''"""A."""\ndef f():\n    """B\n    b."""\nclass C:\n    def g(self):\n        "D"\nX = "no"'''
+    assert docstrings(code) == "A.\n\nB\nb.\n\nD"
 
 
 def test_what_cannot_be_read_is_told(folder, tmp_path):

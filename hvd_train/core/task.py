@@ -127,6 +127,8 @@ def _auc(sums: np.ndarray) -> float:
 # ---- the task
 
 
+OF_CLASSES = ("cross_entropy", "top5", "accuracy", "f1", "auc")  # metrics that may see a number for each class
+
 SUMS: dict[str, tuple[Callable[..., Tensor], Callable[[np.ndarray], float]]] = {
     "r2": (_r2_sums, _r2), "f1": (_f1_sums, _f1), "auc": (_auc_sums, _auc),
 }  # fmt: skip
@@ -299,27 +301,29 @@ class Task:
         ops, scalars, wide, loss = self._ops, [], [], None
         prepared = []
         for k, term in enumerate(self.terms):
-            z, y = term.part(outputs), term.part(labels)
+            given = term.part(outputs), term.part(labels)
             if term.own:
-                values, own = self._own(term.function, "task.loss", term.loss, z, y, weights, term.counted)
+                values, own = self._own(term.function, "task.loss", term.loss, *given, weights, term.counted)
+                z, y = self._beside(term, *given)
             else:
-                z, y, own = self._fitting(term, z, y)
+                z, y, own = self._fitting(term, *given)
                 values = term.function(z, y, ops)
             total, count = self._sum(values, own, weights, term.own)
             # What is only told needs no graph for gradients.
             scalars += [ops.constant(total)] if count is None else [ops.constant(total), count]
-            prepared.append((_map(ops.constant, z), y, own if term.masked else None))
+            told = _map(ops.constant, z), y, own if term.masked else None
+            prepared.append((told, (_map(ops.constant, given[0]), given[1])))
             if scale is not None:
                 part = total * scale[k]
                 loss = part if loss is None else loss + part
         for k, metric in self._metrics:
-            z, y, own = prepared[k]
+            (z, y, own), given = prepared[k]
             if metric.result:
                 wide.append(metric.function(*self._flat(z, y, own, weights), metric.length, ops))
                 continue
             if ":" in metric.kind:
                 counted = metric.length == 2
-                values, own = self._own(metric.function, "task.metrics", metric.kind, z, y, weights, counted)
+                values, own = self._own(metric.function, "task.metrics", metric.kind, *given, weights, counted)
             else:
                 values = metric.function(z, y, ops)
             scalars += [x for x in self._sum(values, own, weights, ":" in metric.kind) if x is not None]
@@ -339,14 +343,30 @@ class Task:
             if not fits(logits, labels, classes):
                 raise unfit(logits, labels, classes)
             return z, y, own
-        if len(logits) == len(labels) + 1 and logits[-1] == 1:
-            z = ops.reshape(z, _shape(y))
-        if tuple(z.shape)[1:] != labels[1:]:
-            what = f"the model gives outputs of shape {logits} for labels of shape {labels}"
-            raise refused(
-                what, f"task.loss: {term.loss}", "a model for it gives a number for each number of the labels"
-            )
-        return z, ops.cast(y, ops.dtype(z)), None
+        return *self._numbers(f"task.loss: {term.loss}", z, y), None
+
+    def _numbers(self, where: str, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """A number for each number of the labels."""
+        if len(z.shape) == len(y.shape) + 1 and z.shape[-1] == 1:
+            z = self._ops.reshape(z, _shape(y))
+        if tuple(z.shape)[1:] != tuple(y.shape)[1:]:
+            what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
+            raise refused(what, where, "a model for it gives a number for each number of the labels")
+        return z, self._ops.cast(y, self._ops.dtype(z))
+
+    def _beside(self, term: Term, z: Any, y: Any) -> tuple[Any, Any]:
+        """What built-in metrics look at where the loss is the user's own, which may take anything."""
+        for kind in [name for name in term.metrics if ":" not in name]:
+            where = f"task.metrics: {kind}"
+            if isinstance(z, Mapping) or isinstance(y, Mapping):
+                fix = "give a loss for each output, or a metric of your own"
+                raise refused("the loss takes several outputs or labels together", where, fix)
+            classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
+            if kind in ("cross_entropy", "top5") and not classes:
+                raise unfit(tuple(z.shape), tuple(y.shape), 2)
+            if kind not in OF_CLASSES or not classes:
+                z, y = self._numbers(where, z, y)
+        return z, y
 
     def _sum(self, values: Tensor, own: Tensor | None, weights: Tensor, foreign: bool) -> tuple[Tensor, Tensor | None]:
         """(S, W); W None: the number of samples. What does not count may be no number in a ``foreign`` function."""

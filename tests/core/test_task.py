@@ -253,3 +253,39 @@ def test_any_name_can_be_the_monitor():
         {"task": {"loss": "mse", "metrics": ["r2"]}, "checkpoint": {"monitor": "val_r2", "mode": "max"}}
     )
     Config.model_validate({"early_stopping": {"monitor": "train_accuracy", "mode": "max"}})
+
+
+def seen(outputs, labels):
+    """1 where it gets what the model gave and the data hold, (n, 1) and (n,)."""
+    return np.full(len(labels), float(outputs.shape == (len(labels), 1) and labels.shape == (len(labels),)))
+
+
+@pytest.mark.parametrize("loss", ["mse", "own_task:column"])
+def test_built_in_and_own_metrics_stand_beside_any_loss(monkeypatch, loss):
+    """Built-in ones bring outputs (n, 1) to labels (n,), own ones get what there is."""
+    names = {"column": lambda z, y: (z[:, 0] - y) ** 2, "seen": seen}
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(**names))
+    task = Task(
+        TaskConfig(loss=loss, metrics=["mae", "own_task:seen"]), Sample({}, {"label": Field((), "float32")}), NumpyOps()
+    )
+    z, y = RNG.normal(size=(N, 1)), RNG.normal(size=N)
+    task.probe(z[:2], {"label": y[:2]}, np.ones(2))
+    found = task.results(task(z, {"label": y}, np.ones(N))[1])
+    assert found["seen"] == 1 and found["mae"] == pytest.approx(abs(z[:, 0] - y).mean())
+    assert found["loss"] == pytest.approx(((z[:, 0] - y) ** 2).mean())
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "what"),
+    [
+        ("mae", np.zeros((N, 3)), r"outputs of shape \(23, 3\) for labels of shape \(23,\); task.metrics: mae"),
+        ("top5", np.zeros((N, 1)), r"logits of shape \(23, 1\) for labels of shape \(23,\)"),
+        ("mae", {"a": np.zeros(N), "b": np.zeros(N)}, "the loss takes several outputs or labels together"),
+    ],
+)
+def test_what_a_built_in_metric_cannot_look_at(monkeypatch, metric, outputs, what):
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(any=lambda z, y: y * 1.0))
+    fields = Sample({}, {"label": Field((), "float32")})
+    task = Task(TaskConfig(loss="own_task:any", metrics=[metric]), fields, NumpyOps())
+    with pytest.raises(ConfigError, match=what):
+        task(outputs, {"label": np.zeros(N)}, np.ones(N))

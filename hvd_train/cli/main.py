@@ -473,10 +473,13 @@ def export(
 @click.option(
     "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw their curves too."
 )
-def compare(run_dirs: tuple[Path, ...], output: Path | None) -> None:
+@click.option("--by", type=click.Choice(["epoch", "step"]), default="epoch", show_default=True, help="Of the curves.")
+def compare(run_dirs: tuple[Path, ...], output: Path | None, by: str) -> None:
     """Finished runs side by side.
 
+    \b
     hvd-train compare runs/a runs/b -o curves.png
+    hvd-train compare runs/a runs/b -o curves.png --by step   each line of the log (log_every_n_steps)
     """
     from hvd_train.report.tables import side_by_side
 
@@ -484,7 +487,7 @@ def compare(run_dirs: tuple[Path, ...], output: Path | None) -> None:
     if output is not None:
         from hvd_train.report.plots import curves
 
-        curves(run_dirs, output)
+        curves(run_dirs, output, by)
         click.echo(f"curves: {output}")
 
 

@@ -35,8 +35,18 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
     return list(sums), [total / max(count, 1) for total, count in sums.values()]
 
 
-def curves(run_dirs: Sequence[Path], picture: Path) -> None:
-    """Loss and metrics per epoch of all runs, training dashed and validation drawn through."""
+def steps(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
+    """(last step of each line, its ``value``)."""
+    found = [(row["step"], row[value]) for row in rows if row["event"] == event and row.get(value) is not None]
+    return [step for step, _ in found], [number for _, number in found]
+
+
+BY = {"epoch": epochs, "step": steps}
+COLUMNS = 3
+
+
+def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
+    """Loss and metrics of all runs, per epoch or per line of the log; training dashed and validation drawn through."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,16 +57,21 @@ def curves(run_dirs: Sequence[Path], picture: Path) -> None:
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
-    figure, drawn = pyplot.subplots(1, len(names), figsize=(5 * len(names), 3.8), layout="constrained", squeeze=False)
-    axes = drawn[0]
+    across, down = min(COLUMNS, len(names)), -(-len(names) // COLUMNS)
+    figure = pyplot.figure(figsize=(5 * across, 3.8 * down), layout="constrained")
+    axes = [figure.add_subplot(down, across, k + 1) for k in range(len(names))]
     for k, (name, rows) in enumerate(runs):
         # Equal runs lie on one another: the first is drawn widest, so that each stays visible.
-        line = {"color": f"C{k % 10}", "linewidth": 1.5 + 2.0 * (len(runs) - 1 - k), "alpha": 0.5 + 0.5 * k / len(runs)}
+        line: dict[str, Any] = {
+            "color": f"C{k % 10}",
+            "linewidth": 1.5 + 2.0 * (len(runs) - 1 - k),
+            "alpha": 0.5 + 0.5 * k / len(runs),
+        }
         for axis, value in zip(axes, names, strict=True):
             for event, style in (("train", "--"), ("val", "-")):
-                axis.plot(*epochs(rows, event, value), style, label=f"{name}, {event}", **line)
+                axis.plot(*BY[by](rows, event, value), style, label=f"{name}, {event}", **line)
     for axis, value in zip(axes, names, strict=True):
-        axis.set(xlabel="epoch", ylabel=value)
+        axis.set(xlabel=by, ylabel=value)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)

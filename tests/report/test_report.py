@@ -76,6 +76,8 @@ def test_epochs_weigh_lines_by_their_samples(tmp_path):
     assert plots.epochs(rows, "train", "loss") == ([1, 2], [3.25, 1.0])
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
     assert plots.epochs([], "val", "loss") == ([], [])
+    numbered = [one | {"step": 5 * k} for k, one in enumerate(rows)]
+    assert plots.steps(numbered, "train", "loss") == ([0, 5, 15], [4.0, 1.0, 1.0]), "and steps are drawn line by line"
 
 
 def test_curves_are_drawn_for_each_run(tmp_path, monkeypatch):

@@ -283,21 +283,22 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
 def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
     """Each engine of ours against the same one of the checkout ``before``; "ours again" shows the noise.
 
-    Half of the rounds after each order of starting: two copies of the same code differ by up to 5 % as long
-    as they live (seen: the second was the faster one three times of three).
+    Two copies of the same code differ by up to 5 % as long as they live: both are started anew for every two rounds,
+    in the one order and then the other, and a ratio is that of such a start.
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours") and (not only or e.name in only)]
     found: dict[str, dict] = {}
     for engine in ours:
         pair = [ours[0], engine] if engine.name == "ours again" else [engine, replace(engine, root=before)]
-        first, second = (group(order, model, -(-rounds // 2), seconds) for order in (pair, pair[::-1]))
-        names = list(first)
-        rates = [[rate for half in (first, second) for rate in half[name].get("rates", ())] for name in names]
-        if all(rates) and len(rates[0]) == len(rates[1]):
-            ratio = interval([own / other for own, other in zip(*rates, strict=True)])
+        starts = [group(pair[:: (-1) ** i], model, 2, seconds) for i in range(-(-rounds // 2))]
+        names, first = list(starts[0]), starts[0]
+        if all("rates" in start.get(name, {}) for start in starts for name in names):
+            own, other = ([median(start[name]["rates"]) for start in starts] for name in names)
+            ratio = interval([a / b for a, b in zip(own, other, strict=True)])
             first[names[1]] |= {"ours_is_faster_by": ratio[0], "interval": ratio[1:]}
-            for name, values in zip(names, rates, strict=True):
-                first[name] |= {"samples_per_second": median(values), "rates": values}
+            for name, values in zip(names, (own, other), strict=True):
+                cpu = median(start[name]["cpu_seconds_per_step"] for start in starts)
+                first[name] |= {"samples_per_second": median(values), "rates": values, "cpu_seconds_per_step": cpu}
         found = first | found
     return {name: found[name] for name in dict.fromkeys([*(e.name for e in ours), *found])}
 

@@ -33,11 +33,14 @@ if api == "torch":
                 raise
 else:
     os.environ["KERAS_BACKEND"] = api.split()[-1]
-    import hvd_train.keras as hk
+    from hvd_train.frameworks import FRAMEWORKS, swift
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import keras
+    with swift(FRAMEWORKS["tensorflow"].beside):
+        import keras
     import numpy as np
+
+    import hvd_train.keras as hk
 
     class Apart(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

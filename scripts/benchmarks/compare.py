@@ -34,10 +34,12 @@ from engines import MODELS, RANKS, ROOT
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch.local import command, environment, find_tool
 
-START_SECONDS, SETTLE_SECONDS = 180, 0.3
+START_SECONDS, SETTLE_SECONDS = 600, 0.3
 WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second
+SLOW = ("resnet", "bert", "pyramidnet")
+LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  # what is asked of BERT and PyramidNet
 # Engines beside ours that wait side by side: they must fit into memory (the MLP: 2 GB for two ranks).
-TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6}
+TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6, "bert": 2, "pyramidnet": 2}
 TOLERANCE = 2e-3  # relative, of the first losses: float32 in another order of sums
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -74,7 +76,7 @@ def engines(framework: str, model: str) -> list[Engine]:
             alone.append(Engine(framework, "copies (channels last)", "copies"))
         peers += [Engine(framework, name, "torchrun") for name in ("Lightning", "Accelerate")]
         return [*ours, *peers, Engine(framework, "Horovod", "mpirun"), *alone]
-    # Legacy Keras has no keras.ops, which these two models are written with.
+    # Legacy Keras does not take the layers of these two.
     peers = [] if model in ("gpt", "thin") else [Engine(framework, "MultiWorker", "workers")]
     return [*ours, *peers, *alone]
 
@@ -273,7 +275,8 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def compare(framework: str, model: str, rounds: int, seconds: float, only: list[str] | None = None) -> dict:
     """All engines of a framework on one model; {engine: figures}, in samples per second of both ranks."""
-    ours, *others = (e for e in engines(framework, model) if not only or e.name in only)
+    wanted = only or (LARGE if TOGETHER[model] == 2 else None)
+    ours, *others = (e for e in engines(framework, model) if not wanted or e.name in wanted)
     found: dict[str, dict] = {}
     for first in range(0, len(others), TOGETHER[model]):  # ours is in every group, and the first one's figure stands
         found = group([ours, *others[first : first + TOGETHER[model]]], model, rounds, seconds) | found
@@ -310,7 +313,7 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
         running: list[Running] = []
         try:
             for engine in chosen:
-                steps = SLOW_WARM_STEPS if model == "resnet" else WARM_STEPS
+                steps = SLOW_WARM_STEPS if model in SLOW else WARM_STEPS
                 found |= join(running, Running(engine, model, Path(folder), on_this_host, steps))
             found |= in_turns(running, rounds, seconds)
         finally:

@@ -31,6 +31,7 @@ LOSSES = 3  # first losses that are kept, to see that all engines compute the sa
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 IMAGES = {"name": "idx", "path": str(FASHION)} if FASHION.exists() else {"name": "digits", "image_size": 28}
 TEXT = {"name": "text", "path": str(Path(os.__file__).parent / "asyncio"), "sequence_length": 64}
+PAIRS = {"name": "masked_text", "sequence_length": 163}
 
 # model: (config.model, config.data, samples per rank)
 MODELS: dict[str, tuple[dict, dict, int]] = {
@@ -39,7 +40,11 @@ MODELS: dict[str, tuple[dict, dict, int]] = {
     "resnet": ({"name": "resnet"}, IMAGES | {"image_size": 32}, 16),
     "thin": ({"name": "thin"}, IMAGES, 32),
     "gpt": ({"name": "gpt"}, TEXT, 8),
+    "bert": ({"name": "bert", "dropout": 0.0}, PAIRS, 8),
+    "pyramidnet": ({"name": "pyramidnet"}, IMAGES | {"image_size": 32}, 16),
 }
+TASKS: dict[str, dict] = {"bert": {"loss": {"words": "cross_entropy", "next": "cross_entropy"}}}
+HIDDEN = -100  # the label of a place that has none
 
 
 held: list = []  # what peers keep in memory beside their batches
@@ -68,6 +73,7 @@ def settings(framework: str, model: str, exchange: dict) -> dict:
         "framework": framework,
         "model": net,
         "data": data,
+        "task": TASKS.get(model, {}),
         "batch_size": batch,
         "optim": {"name": "sgd", **SGD},
         "exchange": exchange,
@@ -110,7 +116,8 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
 
 
 def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False):
-    """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape)."""
+    """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape);
+    several inputs or labels are dicts."""
     import importlib
 
     from hvd_train.config import Config
@@ -118,9 +125,10 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     from hvd_train.data.sources import open_data
     from hvd_train.frameworks import FRAMEWORKS
     from hvd_train.frontends.serial import Serial
+    from hvd_train.protocol import one_or_all
 
     config = Config.model_validate(settings(framework, work, {}))
-    data = open_data(config.data)
+    data = open_data(config.data, config.task)
     held.append(data)  # as a loader of theirs would
     module = FRAMEWORKS[framework].load()
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -129,7 +137,7 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     batches = []
     for step in loader.epoch(0):
         inputs, labels, _ = frontend.to_device(step.micro_batches[0])
-        batches.append((inputs["input"], labels["label"]))
+        batches.append((one_or_all(inputs), one_or_all(labels)))
         if len(batches) == count:
             break
     if framework == "tensorflow":  # with Keras' own layers
@@ -139,7 +147,7 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
         return model, batches
     if framework == "pytorch" and not channels_last:  # as one writes it by hand
         frontend.model.to(memory_format=sys.modules["torch"].contiguous_format)
-        batches = [(x.contiguous(), y) for x, y in batches]
+        batches = [(x if isinstance(x, dict) else x.contiguous(), y) for x, y in batches]
     return frontend.model, batches
 
 
@@ -149,9 +157,30 @@ def cycle(batches):
 
 
 def torch_loss(logits, labels):
+    """The mean over this rank's places, as one writes it; of several outputs their sum."""
     import torch.nn.functional as F
 
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    if isinstance(labels, dict):
+        return sum(torch_loss(logits[name], labels[name]) for name in labels)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), ignore_index=HIDDEN)
+
+
+def called(net, inputs):
+    return net(**inputs) if isinstance(inputs, dict) else net(inputs)
+
+
+def keras_loss(keras, labels):
+    """Keras' losses for such labels, the tests' and legacy Keras alike: one, or a dict."""
+    entropy = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+    if isinstance(labels, dict):
+        return {name: entropy(ignore_class=HIDDEN) if len(y.shape) > 1 else entropy() for name, y in labels.items()}
+    return entropy()
+
+
+def keras_value(losses, labels, outputs):
+    if isinstance(losses, dict):
+        return sum(loss(labels[name], outputs[name]) for name, loss in losses.items())
+    return losses(labels, outputs)
 
 
 def bare_pytorch(
@@ -174,7 +203,7 @@ def bare_pytorch(
         optimizer = optimize(optimizer, net)
     for inputs, labels in cycle(batches):
         optimizer.zero_grad()
-        loss = torch_loss(wrapped(inputs), labels)
+        loss = torch_loss(called(wrapped, inputs), labels)
         loss.backward()
         optimizer.step()
         count(lambda loss=loss: mean_over_ranks(float(loss.detach())))
@@ -233,6 +262,50 @@ def script_pytorch(model: str, count: Count) -> None:
     import hvd_train.torch as ht
 
     bare_pytorch(model, count, lambda net: net, lambda optimizer, net: ht.distribute(net, optimizer)[1])
+
+
+def gathered(model: str, count: Count) -> None:
+    """As torch.nn.DataParallel works, among processes: rank 0 gets the outputs of all, takes the loss and sends their
+    gradients back."""
+    import torch
+    import torch.distributed as dist
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net, batches = prepared("pytorch", model, rank, size)
+    weights = list(net.train().parameters())
+    optimizer = torch.optim.SGD(weights, fused=True, **SGD)
+
+    def joined(x):
+        parts = [torch.empty_like(x) for _ in range(size)] if rank == 0 else None
+        dist.gather(x.contiguous(), parts)
+        return torch.cat(parts) if parts else None
+
+    def divided(whole, like):
+        own = torch.empty_like(like)
+        dist.scatter(own, [part.contiguous() for part in whole.chunk(size)] if rank == 0 else None)
+        return own
+
+    for inputs, labels in cycle(batches):
+        optimizer.zero_grad()
+        named = called(net, inputs)
+        outputs = named if isinstance(named, dict) else {"": named}
+        whole = {name: joined(x.detach()) for name, x in outputs.items()}
+        asked = {name: joined(y) for name, y in (labels if isinstance(labels, dict) else {"": labels}).items()}
+        loss = torch.zeros(())
+        if rank == 0:
+            loss = torch_loss({name: x.requires_grad_() for name, x in whole.items()}, asked)
+            loss.backward()
+        own = [divided(whole[name].grad if rank == 0 else None, x) for name, x in outputs.items()]
+        torch.autograd.backward(list(outputs.values()), own)
+        gradients = [w.grad for w in weights]
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat)
+        for gradient, x in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(x)
+        optimizer.step()
+        count(lambda loss=loss: mean_over_ranks(size * float(loss.detach())))
 
 
 def lightning(model: str, count: Count) -> None:
@@ -300,12 +373,12 @@ def bare_tensorflow(model: str, count: Count, size: int) -> None:
     net, batches = prepared("tensorflow", model, int(os.environ.get("COPY", "0")), size)
     optimizer = keras.optimizers.SGD(SGD["lr"], SGD["momentum"])
     optimizer.build(net.trainable_variables)
-    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    losses = keras_loss(keras, batches[0][1])
 
     @tf.function
     def step(inputs, labels):
         with tf.GradientTape() as tape:
-            loss = entropy(labels, net(inputs, training=True))
+            loss = keras_value(losses, labels, net(inputs, training=True))
         optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
         return loss
 
@@ -315,18 +388,36 @@ def bare_tensorflow(model: str, count: Count, size: int) -> None:
         count(lambda loss=loss: float(loss))
 
 
+def legacy_ops(tf):
+    """What the zoo takes of ``keras.ops``, which Keras 2 has not."""
+    from types import SimpleNamespace
+
+    plain = ("matmul", "transpose", "reshape", "unstack", "cast", "equal", "pad")
+    return SimpleNamespace(
+        **{name: getattr(tf, name) for name in plain},
+        softmax=tf.nn.softmax,
+        erf=tf.math.erf,
+        take=lambda x, at, axis: tf.gather(x, at, axis=axis),
+        swapaxes=lambda x, a, b: tf.linalg.matrix_transpose(x),  # of the last two
+        full=lambda shape, value, kind: tf.cast(tf.fill(shape, value), kind),
+        triu=lambda x, k: x - tf.linalg.band_part(x, -1, k - 1),
+    )
+
+
 def multi_worker(model: str, count: Count) -> None:
     """MultiWorkerMirroredStrategy with legacy Keras' ``fit`` (it raises under Keras 3)."""
     import tensorflow as tf
     import tf_keras
 
     sys.modules["keras"] = tf_keras  # the zoo's file builds the same network with Keras 2
+    tf_keras.ops = legacy_ops(tf)
     import importlib
 
     from hvd_train.config import Config
     from hvd_train.core.initialization import first_weight
     from hvd_train.data.loader import Loader
     from hvd_train.data.sources import open_data
+    from hvd_train.protocol import one_or_all
 
     threads = int(os.environ["OMP_NUM_THREADS"])
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -339,14 +430,16 @@ def multi_worker(model: str, count: Count) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank, size = strategy.cluster_resolver.task_id, 2
     config = Config.model_validate(settings("tensorflow", model, {}))
-    data = open_data(config.data)
+    data = open_data(config.data, config.task)
     loader = Loader(data.train, global_batch=config.global_batch(size), rank=rank, size=size, seed=config.seed)
     held.append(data)
     steps = [step.micro_batches[0] for step, _ in zip(loader.epoch(0), range(BATCHES), strict=False)]
-    inputs = np.concatenate([batch.inputs["input"] for batch in steps])
-    if data.sample.inputs["input"].divisor != 1:  # bytes, of which our front-end makes floats on the device
-        inputs = inputs.astype(np.float32) / np.float32(data.sample.inputs["input"].divisor)
-    labels = np.concatenate([batch.labels["label"] for batch in steps])
+    images = {name: np.concatenate([batch.inputs[name] for batch in steps]) for name in data.sample.inputs}
+    for name, field in data.sample.inputs.items():
+        if field.divisor != 1:  # bytes, of which our front-end makes floats on the device
+            images[name] = images[name].astype(np.float32) / np.float32(field.divisor)
+    inputs = one_or_all(images)
+    labels = one_or_all({name: np.concatenate([batch.labels[name] for batch in steps]) for name in data.sample.labels})
 
     with strategy.scope():
         options = dict(config.model.options)
@@ -359,7 +452,7 @@ def multi_worker(model: str, count: Count) -> None:
             variable.assign(first_weight(f"{layer}.{zoo.get(own, own)}", tuple(variable.shape), 0))
         net.compile(
             tf_keras.optimizers.SGD(SGD["lr"], SGD["momentum"]),
-            tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            keras_loss(tf_keras, labels),
         )
 
     class Tick(tf_keras.callbacks.Callback):
@@ -421,6 +514,7 @@ PYTORCH: dict[str, Callable] = {
     "DDP (channels last)": lambda model, count: bare_pytorch(model, count, ddp(), channels_last=True),
     "DDP fp16": lambda model, count: bare_pytorch(model, count, ddp("fp16")),
     "DDP PowerSGD": lambda model, count: bare_pytorch(model, count, ddp("powersgd")),
+    "gathered": gathered,
     "Lightning": lightning,
     "Accelerate": accelerate,
     "Horovod": bare_horovod,

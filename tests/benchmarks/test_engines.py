@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 ENGINES = Path(__file__).parents[2] / "scripts" / "benchmarks" / "engines.py"
+LARGE = pytest.mark.long("a large model, handed over as the small ones are, but by names")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def engines():
     return module
 
 
-@pytest.mark.parametrize("model", ["cnn", "gpt"])
+@pytest.mark.parametrize("model", ["cnn", "gpt", pytest.param("bert", marks=LARGE)])
 def test_peers_of_both_frameworks_have_the_same_first_loss(engines, model, monkeypatch):
     import keras
     import torch  # before TensorFlow, as elsewhere
@@ -30,7 +31,7 @@ def test_peers_of_both_frameworks_have_the_same_first_loss(engines, model, monke
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     net, ((inputs, labels),) = engines.prepared("pytorch", model, 1, 2, 1)
     with torch.no_grad():
-        first = float(engines.torch_loss(net(inputs), labels))
+        first = float(engines.torch_loss(engines.called(net, inputs), labels))
     net, ((inputs, labels),) = engines.prepared("tensorflow", model, 1, 2, 1)
-    second = float(keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, net(inputs)))
+    second = float(engines.keras_value(engines.keras_loss(keras, labels), labels, net(inputs)))
     assert np.isfinite(first) and first == pytest.approx(second, rel=2e-3)

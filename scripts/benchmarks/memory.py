@@ -1,0 +1,92 @@
+"""What each rank of a job needs, on BERT, whose outputs are large: memory, and the share of the time that it computes.
+
+A parallel training that gathers all outputs on rank 0 (torch.nn.DataParallel's way: "gathered", here among processes)
+needs more of one rank than of the others, which then wait for it. Each engine runs alone, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from compare import SLOW_WARM_STEPS, Engine, Running, machine, on_this_host
+from engines import MODELS, ROOT
+from tables import markdown
+
+ENGINES = [
+    Engine("pytorch", "ours", "mpirun"),
+    Engine("pytorch", "DDP", "torchrun"),
+    Engine("pytorch", "gathered", "torchrun"),
+    Engine("tensorflow", "ours", "mpirun"),
+]
+
+
+def measured(engine: Engine, model: str, steps: int) -> list[dict[str, float]]:
+    """Of each rank: peak resident memory (MB), CPU seconds a step, and their share of the wall time."""
+    with tempfile.TemporaryDirectory() as folder:
+        one = Running(engine, model, Path(folder), on_this_host, SLOW_WARM_STEPS)
+        try:
+            problem = one.warm()
+            if problem:
+                raise RuntimeError(f"{engine.name}: {problem}")
+            processes = [psutil.Process(pid) for pid in one.pids]
+            one.go()
+            first, began, before = int(one.maps[0][0]), time.monotonic(), [cpu(p) for p in processes]
+            while one.maps[0][0] - first < steps:
+                time.sleep(0.05)
+                if any(p.poll() is not None for p in one.parents):
+                    raise RuntimeError(f"{engine.name} ended: {one.log.read_text()[-300:]}")
+            done, wall = int(one.maps[0][0]) - first, time.monotonic() - began
+            used = [cpu(p) - b for p, b in zip(processes, before, strict=True)]
+            return [
+                {"peak_mb": peak(p.pid), "cpu_seconds_per_step": u / done, "utilization": u / wall}
+                for p, u in zip(processes, used, strict=True)
+            ]
+        finally:
+            one.end()
+
+
+def cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def peak(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(x.split()[1]) / 1024 for x in status.splitlines() if x.startswith("VmHWM"))
+
+
+def above(values: list[float]) -> str:
+    return f"{max(values) / min(values) - 1:.1%}"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench memory", description=__doc__)
+    parser.add_argument("--model", default="bert", choices=MODELS)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-memory.json")
+    given = parser.parse_args(arguments)
+    found: dict[str, list[dict[str, float]]] = {}
+    rows = []
+    for engine in ENGINES:
+        name = f"{engine.name}, {engine.framework}"
+        found[name] = ranks = measured(engine, given.model, given.steps)
+        columns = {key: [rank[key] for rank in ranks] for key in ranks[0]}
+        rows.append(
+            [name]
+            + [f"{x:,.0f}" for x in columns["peak_mb"]]
+            + [above(columns["peak_mb"])]
+            + [f"{x:.2f}" for x in columns["cpu_seconds_per_step"]]
+            + [above(columns["cpu_seconds_per_step"])]
+            + [f"{x:.0%}" for x in columns["utilization"]]
+        )
+        print(f"{name}: {ranks}", flush=True)
+    header = ["engine", "MB, rank 0", "rank 1", "one above the other", "CPU s a step, rank 0", "rank 1"]
+    print(f"\n{given.model}, {given.steps} steps; {machine()}\n")
+    print(markdown([*header, "one above the other", "utilization, rank 0", "rank 1"], rows))
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -17,18 +17,25 @@ from compare import SLOW_WARM_STEPS, Engine, Running, machine, on_this_host
 from engines import MODELS, ROOT
 from tables import markdown
 
-ENGINES = [
-    Engine("pytorch", "ours", "mpirun"),
-    Engine("pytorch", "DDP", "torchrun"),
-    Engine("pytorch", "gathered", "torchrun"),
-    Engine("tensorflow", "ours", "mpirun"),
-]
+BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 17)}  # the C library's own: what a step frees goes back to the kernel
+ENGINES = {
+    "ours, PyTorch": (Engine("pytorch", "ours", "mpirun"), {}),
+    "ours, PyTorch, no memory kept": (Engine("pytorch", "ours", "mpirun"), BACK),
+    "DDP": (Engine("pytorch", "DDP", "torchrun"), {}),
+    "gathered on rank 0": (Engine("pytorch", "gathered", "torchrun"), {}),
+    "ours, TensorFlow": (Engine("tensorflow", "ours", "mpirun"), {}),
+    "ours, TensorFlow, no memory kept": (Engine("tensorflow", "ours", "mpirun"), BACK),
+}
 
 
-def measured(engine: Engine, model: str, steps: int) -> list[dict[str, float]]:
+def measured(engine: Engine, variables: dict[str, str], model: str, steps: int) -> list[dict[str, float]]:
     """Of each rank: peak resident memory (MB), CPU seconds a step, and their share of the wall time."""
+
+    def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+        return [(line, extra | variables) for line, extra in on_this_host(engine, work)]
+
     with tempfile.TemporaryDirectory() as folder:
-        one = Running(engine, model, Path(folder), on_this_host, SLOW_WARM_STEPS)
+        one = Running(engine, model, Path(folder), lines, SLOW_WARM_STEPS)
         try:
             problem = one.warm()
             if problem:
@@ -72,9 +79,8 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     found: dict[str, list[dict[str, float]]] = {}
     rows = []
-    for engine in ENGINES:
-        name = f"{engine.name}, {engine.framework}"
-        found[name] = ranks = measured(engine, given.model, given.steps)
+    for name, (engine, variables) in ENGINES.items():
+        found[name] = ranks = measured(engine, variables, given.model, given.steps)
         columns = {key: [rank[key] for rank in ranks] for key in ranks[0]}
         rows.append(
             [name]

@@ -411,6 +411,7 @@ def multi_worker(model: str, count: Count) -> None:
 
     sys.modules["keras"] = tf_keras  # the zoo's file builds the same network with Keras 2
     tf_keras.ops = legacy_ops(tf)
+    tf_keras.backend.result_type = lambda *kinds: "float32"
     import importlib
 
     from hvd_train.config import Config

@@ -1,0 +1,131 @@
+"""The tests of survival can fail: each promise is kept, and each protection that is taken away is found missing.
+
+A power cut is played on a copy of the folder: what was not fsynced is empty, what was renamed has its new name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_train.core import checkpoint, saving
+from hvd_train.errors import CheckpointError
+from tests.core.test_checkpoint import TREE, snapshot
+from tests.core.test_loop import KillingLog, Stop, config, final, same, trainer
+from tests.numpy_frontend import run_ranks
+
+
+class Disk:
+    """Saves steps 1 and 2, and plays a power cut after each fsync, rename and removal of the second."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.root, self.synced, self.lost = root / "checkpoints", root, set(), []
+        checkpoint.save(self.folder, snapshot(1))
+        self.synced |= {path.stat().st_ino for path in self.folder.rglob("*")}
+        self.folder_current = True  # whether all renames in it are on the disk
+        fsync, rename, self.rmtree = os.fsync, os.rename, shutil.rmtree
+
+        def synced(descriptor):
+            fsync(descriptor)
+            self.synced.add(os.fstat(descriptor).st_ino)
+            self.folder_current |= os.fstat(descriptor).st_ino == self.folder.stat().st_ino
+            self.cut("fsync")
+
+        def renamed(old, new):
+            rename(old, new)
+            self.folder_current = False
+            self.cut("rename")
+
+        def removed(path, **options):
+            if not self.folder_current and ".old-" in Path(path).name:
+                self.lost.append("removed before the new one's name was on the disk")
+            self.rmtree(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", synced)
+            patch.setattr(os, "rename", renamed)
+            patch.setattr(shutil, "rmtree", removed)
+            checkpoint.save(self.folder, snapshot(2))
+        self.cut("end")
+        if not self.folder_current:
+            self.lost.append("committed, but its name is not on the disk")
+
+    def cut(self, after: str) -> None:
+        copy = self.root / "after the cut"
+        shutil.copytree(self.folder, copy)
+        for path in self.folder.rglob("*.*"):
+            if path.is_file() and path.stat().st_ino not in self.synced:
+                (copy / path.relative_to(self.folder)).write_bytes(b"")
+        try:
+            checkpoint.newest(copy, lambda line: self.lost.append(f"{after}: {line}"))
+        except CheckpointError as error:
+            self.lost.append(f"{after}: {error}")
+        self.rmtree(copy)
+
+
+def test_f04_a_power_cut_at_any_moment_leaves_valid_checkpoints_alone(tmp_path, monkeypatch):
+    assert Disk(tmp_path, monkeypatch).lost == []
+
+
+def unsynced(path, content):
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("missing", ["fsync of files", "fsync of the folder", "the rename"])
+def test_control_f04_without_the_order_a_power_cut_is_found_to_damage(tmp_path, monkeypatch, missing):
+    if missing == "fsync of files":
+        monkeypatch.setattr(checkpoint, "write", unsynced)
+    elif missing == "fsync of the folder":
+        monkeypatch.setattr(checkpoint, "sync", lambda folder: None)
+    else:
+        monkeypatch.setattr(checkpoint, "NAME", re.compile(r"step-([0-9]+)(\..*)?$"))  # counts as it is written
+    assert Disk(tmp_path, monkeypatch).lost
+
+
+def test_control_f20_without_the_hash_a_flipped_bit_would_be_trained_on(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path, snapshot())
+    flip_last(path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        checkpoint.load(path)
+
+    class Same:
+        def hexdigest(self):
+            return checkpoint.read(path)[0].files[self.name].sha256
+
+        def __init__(self, content):
+            self.name = next(n for n in os.listdir(path) if (path / n).read_bytes() == content)
+
+    monkeypatch.setattr(checkpoint.hashlib, "sha256", Same)
+    found = checkpoint.load(path).tree
+    assert any((found[key] != array).any() for key, array in TREE.items())
+
+
+def flip_last(path):
+    """A byte of the numbers."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("kept", ["consumed", "epoch"])
+def test_control_f05_with_a_wrong_sample_position_a_resumed_run_is_another(tmp_path, monkeypatch, kept):
+    c = config(checkpoint={"every_n_steps": 2})
+    whole = final(2, c, tmp_path / "whole")
+    for folder in ("right", "wrong"):
+        with pytest.raises(Stop):
+            run_ranks(2, lambda com, f=folder: trainer(com, c, tmp_path / f, KillingLog(11)).fit())
+    assert same(final(2, c, tmp_path / "right", resume=True)[1], whole[1])
+    go_on = saving._go_on
+
+    def wrong(trained, progress, found):
+        setattr(progress, kept, 0)
+        return go_on(trained, progress, found)
+
+    monkeypatch.setattr(saving, "_go_on", wrong)
+    tree = final(2, c, tmp_path / "wrong", resume=True)[1]
+    assert not np.array_equal(tree["weights/w"], whole[1]["weights/w"])

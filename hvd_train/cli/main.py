@@ -187,6 +187,7 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 @set_option
 @click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
 @click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
+@click.option("--overwrite", is_flag=True, help="As of fit.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts.")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each.")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each rank.")
@@ -219,6 +220,7 @@ def submit(
     sets: tuple[str, ...],
     run_dir: str | None,
     resume: str | None,
+    overwrite: bool,
     nodes: int,
     ntasks_per_node: int,
     cpus_per_task: int | None,
@@ -243,9 +245,12 @@ def submit(
     """
     from hvd_train.launch import submit as jobs
 
-    if program and (path or sets or run_dir or resume):
+    if program and (path or sets or run_dir or resume or overwrite):
         what = "a script has no configuration"
-        raise ConfigError(what, where="submit", fix="leave out -c, --set, --run-dir and --resume")
+        raise ConfigError(what, where="submit", fix="leave out -c, --set, --run-dir, --resume and --overwrite")
+    if times and overwrite:
+        fix = "give another --run-dir, or remove the folder"
+        raise ConfigError("each start of the job would begin anew", where="submit: --requeue --overwrite", fix=fix)
     named = next((word for word in program if word.endswith(".py")), path or "hvd-train")
     options = {
         "job-name": job_name or Path(named).stem,
@@ -258,7 +263,7 @@ def submit(
         "account": account,
         "output": output,
     }
-    words, folder = (program, None) if program else _fit_words(path, sets, run_dir, resume, times)
+    words, folder = (program, None) if program else _fit_words(path, sets, run_dir, resume, overwrite, times)
     then = []
     if times:
         options |= {"requeue": True, "signal": f"USR1@{save_before}", "open-mode": "append"}
@@ -275,18 +280,24 @@ def submit(
 
 
 def _fit_words(
-    path: Path | None, sets: tuple[str, ...], run_dir: str | None, resume: str | None, times: int | None
+    path: Path | None,
+    sets: tuple[str, ...],
+    run_dir: str | None,
+    resume: str | None,
+    overwrite: bool,
+    times: int | None,
 ) -> tuple[list[str], Path]:
     """``hvd-train fit`` with these options, and the run folder; a mistake is told now, not when the job starts."""
     from hvd_train.config import load_config
     from hvd_train.core.folder import check_free
 
     folder = Path(load_config(path, sets, run_dir=run_dir).run_dir)
-    check_free(folder, resume, overwrite=False)
+    check_free(folder, resume, overwrite)
     resume = resume or ("auto" if times else None)
     words = [sys.executable, "-m", "hvd_train", "fit"]
     given = {"-c": path, "--run-dir": run_dir, "--resume": resume}
     words += [str(word) for name, value in given.items() if value is not None for word in (name, value)]
+    words += ["--overwrite"] * overwrite
     return words + [word for setting in sets for word in ("--set", setting)], folder
 
 

@@ -61,10 +61,12 @@ def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) 
             _check_finite(tree, f"epoch {p.epoch + 1}, step {p.step}")
             checkpoint.save(trainer.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta))
             rule = c.checkpoint
+            # A rollback goes back to the newest.
+            last = rule.save_last or keep or c.on_nonfinite == "rollback"
             checkpoint.prune(
                 trainer.folder,
                 save_top_k=rule.save_top_k,
-                save_last=rule.save_last or keep,
+                save_last=last,
                 monitor=rule.monitor,
                 mode=rule.mode,
             )

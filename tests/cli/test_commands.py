@@ -300,3 +300,11 @@ def test_doctor_finds_a_sound_installation():
     verdicts = {(row[0], row[1]): row[-1] for row in rows if row and row[-1] == "ok"}
     assert set(verdicts) == {(f, tool) for f in ("pytorch", "tensorflow") for tool in ("mpirun", "horovodrun")}
     assert "Horovod with MPI, Gloo" in done.stdout
+
+
+def test_submit_overwrites_as_fit_does_and_never_at_each_start(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    line = ["submit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(tmp_path), "--dry-run"]
+    assert "--overwrite to start anew" in run(*line, code=2).stderr
+    assert f"--run-dir {tmp_path} --overwrite\n" in run(*line, "--overwrite").stdout
+    assert "each start of the job would begin anew" in run(*line, "--overwrite", "--requeue", "2", code=2).stderr

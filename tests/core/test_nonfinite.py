@@ -89,6 +89,14 @@ def test_rollback_goes_on_from_the_last_checkpoint_with_the_samples_that_follow(
         close(whole[1], final(size, c, tmp_path / str(size))[1])
 
 
+def test_rollback_finds_the_newest_whatever_else_is_kept(tmp_path, one_bad_sample):
+    rule = {"every_n_steps": 2, "save_last": False, "save_top_k": 1, "monitor": "val_loss"}
+    c = config(on_nonfinite="rollback", checkpoint=rule, check_val_every_n_epoch=1)
+    log = Recorder()
+    assert final(1, c, tmp_path, log=log)[0]["train_samples"] == EPOCHS * test_loop.N
+    assert len([text for text in log.messages if "goes on with the weights of" in text]) == EPOCHS
+
+
 def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
     def work(communicator):
         made = trainer(communicator, config(on_nonfinite="rollback"), tmp_path, poison_at=1)

@@ -10,6 +10,11 @@ import signal
 from collections.abc import Sequence
 
 
+def printable(text: str) -> str:
+    """What a file or a user's word holds must not reach a terminal as its commands."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 class TrainError(Exception):
     """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``.
 
@@ -26,7 +31,7 @@ class TrainError(Exception):
         self.what, self.where, self.fix, self.common, self.ranks = what, where, fix, common, tuple(ranks)
 
     def __str__(self) -> str:
-        return "; ".join(part for part in (self.what, self.where, self.fix) if part)
+        return printable("; ".join(part for part in (self.what, self.where, self.fix) if part))
 
 
 class ConfigError(TrainError):

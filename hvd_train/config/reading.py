@@ -126,7 +126,7 @@ def load_config(
     except ValidationError as error:
         problems += _explained(error, lines, path)
     if problems or config is None:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(" ".join(problem.splitlines()) for problem in problems))
     for at, place in lines.items():
         if at and at[-1] in FORMER:
             now = _dotted((*at[:-1], FORMER[str(at[-1])]))

@@ -148,5 +148,4 @@ def _first(error: ValidationError) -> tuple[str, str]:
 
 def _damaged(file: Path, *reason: str) -> CheckpointError:
     text = ": ".join(part for part in reason if part)
-    clean = "".join(c if c.isprintable() else "?" for c in text)[:200]
-    return CheckpointError(f"the manifest is damaged ({clean})", where=str(file))
+    return CheckpointError(f"the manifest is damaged ({' '.join(text.split())[:200]})", where=str(file))

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
-from hvd_train.core import checkpoint, folder
+from hvd_train.core import checkpoint, faults, folder
 from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
@@ -205,6 +205,7 @@ def fit(
 ) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
     code, ears.run_dir = 0, Path(config.run_dir)
+    faults.arm(world().rank)
     with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
         if lock:
             ears.leaving.append(lock.release)
@@ -267,6 +268,7 @@ def train(
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and resume is None
+    faults.at("start")
     try:
         summary = trainer.fit()
     except Interrupted as error:

@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from hvd_train.config import Config
+from hvd_train.core import faults
 from hvd_train.core.files import sync, write
 from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
 from hvd_train.core.state_dict import pack, unpack, without_slots
@@ -118,6 +119,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
         files = {}
         for part, tree in parts.items():
             content = pack(tree)
+            faults.at("write")
             write(temporary / f"{part}.safetensors", content)
             files[f"{part}.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         manifest = {
@@ -129,13 +131,16 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
             "meta": snapshot.meta,
             "files": files,
         }
+        faults.at("manifest")
         write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
         sync(temporary)
         before = [final] if final.exists() else []
         if before:
             before = [final.with_name(f"{final.name}.was-{secrets.token_hex(4)}")]
             os.rename(final, before[0])
+        faults.at("rename")
         os.rename(temporary, final)
+        faults.at("commit")
         sync(folder)
         for path in before:
             _remove(path)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, saving, synchronizers
+from hvd_train.core import checkpoint, faults, saving, synchronizers
 from hvd_train.core.agreement import NONFINITE_FIX, agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
@@ -152,6 +152,7 @@ class Trainer:
 
     def _between(self) -> None:
         """Within an evaluation, which an interrupted run does anew."""
+        faults.at("evaluation")
         if self._batches.due():
             self._heed(self._batches, told=False)
             if self._asked:
@@ -199,6 +200,7 @@ class Trainer:
                 taken = Taken(step, rate, sums, time.perf_counter() - clock, told, compared)
                 self._begin()
                 self.outside.at("training", p.step)
+                faults.at("step")
                 try:
                     self._call("on_step", taken)
                 except NonFiniteError as error:

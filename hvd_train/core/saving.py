@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train import errors
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, faults
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import is_float
@@ -31,6 +31,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) 
 
     ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps.
     """
+    faults.at("save")
     c, communicator = trainer.config, trainer.communicator
     several = keep and communicator.size > 1
     before = trainer.frontend.statistics() if several else {}

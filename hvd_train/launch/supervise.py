@@ -3,6 +3,7 @@ again from the newest checkpoint."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, faults
 from hvd_train.errors import CommunicationError, ConfigError, stopped_code
 from hvd_train.launch import local
 from hvd_train.launch.board import VARIABLE, Board, supported
@@ -57,6 +58,7 @@ def supervise(
             told = [board.read(rank) for rank in range(num_proc)]
             well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
             cause = None if code == 0 and well else _cause(board, ended, code)
+        os.environ.pop(faults.VARIABLE, None)  # of the first start alone
         if cause is None:
             return 0
         if len(received) > 1:

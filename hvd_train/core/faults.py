@@ -1,0 +1,69 @@
+"""Faults on purpose, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, several by comma.
+
+``save:0:2:kill``: the second time that rank 0 comes to the point ``save``, it is killed. Without the variable a point
+is a look at an empty list.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from hvd_train.errors import ConfigError
+
+VARIABLE = "HVD_TRAIN_FAULT"
+# start: all is read and no step taken; step: after each; evaluation: between two batches of it; of a save: before it,
+# before each file, before the manifest, before the rename that commits it, after that.
+POINTS = ("start", "step", "evaluation", "save", "write", "manifest", "rename", "commit")
+
+_planned: list[tuple[str, int, Callable[[], None]]] = []  # (point, how often until then, what happens)
+
+
+def _fail(number: int) -> NoReturn:
+    raise OSError(number, os.strerror(number))
+
+
+def _raise() -> NoReturn:
+    raise RuntimeError(f"a fault on purpose ({VARIABLE})")
+
+
+def _hang() -> NoReturn:
+    while True:
+        time.sleep(0.1)
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "leave": lambda: os._exit(0),
+    "raise": _raise,
+    "hang": _hang,
+    "enospc": lambda: _fail(errno.ENOSPC),
+    "eio": lambda: _fail(errno.EIO),
+}
+
+
+def arm(rank: int) -> None:
+    """Plans the faults of this rank. What the process starts has none."""
+    _planned.clear()
+    for text in filter(None, os.environ.pop(VARIABLE, "").split(",")):
+        point, _, rest = text.partition(":")
+        whom, nth, action = [*rest.split(":"), "", "", ""][:3]
+        if point not in POINTS or action not in ACTIONS or not (whom.isdecimal() and nth.isdecimal()):
+            fix = f"POINT:RANK:NTH:ACTION of {', '.join(POINTS)} and {', '.join(ACTIONS)}"
+            raise ConfigError(f"{text!r} is no fault", where=VARIABLE, fix=fix)
+        if int(whom) == rank:
+            _planned.append((point, int(nth), ACTIONS[action]))
+
+
+def at(point: str) -> None:
+    """The training is there."""
+    for k, (planned, times, action) in enumerate(_planned):
+        if planned == point:
+            _planned[k] = planned, times - 1, action
+            if times == 1:
+                action()

@@ -127,7 +127,9 @@ def fit(
             raise ConfigError("--max-restarts watches ranks that -np starts", fix="give -np, or leave it out")
         forget()
         arguments = _without_launch_options(sys.argv[1:])
-        sys.exit(supervise(num_proc, launcher, arguments, Path(config.run_dir), max_restarts, verbose))
+        sys.exit(
+            supervise(num_proc, launcher, arguments, Path(config.run_dir), max_restarts, verbose, config.watchdog_s)
+        )
     _prepare()
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen()))
 

@@ -152,6 +152,7 @@ class Trainer:
 
     def _between(self) -> None:
         """Within an evaluation, which an interrupted run does anew."""
+        self.outside.at("evaluation", self.progress.step)
         faults.at("evaluation")
         if self._batches.due():
             self._heed(self._batches, told=False)

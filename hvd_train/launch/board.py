@@ -1,11 +1,13 @@
 """What the ranks of ``-np`` tell the process that started them: where each one is, and what it ended with.
 
 A piece of memory of that process, which ranks of this host open through /proc: no file is left whoever is killed, and
-telling costs a write to memory. Each rank has a page: [pid, step, phase, bytes of the record], then the record, JSON.
+telling costs a write to memory. Each rank has a page: [pid, step, phase, bytes of the record, how often it has told,
+descriptor of its stack], then the record, JSON. Asked with ``ASK`` it writes its stack into memory of its own.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import mmap
 import os
@@ -18,7 +20,8 @@ from typing import Any
 
 VARIABLE = "HVD_TRAIN_BOARD"  # the path, set for the ranks
 PAGE = 16 << 10
-HEAD = struct.Struct("<qqqq")
+HEAD = struct.Struct("<qqqqqq")
+ASK = signal.SIGUSR2
 PHASES = ("starting", "training", "evaluation", "saving")
 
 
@@ -33,12 +36,14 @@ def supported() -> bool:
 
 @dataclass(frozen=True)
 class Told:
-    """A rank's page. ``record``: {} until it ends by itself."""
+    """A rank's page. ``record``: {} until it ends by itself; ``stack``: the file that holds it once it was asked."""
 
     pid: int
     step: int
     phase: str
     record: dict[str, Any]
+    beats: int
+    stack: str
 
     @property
     def place(self) -> str:
@@ -66,12 +71,12 @@ class Board:
         os.close(self._descriptor)
 
     def read(self, rank: int) -> Told:
-        pid, step, phase, length = HEAD.unpack_from(self._memory, rank * PAGE)
+        pid, step, phase, length, beats, stack = HEAD.unpack_from(self._memory, rank * PAGE)
         start = rank * PAGE + HEAD.size
         record: dict[str, Any] = {}
         with suppress(ValueError):  # the process was killed while it wrote
             record = json.loads(self._memory[start : start + length]) if length else {}
-        return Told(pid, step, PHASES[phase], record)
+        return Told(pid, step, PHASES[phase], record, beats, f"/proc/{pid}/fd/{stack}")
 
     def look(self) -> None:
         """Takes note of ranks that are new, and of those that came and went between two looks."""
@@ -88,6 +93,11 @@ class Board:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, number)
 
+    def ask(self) -> None:
+        """For the stacks of all ranks that have told where they are, and so can answer."""
+        self.look()
+        self.signal(ASK)
+
 
 class Page:
     """A rank's side; ``Page.of(rank)`` is None where nobody reads."""
@@ -97,7 +107,10 @@ class Page:
         with open(path, "r+b") as stream:
             self._memory = mmap.mmap(stream.fileno(), 0)
         self._start = rank * PAGE
-        self._pid, self._place = os.getpid(), (0, 0)
+        self._pid, self._place, self._beats = os.getpid(), (0, 0), 0
+        self._stack = os.memfd_create("hvd-train-stack")
+        # In C: it answers whatever Python does.
+        faulthandler.register(ASK, file=self._stack, all_threads=True)
         self._write(0)
 
     @classmethod
@@ -109,7 +122,8 @@ class Page:
             return None
 
     def _write(self, length: int) -> None:
-        HEAD.pack_into(self._memory, self._start, self._pid, *self._place, length)
+        self._beats += 1
+        HEAD.pack_into(self._memory, self._start, self._pid, *self._place, length, self._beats, self._stack)
 
     def at(self, phase: str, step: int) -> None:
         self._place = step, PHASES.index(phase)

@@ -19,6 +19,7 @@ from pathlib import Path
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.board import Board
 from hvd_train.launch.environment import CORES
+from hvd_train.launch.watchdog import Watchdog
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
@@ -116,13 +117,13 @@ def launch(
 
 
 def run(
-    line: Sequence[str], env: Mapping[str, str], board: Board | None = None
+    line: Sequence[str], env: Mapping[str, str], board: Board | None = None, watchdog: Watchdog | None = None
 ) -> tuple[int, list[int], dict[int, float]]:
     """Starts the launcher and waits for its end, which is that of all its processes: (exit code, 128 + N where signal N
     ended it, -1 where it had to be ended; the signals that came meanwhile; of each rank that ended, when).
 
     Without a ``board`` the launcher is sent what this process is sent. With one the ranks are, and where a rank ends
-    with anything but 0, the others have ``PATIENCE`` to follow.
+    with anything but 0, the others have ``PATIENCE`` to follow; where the ``watchdog`` finds one stuck, all are ended.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -150,7 +151,7 @@ def run(
         if received:
             child.terminate() if board else child.send_signal(received[0])
         if board:
-            ended = _watch(child, board)
+            ended = _watch(child, board, watchdog)
             hung = child.poll() is None
         else:
             child.wait()
@@ -163,14 +164,16 @@ def run(
     return -1 if hung else code if code >= 0 else 128 - code, received, ended
 
 
-def _watch(child: subprocess.Popen, board: Board) -> dict[int, float]:
-    """Until the launcher ends, or has not although a rank did: {rank that ended: when}."""
+def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None) -> dict[int, float]:
+    """Until the launcher ends, or has not although a rank did, or a rank is stuck: {rank that ended: when}."""
     ended: dict[int, float] = {}
     poll, ranks, first = select.poll(), {}, math.inf
     launcher = os.pidfd_open(child.pid)
     poll.register(launcher, select.POLLIN)
     while child.poll() is None and time.monotonic() < first + PATIENCE:
         board.look()
+        if watchdog and watchdog.look():
+            break
         for rank, descriptor in list(board.open.items()):  # a signal may come
             if descriptor not in ranks:
                 ranks[descriptor] = rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from hvd_train.core import checkpoint, faults
 from hvd_train.errors import CommunicationError, ConfigError, stopped_code
 from hvd_train.launch import local
 from hvd_train.launch.board import VARIABLE, Board, supported
+from hvd_train.launch.watchdog import Watchdog
 
 IDLE_RESTARTS = 2  # restarts in a row that came no further than before
 FINAL = {2, 3, 4, 6}  # a mistake, or a computation that would end in the same way
@@ -35,10 +37,16 @@ class Cause:
 
 
 def supervise(
-    num_proc: int, launcher: str, arguments: list[str], run_dir: Path, max_restarts: int, verbose: bool
+    num_proc: int,
+    launcher: str,
+    arguments: list[str],
+    run_dir: Path,
+    max_restarts: int,
+    verbose: bool,
+    watchdog_s: float = 0,
 ) -> int:
     """Trains to the end, with at most ``max_restarts`` new starts; returns the exit code, or raises what ended a rank
-    that could not say it."""
+    that could not say it. ``watchdog_s``: seconds without a step after which ranks are stuck; 0: they never are."""
     if not supported():
         if max_restarts:
             raise ConfigError(
@@ -54,10 +62,13 @@ def supervise(
             print(" ".join(line), file=sys.stderr, flush=True)
         killed = _out_of_memory()
         with Board(num_proc) as board:
-            code, received, ended = local.run(line, local.environment() | {VARIABLE: board.path}, board)
+            watchdog = Watchdog(board, watchdog_s)
+            code, received, ended = local.run(line, local.environment() | {VARIABLE: board.path}, board, watchdog)
             told = [board.read(rank) for rank in range(num_proc)]
             well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
             cause = None if code == 0 and well else _cause(board, ended, code)
+            if watchdog.stuck:
+                cause = _stuck(board, watchdog, run_dir)
         os.environ.pop(faults.VARIABLE, None)  # of the first start alone
         if cause is None:
             return 0
@@ -84,7 +95,8 @@ def supervise(
 def _give_up(cause: Cause, restarts: int, idle: int) -> int:
     stuck = f"; {restarts} restarts, of which the last {idle} came no further" if idle == IDLE_RESTARTS else ""
     if cause.silent:
-        raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=FIX)
+        fix = f"its stack: {cause.kept}; --resume auto goes on" if cause.kept else FIX
+        raise CommunicationError(f"{_who(cause)}{cause.what}{stuck}", where=cause.place, fix=fix)
     if restarts:
         print(f"given up: {_words(cause)}{stuck or f'; {restarts} restarts'}", file=sys.stderr, flush=True)
     return cause.code
@@ -97,6 +109,20 @@ def _words(cause: Cause) -> str:
 
 def _who(cause: Cause) -> str:
     return "" if cause.rank is None else f"rank {cause.rank} " if cause.silent else f"rank {cause.rank}: "
+
+
+def _stuck(board: Board, watchdog: Watchdog, run_dir: Path) -> Cause:
+    """The first rank that does not go on; its stack, and those of others like it, in the run folder."""
+    kept = ""
+    stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
+    if stacks and board.read(min(stacks)).step:  # then the run folder is this run's
+        path = run_dir / "failures" / f"{time.strftime('%Y%m%d-%H%M%S')}-stacks.txt"
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items()), encoding="utf-8")
+            kept = str(path)
+    rank = min(watchdog.stuck)
+    return Cause(watchdog.stuck[rank][0], board.read(rank).place, 5, rank, kept=kept)
 
 
 def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:

@@ -19,6 +19,11 @@ from hvd_train.launch.outside import listen
 from hvd_train.launch.shutdown import shutdown_with
 
 
+def endless() -> None:
+    while True:
+        pass
+
+
 def main() -> None:
     ears, rank = listen(), world().rank
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -41,6 +46,14 @@ def main() -> None:
             (folder / f"busy.{rank}").touch()
             ctypes.CDLL(None).poll(None, 0, 60_000)
             ctypes.CDLL(None).poll(None, 0, 60_000)
+        elif verb == "saving":
+            ears.at("saving", int(value))
+        elif verb == "wait":  # in the file of a front-end, as far as a stack tells
+            exec(compile("import time; time.sleep(60)", "/hvd_train/frontends/waits.py", "exec"))
+        elif verb == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif verb == "endless":
+            endless()
         elif verb == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif verb == "exit":

@@ -70,11 +70,11 @@ def run(tmp_path, monkeypatch):
         lambda size, launcher, arguments, *more: ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1])],
     )
 
-    def go(plan, restarts=0, arguments=("fit",), end=True):
+    def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0):
         plans.append(plan)
         ends.append(end)
         try:
-            return supervise(2, "mpirun", list(arguments), tmp_path / "run", restarts, False)
+            return supervise(2, "mpirun", list(arguments), tmp_path / "run", restarts, False, watchdog_s)
         finally:
             assert not any(map(alive, pids(tmp_path))), "left behind"
 
@@ -241,3 +241,35 @@ def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
     assert not any(map(alive, first))
     assert job.wait(SECONDS) == (-9 if who == "watcher" else 0)
     assert len(starts(tmp_path)) == (1 if who == "watcher" else 2)
+
+
+# ---- ranks that stop without an end (F14)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_stopped_rank_is_named_and_all_are_ended(run, size):
+    plan = ["step:7 sleep:60", "step:7 sleep:60"]
+    plan[size] = "step:7 stop"
+    began = time.monotonic()
+    with pytest.raises(
+        CommunicationError, match=rf"rank {size} is stopped \(SIGSTOP\), for more than 1 s; in training"
+    ):
+        run([plan], watchdog_s=1)
+    assert time.monotonic() - began < 1 + 2 + 3  # the limit, what is allowed, and the start of two ranks
+
+
+def test_a_rank_in_an_endless_loop_is_named_with_its_stack_and_all_start_again(run, tmp_path, capfd):
+    """The other one is where ranks wait for one another."""
+    plan = [["step:7 wait", "step:7 endless"], ["step:9 done", "step:9 done"]]
+    assert run(plan, 1, watchdog_s=1) == 0
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("restart 1 of 1: rank 1 has not moved for 1 s (in endless, ") and "fake_rank.py:" in line
+    (kept,) = (tmp_path / "run" / "failures").iterdir()
+    assert str(kept) in line and "rank 1\n" in kept.read_text() and "in endless" in kept.read_text()
+    assert "rank 0\n" not in kept.read_text()
+
+
+def test_who_goes_on_is_not_stuck(run):
+    """However slowly, and however long it saves."""
+    slow = " ".join(f"step:{k} sleep:0.7" for k in range(1, 5))
+    assert run([[f"{slow} saving:4 sleep:2 done"] * 2], watchdog_s=1.5) == 0

@@ -368,3 +368,42 @@ def test_a_world_that_horovod_does_not_see_is_refused(tmp_path):
     done = subprocess.run(line, env=alone | environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 5, done.stderr
     assert "started 2 ranks, but Horovod sees a world of 1" in done.stderr
+
+
+# ---- faults on purpose, and ranks that stop (F04, F07, F08, F14)
+
+FAULTS = [
+    ("-np", "pytorch", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    ("-np horovodrun", "tensorflow", "step:0:60:hang", "rank 0 has not moved for 3 s (in _hang, "),
+]
+FAULTS_LONG = [
+    ("-np horovodrun", "pytorch", "rename:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
+    ("-np", "tensorflow", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    ("-np", "pytorch", "manifest:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
+    ("-np", "tensorflow", "commit:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
+    ("-np", "pytorch", "step:1:60:leave", "rank 1 left before the end of the training"),
+    ("-np", "tensorflow", "write:0:2:eio", ""),
+]
+OTHER = pytest.mark.long("the same watch over other points and ranks: scripts/torture takes them at random")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework", "fault", "words"),
+    [*FAULTS, *(pytest.param(*case, marks=OTHER) for case in FAULTS_LONG)],
+)
+def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework, fault, words):
+    sets = [f"framework={framework}", *LONG]
+    monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
+    more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=3"]
+    code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more).end()
+    assert code == 0, err
+    assert (f"restart 1 of 1: {words}" in err) if words else "restart" not in err, err
+    monkeypatch.delenv("HVD_TRAIN_FAULT")
+    assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *LONG)["weights_sha256"]
+
+
+def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
+    code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()
+    assert code == 4 and "the checkpoint cannot be written: No space left on device" in err and "Traceback" not in err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000010"]

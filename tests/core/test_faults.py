@@ -1,0 +1,56 @@
+"""Faults on purpose: who has them, when they come, and what is no fault."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hvd_train.core import faults
+from hvd_train.errors import ConfigError
+from tests.core.test_loop import config, final
+
+
+@pytest.fixture(autouse=True)
+def disarmed():
+    yield
+    faults._planned.clear()
+
+
+def arm(monkeypatch, text, rank=0):
+    monkeypatch.setenv(faults.VARIABLE, text)
+    faults.arm(rank)
+
+
+def test_a_fault_comes_once_to_its_rank_at_its_time(monkeypatch):
+    arm(monkeypatch, "step:1:2:raise,write:0:1:enospc", rank=1)
+    faults.at("write")
+    faults.at("step")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        faults.at("step")
+    for _ in range(5):
+        faults.at("step")
+    arm(monkeypatch, "step:1:2:raise,write:0:1:enospc", rank=0)
+    with pytest.raises(OSError, match="No space left"):
+        faults.at("write")
+
+
+def test_what_the_process_starts_has_none(monkeypatch):
+    arm(monkeypatch, "step:0:1:raise")
+    assert faults.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    "text", ["x:0:1:kill", "step:0:1:burn", "step:0:kill", "step:-1:1:kill", "step:0:one:kill", ":"]
+)
+def test_no_fault_is_one_line(monkeypatch, text):
+    with pytest.raises(ConfigError, match=f"is no fault; {faults.VARIABLE}; POINT:RANK:NTH:ACTION of start, "):
+        arm(monkeypatch, text)
+
+
+def test_all_points_are_met(tmp_path, monkeypatch):
+    """A point that the training does not come to would test nothing."""
+    met = []
+    monkeypatch.setattr(faults, "at", met.append)
+    final(1, config(checkpoint={"every_n_steps": 2}), tmp_path)
+    assert {*met} == {*faults.POINTS} - {"start"}  # which is before the loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -553,9 +554,12 @@ def models() -> None:
     click.echo("Your own: model.name 'package.module:function', called with input_shape, num_classes and the options.")
 
 
-@cli.command()
-def data() -> None:
-    """List the kinds of data sets, and what can be done to their samples."""
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def data(context: click.Context) -> None:
+    """List the kinds of data sets, and what can be done to their samples; pack one, check a packed one."""
+    if context.invoked_subcommand:
+        return
     from hvd_train.data import transforms
     from hvd_train.data.sources import catalog
     from hvd_train.report.tables import table
@@ -564,6 +568,63 @@ def data() -> None:
     click.echo("Your own: data.name 'package.module:function', called with data.options, giving (train, val).\n")
     click.echo(table(["data.transforms", "what"], list(transforms.catalog().items())))
     click.echo("Your own: 'package.module:function', called with a sample's array and a numpy Generator.")
+
+
+@data.command("pack")
+@config_option
+@set_option
+@click.argument("source", required=False, type=click.Path())
+@click.argument("folder", type=click.Path(path_type=Path))
+def data_pack(path: Path | None, sets: tuple[str, ...], source: str | None, folder: Path) -> None:
+    """Write a data set as a few large files, to be read with data: {name: packed, path: FOLDER}.
+
+    \b
+    hvd-train data pack photos packed --set data.image_size=64      a folder of images
+    hvd-train data pack -c job.yaml packed                          whatever a configuration reads
+    mpirun -np 4 hvd-train data pack -c job.yaml packed             four processes share the work
+    """
+    import time
+
+    from hvd_train.config import load_config
+    from hvd_train.data import packing, sources
+
+    if source is not None:
+        named = path is not None or any(one.startswith("data.name=") for one in sets)
+        own = [] if named else [f"data.name={packing.kind_of(Path(source))}"]
+        sets = (*sets, *own, f"data.path={json.dumps(source)}")
+    config, began = load_config(path, sets), time.monotonic()
+    world = _packing_world()
+    manifest = sources.pack(config.data, config.task, folder, world)
+    if world.rank == 0:
+        took = f"{time.monotonic() - began:.1f} s, {world.size} rank{'s' * (world.size > 1)}"
+        click.echo(f"packed {packing.facts(manifest)}: {folder} ({took})")
+
+
+@data.command("check")
+@click.argument("folder", type=click.Path(path_type=Path))
+def data_check(folder: Path) -> None:
+    """Read a packed data set and compare all checksums; exit code 3 names the first file that is damaged.
+
+    hvd-train data check packed
+    """
+    from hvd_train.data import packing
+
+    world = _packing_world()
+    manifest = packing.check(folder, world)
+    if world.rank == 0:
+        click.echo(f"as it was written: {packing.facts(manifest)}: {folder}")
+
+
+def _packing_world() -> Any:
+    from hvd_train.data.packing import Alone
+    from hvd_train.launch.environment import world
+
+    here = world()
+    if here.size == 1:
+        return Alone()
+    from hvd_train.frontends.mpi import mpi_world
+
+    return mpi_world(here)
 
 
 @cli.command()

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.config.own import own_function
-from hvd_train.data import formats, masked, tables
+from hvd_train.data import formats, masked, packing, tables
 from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
 from hvd_train.data.transforms import transformed
 from hvd_train.errors import DataError
@@ -229,6 +229,18 @@ def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
     return train, val
 
 
+def _packed(config: DataConfig, task: TaskConfig) -> Pair:
+    """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
+    return packing.open_packed(_folder(config), config, task)
+
+
+def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> packing.Manifest:
+    """A data set of any kind into ``folder``, by all ranks of ``world``; transforms are left to the reading."""
+    data = open_data(config.model_copy(update={"transforms": [], "target": "labels"}), task)
+    told = f"{config.name} {config.path or ''}".strip()
+    return packing.pack(data.train, data.val, told, task, config.name not in PIXELS, folder, world)
+
+
 KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
     "digits": _digits,
     "idx": _idx,
@@ -241,6 +253,7 @@ KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
     "synthetic": _synthetic,
     "text": _text,
     "masked_text": _masked_text,
+    "packed": _packed,
 }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -48,7 +49,9 @@ def commands():
 
 def parse(words):
     """The command line's own parser, without running the command."""
-    name, command, rest = cli.resolve_command(cli.make_context("hvd-train", list(words), resilient_parsing=True), words)
+    command, rest = cli, list(words)
+    while isinstance(command, click.Group) and rest:
+        name, command, rest = command.resolve_command(command.make_context("", rest[:], resilient_parsing=True), rest)
     return command.make_context(name, rest).params
 
 

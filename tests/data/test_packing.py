@@ -1,0 +1,185 @@
+"""A packed data set is the one it was made of, sample for sample; what is damaged is told by its file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from hvd_train.cli.main import cli
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import packing, sources
+from hvd_train.data.formats import read_digits
+from hvd_train.errors import ConfigError, DataError
+from hvd_train.launch.local import environment
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Handwritten digits as PNG files, a folder a class."""
+    folder = tmp_path_factory.mktemp("photos")
+    for k, (image, label) in enumerate(zip(*(x[:200] for x in read_digits()), strict=True)):
+        (folder / str(label)).mkdir(exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).save(folder / str(label) / f"{k}.png")
+    return folder
+
+
+def npz(folder):
+    pairs = {"x": RNG.normal(size=(30, 3)), "y": np.arange(30) % 4}
+    np.savez(folder / "own.npz", **pairs)
+    return {"name": "npz", "path": str(folder / "own.npz")}, {}
+
+
+def table(folder):
+    rows = [f"{k},{k * k / 7},{k / 3}" for k in range(40)]
+    (folder / "own.csv").write_text("\n".join(["a,b,c", *rows]))
+    return {"name": "table", "path": str(folder / "own.csv"), "labels": "c"}, {"loss": "mse"}
+
+
+def several(folder):
+    made = {"name": "tests.data.test_packing:named", "options": {"n": 20}}
+    return made, {"loss": {"kind": "cross_entropy", "size": "mse"}}
+
+
+def named(n):
+    part = {"left": np.random.default_rng(1).normal(size=(n, 2, 3)), "right": np.arange(n)}, {"kind": np.arange(n) % 3, "size": np.ones(n)}
+    return part, part
+
+
+def same(one, other):
+    assert len(one) == len(other) and one.sample == other.sample and one.fingerprint == other.fingerprint
+    order = RNG.permutation(len(one))
+    for a, b in zip(one.fetch(order), other.fetch(order), strict=True):
+        assert list(a) == list(b)
+        for name in a:
+            assert a[name].dtype == b[name].dtype and np.array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 28, 200], ids=["one shard", "many shards"])
+@pytest.mark.parametrize("kind", [npz, table, several, "photos", "text"])
+def test_same_samples(kind, shard_bytes, tmp_path, monkeypatch, photos):
+    monkeypatch.setattr(packing, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(packing, "PIECE_BYTES", 300)
+    if kind == "photos":
+        keys, task = {"name": "imagefolder", "path": str(photos)}, {}
+    elif kind == "text":
+        keys, task = {"name": "text", "path": str(Path(__file__)), "sequence_length": 16}, {}
+    else:
+        keys, task = kind(tmp_path)
+    config, goal = DataConfig(**keys), TaskConfig(**task)
+    sources.pack(config, goal, tmp_path / "packed", packing.Alone())
+    packed = sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), goal)
+    own = sources.open_data(config, goal)
+    same(own.train, packed.train)
+    same(own.val, packed.val)
+    packing.check(tmp_path / "packed", packing.Alone())
+    assert bool(list((tmp_path / "packed").glob("*-00001.npy"))) == (shard_bytes == 200)
+
+
+def told(*words):
+    return CliRunner().invoke(cli, ["data", *map(str, words)], standalone_mode=False)
+
+
+def test_commands(tmp_path, photos):
+    """The guide's, and what they refuse."""
+    done = told("pack", photos, tmp_path / "packed", "--set", "data.image_size=16")
+    assert done.output.startswith("packed 160 training and 40 validation samples, 4 files, 0.1 MB"), done
+    assert told("check", tmp_path / "packed").output.startswith("as it was written: 160 training")
+    config = DataConfig(name="packed", path=str(tmp_path / "packed"), transforms=[{"name": "random_horizontal_flip"}])
+    assert sources.open_data(config).sample.input_shape == (16, 16, 1)
+    with pytest.raises(ConfigError, match="packed data set already; .*packed; remove it"):
+        raise told("pack", photos, tmp_path / "packed").exception
+    with pytest.raises(DataError, match="cannot be told by its name"):
+        raise told("pack", __file__, tmp_path / "other").exception
+    with pytest.raises(DataError, match="labels 'label' were packed as classes, and task.loss wants numbers"):
+        sources.open_data(config, TaskConfig(loss="mse"))
+    assert "packed  " in told().output
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what", "opens"),
+    [
+        (cut, r"cut off: 15,\d+ bytes, 15,\d+ were written; .*val-labels-label-00000.npy", False),
+        (lambda path: path.unlink(), "No such file or directory; .*val-labels-label-00000.npy; pack it again", False),
+        (flip, "damaged: its SHA-256 is not the one that was written; .*val-labels-label-00000.npy", True),
+        (lambda path: (path.parent / "manifest.json").unlink(), "not finished; .*manifest.json", False),
+        (lambda path: cut(path.parent / "manifest.json") or cut(path.parent / "manifest.json"), "manifest.json", False),
+    ],
+    ids=["cut off", "missing", "one bit", "not finished", "half a manifest"],
+)
+def test_damaged(harm, what, opens, tmp_path):
+    what = what.replace(r"15,\d+", r"[\d,]+")
+    sources.pack(DataConfig(), TaskConfig(), tmp_path / "packed", packing.Alone())
+    harm(tmp_path / "packed" / "val-labels-label-00000.npy")
+    with pytest.raises(DataError, match=what) as caught:
+        packing.check(tmp_path / "packed", packing.Alone())
+    assert "\n" not in str(caught.value)
+    if opens:
+        sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+    else:
+        with pytest.raises(DataError, match=what):
+            sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+
+
+def test_a_fault_while_packing(tmp_path, photos):
+    """No manifest and nothing half-written is left."""
+    bad = tmp_path / "photos"
+    for name in ("0", "1"):
+        (bad / name).mkdir(parents=True)
+        for k in range(3):
+            Image.new("L", (8, 8)).save(bad / name / f"{k}.png")
+    cut(bad / "1" / "2.png")
+    (bad / "1" / "2.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="no readable image: .*1/2.png"):
+        raise told("pack", bad, tmp_path / "packed").exception
+    assert not list((tmp_path / "packed").glob("*.partial")) and not (tmp_path / "packed" / "manifest.json").exists()
+
+
+def test_ranks_share_the_work_and_weights_are_the_same(tmp_path, photos):
+    """Two ranks of mpirun pack and check; training from the packed data and from the files gives the same bits."""
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    ranks = [str(BIN / "mpirun"), "-np", "2", "--bind-to", "none", "--map-by", "slot:oversubscribe"]
+    line = [*ranks, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "8 files" in done.stdout and "2 ranks" in done.stdout, done.stderr
+    flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
+    line[line.index("pack") :] = ["check", str(tmp_path / "packed")]
+    found = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 3 and found.stderr.count("train-inputs-input-00001.npy") == 1, found.stderr
+    flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
+    code = """
+import json, sys, hvd_train
+for name, path in (("imagefolder", sys.argv[1]), ("packed", sys.argv[2])):
+    config = {"model": {"name": "mlp"}, "data": {"name": name, "path": path}, "max_epochs": 1, "run_dir": name}
+    hvd_train.fit(config)
+"""
+    line = [sys.executable, "-c", code, str(photos), str(tmp_path / "packed")]
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    digests = [weights(tmp_path / name) for name in ("imagefolder", "packed")]
+    assert digests[0] == digests[1] and digests[0]
+
+
+def weights(run_dir):
+    newest = max((run_dir / "checkpoints").iterdir())
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}

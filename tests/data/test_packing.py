@@ -52,7 +52,8 @@ def several(folder):
 
 
 def named(n):
-    part = {"left": np.random.default_rng(1).normal(size=(n, 2, 3)), "right": np.arange(n)}, {"kind": np.arange(n) % 3, "size": np.ones(n)}
+    inputs = {"left": np.random.default_rng(1).normal(size=(n, 2, 3)), "right": np.arange(n)}
+    part = inputs, {"kind": np.arange(n) % 3, "size": np.ones(n)}
     return part, part
 
 

@@ -573,9 +573,8 @@ def data(context: click.Context) -> None:
 @data.command("pack")
 @config_option
 @set_option
-@click.argument("source", required=False, type=click.Path())
-@click.argument("folder", type=click.Path(path_type=Path))
-def data_pack(path: Path | None, sets: tuple[str, ...], source: str | None, folder: Path) -> None:
+@click.argument("paths", metavar="[SOURCE] FOLDER", nargs=-1, required=True, type=click.Path())
+def data_pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) -> None:
     """Write a data set as a few large files, to be read with data: {name: packed, path: FOLDER}.
 
     \b
@@ -588,12 +587,15 @@ def data_pack(path: Path | None, sets: tuple[str, ...], source: str | None, fold
     from hvd_train.config import load_config
     from hvd_train.data import packing, sources
 
-    if source is not None:
+    *source, target = paths
+    if len(source) > 1:
+        raise ConfigError(f"{len(paths)} paths", where="data pack", fix="give the data's path and a folder to write")
+    if source:
         named = path is not None or any(one.startswith("data.name=") for one in sets)
-        own = [] if named else [f"data.name={packing.kind_of(Path(source))}"]
-        sets = (*sets, *own, f"data.path={json.dumps(source)}")
+        own = [] if named else [f"data.name={packing.kind_of(Path(source[0]))}"]
+        sets = (*sets, *own, f"data.path={json.dumps(source[0])}")
     config, began = load_config(path, sets), time.monotonic()
-    world = _packing_world()
+    world, folder = _packing_world(), Path(target)
     manifest = sources.pack(config.data, config.task, folder, world)
     if world.rank == 0:
         took = f"{time.monotonic() - began:.1f} s, {world.size} rank{'s' * (world.size > 1)}"

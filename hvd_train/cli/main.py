@@ -191,28 +191,26 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 @click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
 @click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
 @click.option("--overwrite", is_flag=True, help="As of fit.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts.")
-@click.option("--ntasks-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Hosts (1).")
+@click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each (1).")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each rank.")
 @click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each host; a rank takes that of its local rank.")
-@click.option("--time", "limit", metavar="TIME", help="Limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12.")
+@click.option("--time", metavar="TIME", help="Limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12.")
 @click.option("--partition", help="Where the site has several.")
 @click.option("--account", help="Who pays.")
 @click.option("--job-name", help="Without: the configuration's or script's name.")
 @click.option("--output", metavar="FILE", help="What the job prints (without: slurm-JOB.out here).")
 @click.option("--module", "modules", multiple=True, help="Load this module first; repeatable.")
+@click.option("--container", metavar="COMMAND", help="Before each rank's command: 'apptainer exec train.sif'.")
 @click.option(
     "--requeue",
-    "times",
     type=click.IntRange(min=1),
     help="Save before the time is over, or when others need the hosts, and start again, so often at most.",
 )
 @click.option(
     "--save-before",
     type=click.IntRange(min=1),
-    default=120,
-    show_default=True,
-    help="With --requeue: seconds before the end of the time; Slurm may take a minute more.",
+    help="With --requeue: seconds before the end of the time (120); Slurm may take a minute more.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
 @click.option("--follow", is_flag=True, help="Print what the job prints until it ends, and end with its exit code.")
@@ -224,20 +222,12 @@ def submit(
     run_dir: str | None,
     resume: str | None,
     overwrite: bool,
-    nodes: int,
-    ntasks_per_node: int,
-    cpus_per_task: int | None,
-    gpus_per_node: str | None,
-    limit: str | None,
-    partition: str | None,
-    account: str | None,
     job_name: str | None,
     output: str | None,
     modules: tuple[str, ...],
-    times: int | None,
-    save_before: int,
     dry_run: bool,
     follow: bool,
+    **asked: Any,
 ) -> None:
     """Train as a batch job of Slurm; prints the job's number.
 
@@ -246,33 +236,37 @@ def submit(
     hvd-train submit -c job.yaml --nodes 2 --dry-run > job.sbatch     a script to change by hand
     hvd-train submit --nodes 2 --time 30 -- python train.py --lr 0.1  a script with hvd_train.torch or .keras
     """
+    from hvd_train.config import SlurmConfig, load_config
     from hvd_train.launch import submit as jobs
 
     if program and (path or sets or run_dir or resume or overwrite):
         what = "a script has no configuration"
         raise ConfigError(what, where="submit", fix="leave out -c, --set, --run-dir, --resume and --overwrite")
+    config = None if program else load_config(path, sets, run_dir=run_dir)
+    slurm = config.slurm if config else SlurmConfig()
+    # The command line comes first.
+    own = slurm.model_dump() | {key: value for key, value in asked.items() if value is not None}
+    times = own["requeue"]
     if times and overwrite:
         fix = "give another --run-dir, or remove the folder"
         raise ConfigError("each start of the job would begin anew", where="submit: --requeue --overwrite", fix=fix)
     named = next((word for word in program if word.endswith(".py")), path or "hvd-train")
-    options = {
-        "job-name": job_name or Path(named).stem,
-        "nodes": nodes,
-        "ntasks-per-node": ntasks_per_node,
-        "cpus-per-task": cpus_per_task,
-        "gpus-per-node": gpus_per_node,
-        "time": limit,
-        "partition": partition,
-        "account": account,
-        "output": output,
-    }
-    words, folder = (program, None) if program else _fit_words(path, sets, run_dir, resume, overwrite, times)
+    plain = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account")
+    options = {"job-name": job_name or Path(named).stem, **{key.replace("_", "-"): own[key] for key in plain}}
+    options["output"] = output
+    contained = jobs.contained(own["container"])
+    folder = Path(config.run_dir) if config else None
+    words = [*contained, *program]
+    if folder:
+        # In a container Python lies elsewhere.
+        start = ["hvd-train"] if contained else [sys.executable, "-m", "hvd_train"]
+        words = [*contained, *start, *_fit_words(path, sets, run_dir, folder, resume, overwrite, times)]
     then = []
     if times:
-        options |= {"requeue": True, "signal": f"USR1@{save_before}", "open-mode": "append"}
+        options |= {"requeue": True, "signal": f"USR1@{own['save_before']}", "open-mode": "append"}
         then = [sys.executable, "-m", "hvd_train", "requeue", "--times", str(times)]
         then += ["--run-dir", str(folder)] if folder else []
-    text = jobs.script(words, options, modules, then)
+    text = jobs.script(words, options, modules or slurm.modules, then, slurm.lines)
     if dry_run:
         click.echo(text, nl=False)
         return
@@ -286,22 +280,18 @@ def _fit_words(
     path: Path | None,
     sets: tuple[str, ...],
     run_dir: str | None,
+    folder: Path,
     resume: str | None,
     overwrite: bool,
     times: int | None,
-) -> tuple[list[str], Path]:
-    """``hvd-train fit`` with these options, and the run folder; a mistake is told now, not when the job starts."""
-    from hvd_train.config import load_config
+) -> list[str]:
+    """``fit`` with these options; a run folder in use is told now, not when the job starts."""
     from hvd_train.core.folder import check_free
 
-    folder = Path(load_config(path, sets, run_dir=run_dir).run_dir)
     check_free(folder, resume, overwrite)
-    resume = resume or ("auto" if times else None)
-    words = [sys.executable, "-m", "hvd_train", "fit"]
-    given = {"-c": path, "--run-dir": run_dir, "--resume": resume}
-    words += [str(word) for name, value in given.items() if value is not None for word in (name, value)]
-    words += ["--overwrite"] * overwrite
-    return words + [word for setting in sets for word in ("--set", setting)], folder
+    given = {"-c": path, "--run-dir": run_dir, "--resume": resume or ("auto" if times else None)}
+    words = ["fit", *(str(word) for name, value in given.items() if value is not None for word in (name, value))]
+    return words + ["--overwrite"] * overwrite + [word for setting in sets for word in ("--set", setting)]
 
 
 @cli.command(hidden=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -380,6 +381,38 @@ class EarlyStoppingConfig(Section):
     mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
 
 
+def _number(value: Any) -> Any:
+    """Slurm's words are text; YAML takes some for numbers."""
+    return str(value) if isinstance(value, int) and value is not True else value
+
+
+Word = Annotated[str, BeforeValidator(_number), Field(min_length=1)]
+
+
+class SlurmConfig(Section):
+    nodes: Positive = Field(1, description="hosts")
+    ntasks_per_node: Positive = Field(1, description="ranks on each")
+    cpus_per_task: Positive | None = Field(None, description="cores of each rank")
+    gpus_per_node: Word | None = Field(None, description="GPUs of each host, [TYPE:]N; a rank takes its local rank's")
+    time: Word | None = Field(None, description="limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12")
+    partition: Word | None = Field(None, description="where the site has several")
+    account: Word | None = Field(None, description="who pays")
+    modules: list[Word] = Field([], description="loaded first")
+    lines: list[Word] = Field([], description="more options of sbatch, such as '--qos=high'")
+    container: Word | None = Field(None, description="command before each rank's, such as 'apptainer exec train.sif'")
+    requeue: Positive | None = Field(
+        None,
+        description="so often at most: save before the time is over or when others need the hosts, and start again",
+    )
+    save_before: Positive = Field(120, description="with requeue: seconds before the end of the time")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> SlurmConfig:
+        strange = [line for line in self.lines if not re.fullmatch(r"--[a-z][a-z-]*(=.+)?", line)]
+        rule([("lines", f"{line!r} is no option of sbatch, --NAME or --NAME=VALUE") for line in strange])
+        return self
+
+
 def _precision(value: Any) -> Any:
     known = {32: "32", 64: "64", "32-true": "32", "64-true": "64"}
     return known.get(value, value) if isinstance(value, int | str) and value is not True else value
@@ -436,6 +469,7 @@ class Config(Section):
     )
     log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    slurm: SlurmConfig = Field(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
     _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="before")

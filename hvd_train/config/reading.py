@@ -25,7 +25,17 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-5 for a word; people mean a number."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+def _as_written(tag: str, pattern: re.Pattern) -> re.Pattern:
+    """Without numbers to the base of 60, which YAML 1.1 sees in 2:00:00."""
+    if not tag.endswith((":int", ":float")):
+        return pattern
+    return re.compile(rf"(?!.*:)(?:{pattern.pattern})", re.VERBOSE)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, _as_written(tag, pattern)) for tag, pattern in rows]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

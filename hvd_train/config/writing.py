@@ -64,7 +64,7 @@ def digest(config: Config) -> str:
 FREE = (
     "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
     "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path", "data.workers",
-    "agreement_every_n_steps", "steps_per_execution", "on_nonfinite", "watchdog_s",
+    "agreement_every_n_steps", "steps_per_execution", "on_nonfinite", "watchdog_s", "slurm",
 )  # fmt: skip
 
 

@@ -23,15 +23,22 @@ RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQU
 
 
 def script(
-    program: Sequence[str], options: Mapping[str, object], modules: Sequence[str], then: Sequence[str] = ()
+    program: Sequence[str],
+    options: Mapping[str, object],
+    modules: Sequence[str],
+    then: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> str:
     """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site,
-    True: without a value. ``then``: what runs afterwards with srun's exit code as its last word.
+    True: without a value; ``more``: options as they are, ``--NAME[=VALUE]``. ``then``: what runs afterwards with srun's
+    exit code as its last word.
 
     The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
     """
     given = {name: value for name, value in options.items() if value is not None}
     lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in given.items()]
+    for name, equals, value in (option.partition("=") for option in more):
+        lines.append(f"#SBATCH {name}{equals}{_word(value, name) if equals else ''}")
     loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
     # srun takes most of the job's options from the environment, but not this one.
     each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
@@ -48,6 +55,14 @@ def script(
             "",
         ]
     )
+
+
+def contained(command: str | None) -> list[str]:
+    """The words of a container's command."""
+    try:
+        return shlex.split(command or "")
+    except ValueError as error:
+        raise ConfigError(f"{command!r} is no command: {error}", where=f"{WHERE}: container") from error
 
 
 def _words(command: Sequence[str]) -> str:

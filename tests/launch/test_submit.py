@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+from click.testing import CliRunner
 
+from hvd_train.cli.main import cli
+from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
-from hvd_train.launch.submit import script
+from hvd_train.launch.submit import contained, script
 
 
 def test_what_is_not_given_is_left_to_the_site():
@@ -35,3 +38,27 @@ def test_no_value_adds_a_line(word):
     for given in ((["python", word], {}, []), (["python"], {"account": word}, []), (["python"], {}, [word])):
         with pytest.raises(ConfigError, match="a character that is not printable; hvd-train submit: "):
             script(*given)
+
+
+def test_the_configuration_asks_and_the_command_line_comes_first(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "slurm: {nodes: 2, ntasks_per_node: 4, time: 2:00:00, gpus_per_node: 4, modules: [gcc/12], "
+        "lines: ['--qos=high prio', --exclusive], container: apptainer exec 'a b.sif'}\n"
+    )
+    words = ["submit", "-c", str(path), "--nodes", "3", "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    lines = CliRunner().invoke(cli, words).output.splitlines()
+    assert lines[:9] == [
+        "#!/bin/bash -l", "#SBATCH --job-name=job", "#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4", "#SBATCH --time=2:00:00", "#SBATCH --qos='high prio'", "#SBATCH --exclusive",
+        "module load gcc/12 || exit 2",
+    ]  # fmt: skip
+    assert lines[-1].startswith(f"exec srun apptainer exec 'a b.sif' hvd-train fit -c {path} --run-dir ")
+
+
+def test_what_is_no_option_or_command_is_refused(tmp_path):
+    for setting in ("slurm.lines=[qos]", "slurm.lines=['-x']", "slurm.time=[]", "slurm.nodes=0"):
+        with pytest.raises(ConfigError, match=r"slurm\.(lines|time|nodes): "):
+            load_config(None, [setting])
+    with pytest.raises(ConfigError, match="is no command: No closing quotation"):
+        contained("a 'b")

@@ -93,6 +93,7 @@ class Trainer:
         self._asked = 0  # the signal that the ranks have agreed to follow
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
         self._saved = False  # whether the newest checkpoint is what this run is now
+        self._writer = saving.Writer()
         self._speed, self._lines = Speed(), Lines()
         self.samples_per_second = self._speed.median
         self._agreement = Agreement(self._lines)
@@ -111,10 +112,14 @@ class Trainer:
         """Trains to the end; returns the run's summary. Raises Interrupted, on all ranks at one step, when a signal
         asked one of them to stop and all is saved."""
         self._call("on_start")
-        while self.progress.ending or not self._finished():
-            self._epoch()
-            if self._asked and not self._finished():
-                self._interrupt()
+        try:
+            while self.progress.ending or not self._finished():
+                self._epoch()
+                if self._asked and not self._finished():
+                    self._interrupt()
+            self._settle()
+        finally:  # what ends the training is no reason to lose a checkpoint
+            self._writer.wait()
         self._begin()
         summary = self._summary()
         self._call("on_end", summary)
@@ -133,18 +138,22 @@ class Trainer:
 
     def _heed(self, meetings: Meetings, told: bool = True) -> None:
         """The ranks meet. A wish to ``stop`` waits for a line of the log: when a run ends must not depend on clocks."""
-        said = meetings.meet([self._why if told else "", self.outside.asked])
-        asked = [why for why, _ in said if why]
+        looks = meetings is self._steps  # no hook is called within an evaluation
+        said = meetings.meet([self._why if told else "", self.outside.asked, self._writer.outcome() if looks else None])
+        asked = [why for why, *_ in said if why]
         if asked:
             self.progress.stopped, self._why = True, ""
             self.log.message(asked[0])
-        self._asked = next((number for _, number in said if number), 0)
+        self._asked = next((number for _, number, _ in said if number), 0)
+        if said[0][2] is not None:
+            self._written(said[0][2])
 
     def _interrupt(self) -> None:
         """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
         while not self._saved:  # one that may not be saved may have gone back to weights that are
             self.progress.pending = [[float(x) for x in row] for row in self._gathered(self._lines.local(self))]
             self._save(keep=True)
+        self._settle()
         raise Interrupted(self._asked, self.progress.step)
 
     def _gathered(self, own: np.ndarray) -> list[np.ndarray]:
@@ -292,6 +301,7 @@ class Trainer:
         self._rolled_back += 1
         if self.config.on_nonfinite != "rollback" or self._rolled_back > MOST_IN_A_ROW:
             raise error
+        self._settle()
         p, first = self.progress, self.communicator.rank == 0
         found = self.communicator.broadcast_bytes(str(self._last or "").encode()).decode()
         if not found:
@@ -382,16 +392,29 @@ class Trainer:
         """``keep``: whatever the configuration says."""
         rule = self.config.checkpoint
         if rule.save_last or rule.save_top_k or keep:
+            self._settle()
             self._converge()
             self.outside.at("saving", self.progress.step)
             try:
-                saving.save(self, metrics or {}, keep=keep)
+                saving.save(self, metrics or {}, self._writer, keep=keep)
             except NonFiniteError as error:
                 self._roll_back(error)
                 return
-            self._last, self._rolled_back = checkpoint.place(self.folder, self.progress.step), 0
+            self._last, self._rolled_back = self._writer.path, 0
             self._saved = rule.save_last or keep  # else it may not be kept
-            self._call("on_checkpoint", checkpoint.place(self.folder, self.progress.step))
+
+    def _settle(self) -> None:
+        """Waits until what is being written is there."""
+        if self._writer.path:
+            self.outside.at("saving", self.progress.step)
+            self._writer.wait()
+            outcome = self._writer.outcome() or ""
+            self._written(self.communicator.broadcast_bytes(outcome.encode()).decode())
+
+    def _written(self, outcome: str) -> None:
+        path, self._writer.path = self._writer.path, None
+        saving.settle(outcome)
+        self._call("on_checkpoint", path)
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.state_dict import broadcast, pack, unpack, without_slots
-from hvd_train.errors import CheckpointError, NonFiniteError
+from hvd_train.errors import CheckpointError, NonFiniteError, TrainError
 from hvd_train.protocol import Source, Tree
 
 if TYPE_CHECKING:
@@ -26,8 +28,59 @@ if TYPE_CHECKING:
 STATISTICS = "statistics/"
 
 
-def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) -> None:
-    """Rank 0 writes; every rank learns whether it could, so that all go on or all stop.
+class Writer:
+    """Writes a checkpoint on rank 0 while training goes on; on other ranks it knows which. Never two at once.
+
+    ``path``: what is being written, None: nothing."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, path: Path, work: Callable[[], None] | None) -> None:
+        """``work``: what rank 0 does, in a thread of its own."""
+        self.path, self._failure = path, None
+        if work:
+            self._thread = threading.Thread(target=self._write, args=[work], name="saving", daemon=True)
+            self._thread.start()
+
+    def _write(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        if self._thread:
+            self._thread.join()
+
+    def outcome(self) -> str | None:
+        """What rank 0 tells all: None while it writes, "" when it has written, or why it could not."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        if isinstance(self._failure, CheckpointError):
+            return _told(self._failure)
+        if self._failure:
+            raise self._failure
+        return ""
+
+
+def _told(error: TrainError) -> str:
+    return json.dumps([type(error).__name__, error.what, error.where, error.fix])
+
+
+def settle(outcome: str) -> None:
+    """The same on all ranks: all go on, or all stop."""
+    if outcome:
+        kind, what, where, fix = json.loads(outcome)
+        raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
+
+
+def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep: bool = False) -> None:
+    """Copies what is to be saved, on rank 0, which then writes it; all ranks learn whether there is something good to
+    save, so that all go on or all stop.
 
     ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps.
     """
@@ -60,10 +113,18 @@ def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) 
             trainer.log.check()
             tree = trainer.frontend.state()
             _check_finite(tree, f"epoch {p.epoch + 1}, step {p.step}")
-            checkpoint.save(trainer.folder, checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta))
-            rule = c.checkpoint
-            # A rollback goes back to the newest.
-            last = rule.save_last or keep or c.on_nonfinite == "rollback"
+        except (CheckpointError, NonFiniteError) as error:
+            outcome = _told(error)
+    settle(communicator.broadcast_bytes(outcome.encode()).decode())
+    work = None
+    if communicator.rank == 0:
+        snapshot = checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta)
+        rule = c.checkpoint
+        # A rollback goes back to the newest.
+        last = rule.save_last or keep or c.on_nonfinite == "rollback"
+
+        def work() -> None:
+            checkpoint.save(trainer.folder, snapshot)
             checkpoint.prune(
                 trainer.folder,
                 save_top_k=rule.save_top_k,
@@ -71,12 +132,8 @@ def save(trainer: Trainer, metrics: Mapping[str, float], *, keep: bool = False) 
                 monitor=rule.monitor,
                 mode=rule.mode,
             )
-        except (CheckpointError, NonFiniteError) as error:
-            outcome = json.dumps([type(error).__name__, error.what, error.where, error.fix])
-    outcome = communicator.broadcast_bytes(outcome.encode()).decode()
-    if outcome:
-        kind, what, where, fix = json.loads(outcome)
-        raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
+
+    writer.begin(checkpoint.place(trainer.folder, trainer.progress.step), work)
 
 
 def _check_finite(tree: Tree, where: str) -> None:

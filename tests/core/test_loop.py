@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -406,11 +407,71 @@ def test_hooks_see_all_that_happens_in_order(tmp_path, size):
     rule = {"checkpoint": {"every_n_steps": 10}, "check_val_every_n_epoch": 2}
     hooks, _ = watched(size, config(**rule), tmp_path)
     steps = [[("step", k) for k in range(first, last + 1)] for first, last in ((1, 7), (8, 10), (11, 14), (15, 20))]
-    saved = [[("checkpoint", k)] for k in (7, 10, 14, 20, 21)]
-    expected = [("start", 0), *steps[0], ("epoch", 0), *saved[0], *steps[1], *saved[1], *steps[2], ("epoch", 1)]
-    expected += [*saved[2], *steps[3], *saved[3], ("step", 21), ("epoch", 2), *saved[4], ("end", 21)]
-    assert [hook.seen for hook in hooks] == [expected] * size
+    expected = [("start", 0), *steps[0], ("epoch", 0), *steps[1], *steps[2], ("epoch", 1), *steps[3], ("step", 21)]
+    expected += [("epoch", 2), ("end", 21)]
+    assert [[row for row in hook.seen if row[0] != "checkpoint"] for hook in hooks] == [expected] * size
+    for seen in (hook.seen for hook in hooks):  # each once, when it is written: before the next one is begun
+        assert seen == hooks[0].seen and [k for event, k in seen if event == "checkpoint"] == [7, 10, 14, 20, 21]
+        begun = [("epoch", 0), ("step", 10), ("epoch", 1), ("step", 20), ("epoch", 2), ("end", 21)]
+        for k, after, before in zip(
+            [7, 10, 14, 20, 21], begun[:-1], [*begun[1:4], ("end", 21), ("end", 21)], strict=True
+        ):
+            assert seen.index(after) < seen.index(("checkpoint", k)) <= seen.index(before) + 1
     assert [hook.evaluated for hook in hooks] == [[False, True, True]] * size
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tmp_path, monkeypatch):
+    """The write ends only when three more steps were taken; the one that is asked for meanwhile waits for it."""
+    three_more, real, writing, most = threading.Event(), checkpoint.save, [], []
+
+    def slow(folder, snapshot):
+        writing.append(snapshot.step)
+        most.append(len(writing))
+        assert snapshot.step != 5 or three_more.wait(30)
+        real(folder, snapshot)
+        writing.remove(snapshot.step)
+
+    class Steps(Hook):
+        def on_step(self, trainer, taken):
+            if trainer.progress.step == 8:
+                three_more.set()
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    rule = {"checkpoint": {"every_n_steps": 5, "every_n_epochs": 0}}
+    whole = final(2, config(**rule), tmp_path, hooks=[Steps()])
+    assert len(most) == 5 and max(most) == 1
+    found = checkpoint.newest(tmp_path / "checkpoints", pytest.fail)
+    assert same(found.tree, whole[1]) and found.step == 21
+    monkeypatch.undo()
+    before = checkpoint.load(checkpoint.find(tmp_path / "checkpoints")[-2][1])
+    until = final(2, config(max_steps=20, **rule), tmp_path / "20")[1]
+    assert same(before.tree, until), "what was copied, not what came after"
+
+
+@pytest.mark.parametrize("error", [CheckpointError("the disk is full", where="disk"), RuntimeError("a bug")])
+def test_f07_a_write_that_fails_ends_all_ranks(tmp_path, monkeypatch, error):
+    def fails(folder, snapshot):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save", fails)
+    steps = []
+
+    def work(communicator):
+        made = trainer(communicator, config(checkpoint={"every_n_steps": 2}), tmp_path)
+        try:
+            made.fit()
+        except CheckpointError as told:
+            assert told.common and str(told) == str(error)
+            steps.append(made.progress.step)
+            return
+        pytest.fail("nothing was raised")
+
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="a bug"):
+            run_ranks(2, work)
+    else:
+        run_ranks(2, work)
+        assert steps[0] == steps[1] and 2 <= steps[0] <= 4, "with the next checkpoint, or sooner"
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -96,7 +96,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep
     for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
         part = communicator.broadcast_bytes(pack(own | _local(trainer)) if root == communicator.rank else b"", root)
         local += [unpack(part)] if communicator.rank == 0 else []
-    outcome = ""
+    outcome, p = "", trainer.progress
     if communicator.rank == 0:
         meta = {
             "framework": c.framework,
@@ -105,10 +105,9 @@ def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep
             "compression": trainer.compression,
             "sample": asdict(trainer.sample),
             "data": trainer.data,
-            "progress": asdict(trainer.progress),
+            "progress": asdict(p),
             "monitor": dict(metrics),
         }
-        p = trainer.progress
         try:
             trainer.log.check()
             tree = trainer.frontend.state()
@@ -133,7 +132,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep
                 mode=rule.mode,
             )
 
-    writer.begin(checkpoint.place(trainer.folder, trainer.progress.step), work)
+    writer.begin(checkpoint.place(trainer.folder, p.step), work)
 
 
 def _check_finite(tree: Tree, where: str) -> None:

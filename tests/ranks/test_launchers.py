@@ -377,10 +377,10 @@ FAULTS = [
     ("-np horovodrun", "tensorflow", "step:0:60:hang", "rank 0 has not moved for 3 s (in _hang, "),
 ]
 FAULTS_LONG = [
-    ("-np horovodrun", "pytorch", "rename:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
+    ("-np horovodrun", "pytorch", "rename:0:2:kill", "rank 0 was ended by SIGKILL; in "),
     ("-np", "tensorflow", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
-    ("-np", "pytorch", "manifest:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
-    ("-np", "tensorflow", "commit:0:2:kill", "rank 0 was ended by SIGKILL; in saving, step 20"),
+    ("-np", "pytorch", "manifest:0:2:kill", "rank 0 was ended by SIGKILL; in "),
+    ("-np", "tensorflow", "commit:0:2:kill", "rank 0 was ended by SIGKILL; in "),
     ("-np", "pytorch", "step:1:60:leave", "rank 1 left before the end of the training"),
     ("-np", "tensorflow", "write:0:2:eio", ""),
 ]

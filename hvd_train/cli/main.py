@@ -188,6 +188,89 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 @cli.command()
 @config_option
 @set_option
+@click.option(
+    "--param",
+    "params",
+    metavar="KEY=VALUE,...",
+    multiple=True,
+    help="A key and its values; with --random also a range, 8..64 or log:1e-4..1e-1; repeatable.",
+)
+@click.option(
+    "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws.")
+@num_proc_option
+@click.option(
+    "--ranks-per-trial", type=click.IntRange(min=1), help="Split the ranks into groups, which train side by side."
+)
+@launcher_option
+@click.option("--run-dir", type=click.Path(file_okay=False), help="The sweep's folder; each trial has one in it.")
+@click.option("--resume", is_flag=True, help="Run what is missing or has failed.")
+@verbose_option
+def sweep(
+    path: Path | None,
+    sets: tuple[str, ...],
+    params: tuple[str, ...],
+    draws: int | None,
+    seed: int,
+    num_proc: int | None,
+    ranks_per_trial: int | None,
+    launcher: str,
+    run_dir: str | None,
+    resume: bool,
+    verbose: bool,
+) -> None:
+    """Train with many values and compare: results.csv, results.png and best.yaml in the sweep's folder.
+
+    \b
+    hvd-train sweep -c job.yaml --param optim.lr=0.1,0.01 --param optim.momentum=0,0.9
+    hvd-train sweep -c job.yaml --param optim.lr=log:1e-4..1e-1 --random 20 -np 2
+    mpirun -np 4 hvd-train sweep -c job.yaml --param optim.lr=0.1,0.05,0.01 --ranks-per-trial 2
+    """
+    from hvd_train.config import load_config
+    from hvd_train.launch.environment import world
+    from hvd_train.sweep import folder as sweeps
+    from hvd_train.sweep.plan import plan
+    from hvd_train.sweep.table import live
+
+    here, folder = world(), Path(load_config(path, sets, run_dir=run_dir).run_dir)
+    if here.size > 1 and ranks_per_trial is None:
+        what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
+        raise ConfigError(what, where=here.launcher, fix=fix)
+    trials = plan(path, sets, params, draws, seed, folder)
+    if ranks_per_trial is None:
+        from hvd_train.sweep import local
+
+        sweeps.begin(folder, trials, resume)
+        with live(trials):
+            code = local.run(trials, num_proc, launcher)
+    elif _starts_ranks(num_proc):
+        from hvd_train.launch import launch
+
+        sys.exit(launch(num_proc or 1, launcher, _without_launch_options(sys.argv[1:]), verbose))
+    else:
+        from contextlib import nullcontext
+
+        from hvd_train.launch.outside import listen
+        from hvd_train.sweep import ranks
+
+        mpi = ranks.join(here, ranks_per_trial)
+        if mpi.rank == 0:
+            sweeps.begin(folder, trials, resume)
+        mpi.Barrier()
+        with nullcontext() if mpi.rank else live(trials):
+            code = ranks.run(trials, ranks_per_trial, here, mpi, listen(), verbose)
+        if here.rank:
+            sys.exit(code)
+    if code:
+        click.echo("stopped; --resume goes on", err=True)
+        sys.exit(code)
+    click.echo(sweeps.finish(folder, trials))
+
+
+@cli.command()
+@config_option
+@set_option
 @click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
 @click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
 @click.option("--overwrite", is_flag=True, help="As of fit.")

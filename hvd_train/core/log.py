@@ -19,7 +19,7 @@ PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
 REFRESH_SECONDS = 0.1
 
 
-def _on_terminal() -> bool:
+def on_terminal() -> bool:
     """mpirun gives its ranks terminals of their own, wherever their output goes: only our launcher knows better."""
     if "HVD_TRAIN_TERMINAL" in os.environ:
         return os.environ["HVD_TRAIN_TERMINAL"] != "0"
@@ -69,7 +69,7 @@ class RunLog:
         self._metrics: IO[str] | None = None
         self._early: list[Callable[[], None]] = []  # what came before begin
         self._events: _Events | None = None
-        self._terminal = _Terminal() if _on_terminal() else None
+        self._terminal = _Terminal() if on_terminal() else None
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
     def begin(self) -> None:

@@ -240,6 +240,7 @@ class HorovodCommunicator(ABC):
     rank = local_rank = 0
     size = local_size = 1
     mpi = False
+    part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
     module: str
     _failure: TrainError | None = None
 
@@ -253,7 +254,7 @@ class HorovodCommunicator(ABC):
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
         meet(here := world())
         try:
-            self.hvd.init()
+            self.hvd.init(*([self.part] if self.part else []))
         except ValueError as error:  # Horovod has said why
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
             raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error

@@ -1,8 +1,10 @@
-"""mpi4py's world, for work that needs ranks and no framework."""
+"""mpi4py's world, for what Horovod has no verbs for: objects, parts of the world, a counter."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import World
@@ -12,14 +14,39 @@ def mpi_world(here: World) -> Any:
     """mpi4py's communicator of all ranks that the launcher started."""
     fix = "start it with mpirun"
     if here.launcher == "horovodrun":  # which may speak MPI, but tells nobody
-        raise ConfigError("horovodrun's ranks cannot meet over mpi4py", where="horovodrun", fix=fix, common=True)
+        raise ConfigError("horovodrun's ranks cannot meet over mpi4py", where="horovodrun", fix=fix)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
         what = f"several ranks need mpi4py: {str(error).splitlines()[0]}"
-        raise ConfigError(what, fix="run scripts/setup, or start one process", common=True) from error
+        raise ConfigError(what, fix="run scripts/setup, or start one process") from error
     found = MPI.COMM_WORLD
     if found.size != here.size:
         what = f"the launcher started {here.size} ranks, but mpi4py sees a world of {found.size}"
-        raise ConfigError(what, where=here.launcher, fix=fix, common=True)
+        raise ConfigError(what, where=here.launcher, fix=fix)
     return found
+
+
+class Counter:
+    """0, 1, 2, ... over all ranks of ``mpi``: each number is given once, without rank 0's taking part in it."""
+
+    def __init__(self, mpi: Any) -> None:
+        from mpi4py import MPI
+
+        self._type, self._add = MPI.INT64_T, MPI.SUM
+        self._window = MPI.Win.Allocate(8 if mpi.rank == 0 else 0, 8, comm=mpi)
+        if mpi.rank == 0:
+            self._window.Lock(0)
+            self._window.Put([np.zeros(1, np.int64), self._type], 0)
+            self._window.Unlock(0)
+        mpi.Barrier()
+
+    def next(self) -> int:
+        found = np.zeros(1, np.int64)
+        self._window.Lock(0)
+        self._window.Fetch_and_op([np.ones(1, np.int64), self._type], [found, self._type], 0, 0, self._add)
+        self._window.Unlock(0)
+        return int(found[0])
+
+    def close(self) -> None:
+        self._window.Free()

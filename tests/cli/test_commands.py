@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 120
 COMMANDS = [
     "fit",
+    "sweep",
     "submit",
     "eval",
     "predict",

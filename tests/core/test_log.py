@@ -126,7 +126,7 @@ def test_ranks_of_mpirun_are_not_deceived_by_their_pty(monkeypatch, environ, exp
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert module._on_terminal() is expected
+    assert module.on_terminal() is expected
 
 
 def test_the_silent_log_has_every_verb():

@@ -105,7 +105,7 @@ def test_commands(tmp_path, photos):
     with pytest.raises(DataError, match="labels 'label' were packed as classes, and task.loss wants numbers"):
         sources.open_data(config, TaskConfig(loss="mse"))
     (tmp_path / "job.yaml").write_text("data: {name: digits}")
-    assert told("pack", "-c", tmp_path / "job.yaml", tmp_path / "digits").output.startswith("packed 1,437 training")
+    assert told("pack", "-c", tmp_path / "job.yaml", tmp_path / "digits").output.startswith("packed 1,438 training")
     assert "packed  " in told().output
 
 

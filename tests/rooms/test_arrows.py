@@ -15,8 +15,8 @@ PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
     "errors": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2, "launch": 3,
-    "report": 3, "frontends": 4, "run": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6, "export": 6, "torch": 6,
-    "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
+    "report": 3, "frontends": 4, "run": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6, "export": 6, "sweep": 6,
+    "torch": 6, "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,128 @@
+"""Trials inside one allocation: the ranks are split into groups, and a group that is free takes the next trial.
+
+Frameworks are loaded once, and each group's Horovod is opened once, over the group's part of the MPI world.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from hvd_train import run as jobs
+from hvd_train.core.log import warn
+from hvd_train.data.sources import open_data
+from hvd_train.errors import ConfigError, Interrupted, TrainError
+from hvd_train.frontends.mpi import Counter, mpi_world
+from hvd_train.frontends.rank import Rank, settle
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch.environment import LAUNCHERS, World
+from hvd_train.launch.outside import Ears
+from hvd_train.protocol import Communicator
+from hvd_train.sweep.folder import LOG, fail, state
+from hvd_train.sweep.plan import Trial
+
+PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
+
+
+def join(here: World, each: int) -> Any:
+    """mpi4py's world, if it can be split into groups of ``each`` ranks."""
+    if here.size % each:
+        what = f"{here.size} ranks cannot be split into groups of {each}"
+        raise ConfigError(what, where="--ranks-per-trial", fix="give a divisor of the number of ranks")
+    return mpi_world(here)
+
+
+def run(trials: Sequence[Trial], each: int, here: World, mpi: Any, ears: Ears, verbose: bool) -> int:
+    """Runs what is not done; 0, or the code of the signal that stopped the sweep."""
+    config = trials[0].config
+    for key in ("framework", "threads"):
+        if len({getattr(trial.config, key) for trial in trials}) > 1:
+            what = "cannot differ between the trials of one allocation"
+            raise ConfigError(what, where=f"--param {key}", fix="sweep each in turn")
+    rank = settle(config.framework, config.threads, verbose)
+    rank.module.configure(rank.threads)
+    part = mpi.Split(here.rank // each, here.rank)
+    _become(part, here)
+    todo = [trial for trial in trials if state(trial).word != "done"]
+    counter, code, in_step = Counter(mpi), 0, True
+    mpi.Barrier()  # all have seen what is to be done
+    communicator = _open(rank, part, here)
+    # A group out of step takes no further trial: Horovod cannot be opened again in the same process.
+    while in_step and not code:
+        taken = part.bcast(counter.next() if part.rank == 0 else None)
+        if taken >= len(todo):
+            break
+        code, in_step = _run(todo[taken], rank, communicator, part, ears)
+    if in_step:
+        communicator.close()
+    counter.close()
+    return max(mpi.allgather(code))
+
+
+def _become(part: Any, here: World) -> None:
+    """From here on, what the launcher's variables say is this process' place in its group. MPI has read them."""
+    names = LAUNCHERS[here.launcher]
+    for name, number in zip(names, (part.rank, part.size, part.rank, part.size), strict=True):
+        os.environ[name] = str(number)
+    os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file
+
+
+def _open(rank: Rank, part: Any, here: World) -> Communicator:
+    made: Any = rank.module.horovod(part.size) if part.size > 1 else Serial()
+    if part.size > 1:
+        made.part = part
+    made.open()
+    made.local_rank, made.local_size = here.local_rank, here.local_size  # GPUs are the host's
+    return made
+
+
+def _run(trial: Trial, rank: Rank, communicator: Communicator, part: Any, ears: Ears) -> tuple[int, bool]:
+    """(what stopped the sweep, whether the group's ranks are in step)."""
+    run_dir, error = Path(trial.config.run_dir), None
+    ears.anew()
+    ears.run_dir = run_dir
+    if part.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / LOG if part.rank == 0 else os.devnull, "w") as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            with jobs.locked(trial.config, "auto", False) as lock:
+                data = open_data(trial.config.data, trial.config.task)
+                settings = rank.settings | {"ranks": part.size}
+                with jobs.telling(communicator):
+                    job = jobs.open_job(trial.config, rank.module, communicator, data, settings)
+                    jobs.train(job, "auto", (), False, lock, outside=ears)
+        except Interrupted as caught:
+            ears.ended = True
+            return caught.exit_code, True
+        except Exception as caught:
+            error = caught
+            warn(str(caught))
+    ears.ended = True
+    in_step = _met(part, error is not None, communicator)
+    told = (type(error).__name__, str(error), getattr(error, "exit_code", 1)) if error else None
+    results = part.allgather((told, in_step))
+    failures = [failure for failure, _ in results if failure]
+    if not failures:
+        return 0, True
+    causes = [failure for failure in failures if failure[0] != "LostRankError"] or failures
+    if part.rank == 0:
+        kind, text, code = causes[0]
+        known = isinstance(error, TrainError) and type(error).__name__ == kind
+        fail(trial, (text if known else f"{kind}: {text}").splitlines()[0][:300], code)
+    return 0, all(kept for _, kept in results)
+
+
+def _met(part: Any, failed: bool, communicator: Communicator) -> bool:
+    """Waits for the group's other ranks; those that do not come, for they wait for this one, learn that it failed."""
+    meeting, until = part.Ibarrier(), time.monotonic() + PATIENCE
+    while not meeting.Test():
+        time.sleep(0.01)
+        if failed and time.monotonic() > until:
+            communicator.close()
+            meeting.Wait()
+            return False
+    return True

@@ -1,0 +1,171 @@
+"""A sweep: its trials are what was asked for, each trains as a run of its own would, and none stops the others."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from hvd_train.config import load_config
+from hvd_train.errors import ConfigError
+from hvd_train.launch.local import environment
+from hvd_train.sweep import folder as sweeps
+from hvd_train.sweep.plan import plan
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
+MPIRUN = [str(BIN / "mpirun"), "--bind-to", "none", "--map-by", "slot:oversubscribe", "-np"]
+
+
+def planned(*params, draws=None, seed=0, folder=Path("s")):
+    return plan(TINY, ["max_epochs=1"], params, draws, seed, folder)
+
+
+def test_grid():
+    trials = planned("optim.lr=0.1,1e-2", "model.hidden=[8],[8, 4]")
+    assert [(t.config.optim.lr, t.config.model.hidden) for t in trials] == [
+        (0.1, [8]), (0.1, [8, 4]), (0.01, [8]), (0.01, [8, 4]),
+    ]  # fmt: skip
+    assert [t.config.run_dir for t in trials][::3] == ["s/trial-000", "s/trial-003"]
+    assert all(t.config.max_epochs == 1 for t in trials)
+
+
+def test_random():
+    params = ("optim.lr=log:1e-4..1e-1", "global_batch_size=8..12", "optim.momentum=0..0.9", "framework=pytorch")
+    trials, again = planned(*params, draws=200), planned(*params, draws=200)
+    assert (
+        [t.values for t in trials]
+        == [t.values for t in again]
+        != [t.values for t in planned(*params, draws=200, seed=1)]
+    )
+    rates = [t.config.optim.lr for t in trials]
+    assert 1e-4 <= min(rates) < 3e-4 and 3e-2 < max(rates) <= 1e-1
+    assert 60 < sum(rate < 3.16e-3 for rate in rates) < 140  # half of them below the middle of the logarithms
+    assert {t.config.global_batch_size for t in trials} == {8, 9, 10, 11, 12}
+
+
+@pytest.mark.parametrize(
+    ("params", "what"),
+    [
+        (["optim.lrr=0.1"], "--param optim.lrr=0.1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
+        (["optim.lr=-1,0.1"], "--param optim.lr=-1: optim.lr: must be "),
+        (["optim.lr"], "not of the form KEY=VALUE,VALUE; --param optim.lr"),
+        (["optim.lr=1e-4..1e-1"], "a range is for --random N"),
+        (["optim.lr=[1"], "not valid YAML; --param"),
+        (["optim.lr=1", "optim.lr=2"], "stands twice"),
+        ([], "no parameter is given"),
+    ],
+)
+def test_mistakes(params, what):
+    with pytest.raises(ConfigError) as caught:
+        planned(*params)
+    assert what in str(caught.value) and "\n" not in str(caught.value)
+
+
+def finished(trial, **summary):
+    run_dir = Path(trial.config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"samples_per_second": 1000.0}))
+
+
+def test_results(tmp_path):
+    trials = planned("optim.lr=0.1,0.01,0.001", folder=tmp_path)
+    sweeps.begin(tmp_path, trials, resume=False)
+    with pytest.raises(ConfigError, match="holds a sweep already"):
+        sweeps.begin(tmp_path, trials, resume=False)
+    with pytest.raises(ConfigError, match="holds another sweep"):
+        sweeps.begin(tmp_path, trials[:2], resume=True)
+    with pytest.raises(ConfigError, match="no sweep to go on with"):
+        sweeps.begin(tmp_path / "none", trials, resume=True)
+    finished(trials[0], val_loss=0.5, val_accuracy=0.8)
+    finished(trials[1], val_loss=0.25, val_accuracy=0.9)
+    sweeps.fail(trials[2], "the training loss is nan; step 3", 6)
+    told = sweeps.finish(tmp_path, trials)
+    assert "best: trial-001 (optim.lr=0.01), val_loss 0.2500" in told and "1 of 3 trials failed" in told
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and "loss is nan" in rows[2]["state"]
+    assert load_config(tmp_path / "best.yaml").optim.lr == 0.01
+    with Image.open(tmp_path / "results.png") as picture:
+        assert min(picture.size) > 300
+    sweeps.begin(tmp_path, trials, resume=True)
+    assert [sweeps.state(trial).word for trial in trials] == ["done", "done", "waiting"]
+    for trial in trials:
+        (Path(trial.config.run_dir) / "summary.json").unlink(missing_ok=True)
+        sweeps.fail(trial, "no such file", 3)
+    with pytest.raises(ConfigError, match="all 3 trials failed, the first with: no such file") as caught:
+        sweeps.finish(tmp_path, trials)
+    assert caught.value.exit_code == 3
+
+
+def run(line, cwd, seconds=150):
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def weights(run_dir):
+    return {path.name: path.read_bytes() for path in sorted(run_dir.glob("checkpoints/*/*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    "framework",
+    ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("the groups are the same in both frameworks"))],
+)
+def test_groups_train_as_single_runs(framework, tmp_path):
+    """Four ranks, two at a time: one trial diverges, the others give the bits of runs of their own."""
+    own = ["-c", str(TINY), "--set", f"framework={framework}", "--set", "max_epochs=1"]
+    line = [*MPIRUN, "4", str(BIN / "hvd-train"), "sweep", *own, "--param", "optim.lr=1e30,0.1,0.05,0.02"]
+    done = run([*line, "--ranks-per-trial", "2", "--run-dir", "s"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = [row["state"] for row in csv.DictReader((tmp_path / "s" / "results.csv").open())]
+    assert states[0].startswith("failed: the training loss is") and states[1:] == ["done"] * 3
+    assert "best: trial-001 (optim.lr=0.1)" in done.stdout
+    single = run(
+        [str(BIN / "hvd-train"), "fit", "-np", "2", *own, "--set", "optim.lr=0.02", "--run-dir", "f"], tmp_path
+    )
+    assert single.returncode == 0, single.stderr
+    found, expected = weights(tmp_path / "s" / "trial-003"), weights(tmp_path / "f")
+    assert found == expected and found
+    assert yaml.safe_load((tmp_path / "s" / "best.yaml").read_text())["optim"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "what"),
+    [
+        ([*MPIRUN, "3"], ["--ranks-per-trial", "2"], "3 ranks cannot be split into groups of 2; --ranks-per-trial"),
+        ([*MPIRUN, "2"], [], "2 ranks, and not told how to share them; mpirun; give --ranks-per-trial N"),
+        (
+            [str(BIN / "horovodrun"), "-np", "2", "--gloo"],
+            ["--ranks-per-trial", "1"],
+            "horovodrun's ranks cannot meet over mpi4py; horovodrun; start it with mpirun",
+        ),
+    ],
+    ids=["not divisible", "not told", "Gloo"],
+)
+def test_worlds_that_cannot_be_split(before, words, what, tmp_path):
+    line = [*before, str(BIN / "hvd-train"), "sweep", "-c", str(TINY), "--param", "optim.lr=0.1,0.2", *words]
+    done = run([*line, "--run-dir", "s"], tmp_path, 60)
+    assert done.returncode == 2 and done.stderr.count(what) == 1, done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_one_after_the_other_and_resume(tmp_path):
+    """A trial without data fails; once the data is there, --resume runs that one alone."""
+    np.savez(tmp_path / "own.npz", x=np.ones((40, 3), np.float32), y=np.arange(40) % 2)
+    own = ["-c", str(TINY), "--set", "max_epochs=1", "--set", "data.name=npz", "--param", "data.path=own.npz,later.npz"]
+    line = [str(BIN / "hvd-train"), "sweep", *own, "--run-dir", "s"]
+    done = run(line, tmp_path)
+    assert done.returncode == 0 and 'trial-001 (data.path="later.npz"): failed, there is no such' in done.stdout, done
+    before = os.stat(tmp_path / "s" / "trial-000" / "summary.json").st_mtime_ns
+    (tmp_path / "own.npz").rename(tmp_path / "later.npz")
+    again = run([*line, "--resume"], tmp_path)
+    assert again.returncode == 0 and again.stdout.count("done") == 3, again.stdout + again.stderr
+    assert os.stat(tmp_path / "s" / "trial-000" / "summary.json").st_mtime_ns == before

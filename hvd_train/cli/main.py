@@ -238,6 +238,8 @@ def sweep(
         what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
     trials = plan(path, sets, params, draws, seed, folder)
+    if ranks_per_trial == 1 and here.size == 1 and num_proc in (None, 1):
+        ranks_per_trial = None  # one process, one trial at a time
     if ranks_per_trial is None:
         from hvd_train.sweep import local
 
@@ -251,21 +253,25 @@ def sweep(
     else:
         from contextlib import nullcontext
 
+        from hvd_train.frontends.mpi import leave
         from hvd_train.launch.outside import listen
         from hvd_train.sweep import ranks
 
-        mpi = ranks.join(here, ranks_per_trial)
+        rank, mpi = ranks.join(trials, ranks_per_trial, here, verbose)
         if mpi.rank == 0:
             sweeps.begin(folder, trials, resume)
         mpi.Barrier()
         with nullcontext() if mpi.rank else live(trials):
-            code = ranks.run(trials, ranks_per_trial, here, mpi, listen(), verbose)
+            code = ranks.run(trials, ranks_per_trial, here, rank, mpi, listen())
         if here.rank:
-            sys.exit(code)
+            leave(code)
     if code:
         click.echo("stopped; --resume goes on", err=True)
-        sys.exit(code)
-    click.echo(sweeps.finish(folder, trials))
+    else:
+        click.echo(sweeps.finish(folder, trials))
+    if ranks_per_trial is not None:
+        leave(code)
+    sys.exit(code)
 
 
 @cli.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -10,11 +12,16 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import World
 
 
+def can_meet(here: World) -> None:
+    """Gloo's ranks have no MPI; srun's may have one, which has not been tried."""
+    if here.launcher in ("horovodrun", "srun"):
+        what = f"{here.launcher}'s ranks cannot meet over mpi4py"
+        raise ConfigError(what, where=here.launcher, fix="start with mpirun")
+
+
 def mpi_world(here: World) -> Any:
     """mpi4py's communicator of all ranks that the launcher started."""
-    fix = "start it with mpirun"
-    if here.launcher == "horovodrun":  # which may speak MPI, but tells nobody
-        raise ConfigError("horovodrun's ranks cannot meet over mpi4py", where="horovodrun", fix=fix)
+    can_meet(here)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
@@ -23,8 +30,18 @@ def mpi_world(here: World) -> Any:
     found = MPI.COMM_WORLD
     if found.size != here.size:
         what = f"the launcher started {here.size} ranks, but mpi4py sees a world of {found.size}"
-        raise ConfigError(what, where=here.launcher, fix=fix)
+        raise ConfigError(what, where=here.launcher, fix="start with mpirun")
     return found
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, all ranks together, and MPI before Python, whose clean-up would meet Horovod's."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.Finalize()
+    os._exit(code)
 
 
 class Counter:

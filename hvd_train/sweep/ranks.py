@@ -16,7 +16,7 @@ from hvd_train import run as jobs
 from hvd_train.core.log import warn
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
-from hvd_train.frontends.mpi import Counter, mpi_world
+from hvd_train.frontends.mpi import Counter, can_meet, mpi_world
 from hvd_train.frontends.rank import Rank, settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import LAUNCHERS, World
@@ -28,23 +28,26 @@ from hvd_train.sweep.plan import Trial
 PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
 
 
-def join(here: World, each: int) -> Any:
-    """mpi4py's world, if it can be split into groups of ``each`` ranks."""
+def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Rank, Any]:
+    """This rank with its framework loaded, and mpi4py's world, which can be split into groups of ``each`` ranks."""
     if here.size % each:
         what = f"{here.size} ranks cannot be split into groups of {each}"
         raise ConfigError(what, where="--ranks-per-trial", fix="give a divisor of the number of ranks")
-    return mpi_world(here)
-
-
-def run(trials: Sequence[Trial], each: int, here: World, mpi: Any, ears: Ears, verbose: bool) -> int:
-    """Runs what is not done; 0, or the code of the signal that stopped the sweep."""
     config = trials[0].config
     for key in ("framework", "threads"):
         if len({getattr(trial.config, key) for trial in trials}) > 1:
             what = "cannot differ between the trials of one allocation"
             raise ConfigError(what, where=f"--param {key}", fix="sweep each in turn")
+    can_meet(here)
+    # Before MPI: both hold a copy of hwloc, and MPI ends in a crash where it began with its own and then finds
+    # TensorFlow's.
     rank = settle(config.framework, config.threads, verbose)
     rank.module.configure(rank.threads)
+    return rank, mpi_world(here)
+
+
+def run(trials: Sequence[Trial], each: int, here: World, rank: Rank, mpi: Any, ears: Ears) -> int:
+    """Runs what is not done; 0, or the code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
     todo = [trial for trial in trials if state(trial).word != "done"]

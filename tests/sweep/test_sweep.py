@@ -145,7 +145,7 @@ def test_groups_train_as_single_runs(framework, tmp_path):
         (
             [str(BIN / "horovodrun"), "-np", "2", "--gloo"],
             ["--ranks-per-trial", "1"],
-            "horovodrun's ranks cannot meet over mpi4py; horovodrun; start it with mpirun",
+            "horovodrun's ranks cannot meet over mpi4py; horovodrun; start with mpirun",
         ),
     ],
     ids=["not divisible", "not told", "Gloo"],

@@ -31,6 +31,7 @@ from hvd_train.errors import CheckpointError, ConfigError, DataError, Interrupte
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
+from hvd_train.launch import peers
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.outside import Ears
 from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule, one_or_all
@@ -207,6 +208,8 @@ def fit(
     code, ears.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
     with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
+        if not ears.told and job.communicator.size > 1:
+            ears.seen = peers.watch(job.communicator, config.watchdog_s)
         if lock:
             ears.leaving.append(lock.release)
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import re
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -14,9 +16,11 @@ from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, LostRankError, TrainError
 from hvd_train.frontends.rank import settle
-from hvd_train.launch import shutdown
+from hvd_train.launch import peers, shutdown
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Handle, Tensor
+
+WATCHDOG = "HVD_TRAIN_WATCHDOG_S"  # after how long a rank that is stopped ends all; 0: never
 
 
 @functools.cache
@@ -32,9 +36,18 @@ def open_world(framework: str) -> Communicator:
     sys.excepthook = _end
     communicator = settle(framework, verbose=True).communicator()
     communicator.open()
+    if communicator.size > 1:
+        peers.watch(communicator, _watchdog_s(), answers=False)
     _opened.append((framework, communicator))
     atexit.register(_close)
     return communicator
+
+
+def _watchdog_s() -> float:
+    given = os.environ.get(WATCHDOG, "600")
+    with suppress(ValueError):
+        return float(given)
+    raise ConfigError(f"{given!r} is no number of seconds", where=WATCHDOG)
 
 
 _opened: list[tuple[str, Communicator]] = []

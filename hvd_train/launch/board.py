@@ -51,13 +51,14 @@ class Told:
 
 
 class Board:
-    """The owner's side: ``with Board(ranks) as board``."""
+    """The owner's side: ``with Board(ranks) as board``; with ``path`` that of another reader."""
 
-    def __init__(self, ranks: int) -> None:
-        self._descriptor = os.memfd_create("hvd-train-board")
-        os.ftruncate(self._descriptor, ranks * PAGE)
+    def __init__(self, ranks: int, path: str = "") -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hvd-train-board")
+        if not path:
+            os.ftruncate(self._descriptor, ranks * PAGE)
         self._memory = mmap.mmap(self._descriptor, ranks * PAGE)
-        self.path, self.ranks = f"/proc/{os.getpid()}/fd/{self._descriptor}", ranks
+        self.path, self.ranks = path or f"/proc/{os.getpid()}/fd/{self._descriptor}", ranks
         self.open: dict[int, int] = {}  # rank: a descriptor of its process, which no other process can take over
         self.gone: set[int] = set()
 
@@ -102,15 +103,15 @@ class Board:
 class Page:
     """A rank's side; ``Page.of(rank)`` is None where nobody reads."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int, answers: bool = True) -> None:
         self.owner = int(path.split("/")[2])
         with open(path, "r+b") as stream:
             self._memory = mmap.mmap(stream.fileno(), 0)
         self._start = rank * PAGE
         self._pid, self._place, self._beats = os.getpid(), (0, 0), 0
         self._stack = os.memfd_create("hvd-train-stack")
-        # In C: it answers whatever Python does.
-        faulthandler.register(ASK, file=self._stack, all_threads=True)
+        if answers:  # in C, whatever Python does
+            faulthandler.register(ASK, file=self._stack, all_threads=True)
         self._write(0)
 
     @classmethod

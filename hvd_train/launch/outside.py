@@ -45,11 +45,12 @@ class Ears(Outside):
         self.asked, self.begun, self.ended = 0, False, False
         self.leaving: list[Callable[[], None]] = []
         self.run_dir: Path | None = None
+        self.seen: Page | None = None  # which the ranks of this host read, where nobody else does
         self._code: int | None = None
 
     def at(self, phase: str, step: int) -> None:
-        if self._page:
-            self._page.at(phase, step)
+        for page in filter(None, (self._page, self.seen)):
+            page.at(phase, step)
 
     @property
     def told(self) -> bool:
@@ -61,8 +62,8 @@ class Ears(Outside):
         if self._code is not None:
             return
         self._code = code
-        if self._page:
-            self._page.end({"code": code, **record})
+        for page in filter(None, (self._page, self.seen)):
+            page.end({"code": code, **record})
 
     def _listen(self) -> None:
         poll = select.poll()

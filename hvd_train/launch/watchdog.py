@@ -15,7 +15,7 @@ from hvd_train.launch.board import Board, Told
 WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes as long as the disk does
 ANSWER_SECONDS = 1.0
 # Where a rank's main thread is while it waits for the others, or computes.
-INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|attach)/")
+INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|attach)/(?!faults)")
 
 
 class Watchdog:

@@ -74,3 +74,12 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
     assert run.returncode == 5 and "trained" not in run.stdout, run.stdout[-2000:] + run.stderr[-3000:]
     assert len(told) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
     assert re.match(r"error\[rank \d\]: " + TOLD[api.split()[0] if api == "torch" else "keras", kind], told[0]), told
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
+def test_f14_a_rank_that_is_stopped_is_named(launcher):
+    env = environment() | {"PYTHONPATH": str(ROOT), "HVD_TRAIN_WATCHDOG_S": "2"}
+    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), "torch", "stops"])
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
+    assert "error[rank 1]: is stopped (SIGSTOP), for more than 2 s\n" in run.stdout + run.stderr

@@ -402,6 +402,22 @@ def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypat
     assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *LONG)["weights_sha256"]
 
 
+ALONE = [
+    ("mpirun", "pytorch", "step:1:60:stop",
+     "error[rank 1]: is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    pytest.param("horovodrun --gloo", "tensorflow", "step:1:60:hang",
+                 "error[rank 1]: has not moved for 3 s (in _hang, ", marks=OTHER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "framework", "fault", "words"), ALONE)
+def test_f14_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatch, launcher, framework, fault, words):
+    monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
+    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, "watchdog_s=3")
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    assert code == 5 and words in out + err, out + err
+
+
 def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
     monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
     code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()

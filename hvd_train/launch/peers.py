@@ -1,0 +1,72 @@
+"""Ranks of one host that watch one another, where no ``-np`` does: under a launcher alone, and in own scripts.
+
+The first few look at all from a thread of their own, without Horovod, whose own look waits for a rank that is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvd_train.launch.board import Board, Page, supported
+from hvd_train.launch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from hvd_train.protocol import Communicator
+
+LOOK_SECONDS, LOOKERS = 0.5, 4
+
+
+def watch(communicator: Communicator, limit: float, answers: bool = True) -> Page | None:
+    """To be called on all ranks: from here on they end with code 5 where one of them is stuck for ``limit`` seconds (0:
+    never). What this rank tells of its place goes to the page; None: nobody on this host reads it. One that tells of
+    none is stuck only when it is stopped, and need not answer the signal that asks for a stack (``answers``)."""
+    hosts = communicator.allgather_bytes(_host().encode(), "hosts")
+    company = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
+    alone = len(company) == 1 or not limit or not supported()
+    first = company[0] == communicator.rank
+    board = Board(len(company)) if first and not alone else None
+    paths = communicator.allgather_bytes((board.path if board else "").encode(), "boards")
+    path = paths[company[0]].decode()
+    if alone or not path:
+        return None
+    try:
+        page = Page(path, company.index(communicator.rank), answers)
+        board = board or Board(len(company), path)
+    except OSError:  # a kernel that keeps processes apart
+        return None
+    if company.index(communicator.rank) < LOOKERS:
+        given = [board, company, communicator.rank, limit, answers]
+        threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
+    return page
+
+
+def _look(board: Board, company: list[int], rank: int, limit: float, answers: bool) -> None:
+    watchdog, before = Watchdog(board, limit), time.monotonic()
+    while not watchdog.look():
+        time.sleep(LOOK_SECONDS)
+        now = time.monotonic()
+        if now - before > 4 * LOOK_SECONDS:  # this process was stopped itself, as perhaps all were
+            watchdog = Watchdog(board, limit)
+        before = now
+    stuck = {company[place]: told for place, told in watchdog.stuck.items()}
+    culprit, lookers = min(stuck), company[:LOOKERS]
+    if rank == next((other for other in lookers if other not in stuck), lookers[0]):
+        what, stack = stuck[culprit]
+        where = f"; {board.read(company.index(culprit)).place}; --resume auto goes on" if answers else ""
+        with suppress(OSError):
+            os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
+    else:
+        time.sleep(1.0)  # a launcher ends all with the first
+    os._exit(5)
+
+
+def _host() -> str:
+    """Within which a pid means one process."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{os.getpid()}"

@@ -269,6 +269,7 @@ def sweep(
         click.echo("stopped; --resume goes on", err=True)
     else:
         click.echo(sweeps.finish(folder, trials))
+        code = 5 if any(sweeps.state(trial).word in ("waiting", "running") for trial in trials) else 0
     if ranks_per_trial is not None:
         leave(code)
     sys.exit(code)

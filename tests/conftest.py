@@ -9,8 +9,6 @@ import pytest
 
 from tests import seconds
 
-# Open MPI's ranks wait by asking again and again: of a world beside another one, half of the CPU seconds went there.
-os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 SHOWN = 20
 # The longest first, so that both workers end at about the same time.
 LONGEST = [

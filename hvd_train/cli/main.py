@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,10 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
     show_default=True,
     help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
 )
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="With -np: the hosts of the ranks, over ssh.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each.")
+@click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them.")
+@click.option("--dry-run", is_flag=True, help="With -np: print the launcher's command and start nothing.")
 @verbose_option
 def fit(
     path: Path | None,
@@ -106,6 +111,10 @@ def fit(
     overwrite: bool,
     seed: int | None,
     max_restarts: int,
+    hosts: str | None,
+    hostfile: Path | None,
+    network_interfaces: str | None,
+    dry_run: bool,
     verbose: bool,
 ) -> None:
     """Train a model.
@@ -121,16 +130,32 @@ def fit(
     from hvd_train.launch.outside import forget, listen
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
-    if _starts_ranks(num_proc) or max_restarts:
+    from hvd_train.launch.hosts import parse
+
+    where = parse(hosts, hostfile, network_interfaces)
+    if _starts_ranks(num_proc) or max_restarts or where or dry_run:
+        if num_proc is None:
+            asks = "--max-restarts" if max_restarts else "--hosts" if where else "--dry-run"
+            raise ConfigError(f"{asks} is about ranks that -np starts", fix="give -np, or leave it out")
+        words, folder = _without_launch_options(sys.argv[1:]), Path(config.run_dir)
+        if where and max_restarts:
+            fix = "leave it out, and start again with --resume auto"
+            raise ConfigError("ranks of several hosts are not started again", where="--max-restarts", fix=fix)
+        if dry_run:
+            from hvd_train.launch.local import choose, command
+
+            if where:
+                where.taken(num_proc)
+            click.echo(shlex.join(command(num_proc, choose(launcher), words, hosts=where)))
+            return
+        forget()
+        if where:
+            from hvd_train.launch import launch
+
+            sys.exit(launch(num_proc, launcher, words, verbose, hosts=where))
         from hvd_train.launch.supervise import supervise
 
-        if num_proc is None:
-            raise ConfigError("--max-restarts watches ranks that -np starts", fix="give -np, or leave it out")
-        forget()
-        arguments = _without_launch_options(sys.argv[1:])
-        sys.exit(
-            supervise(num_proc, launcher, arguments, Path(config.run_dir), max_restarts, verbose, config.watchdog_s)
-        )
+        sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s))
     _prepare()
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen()))
 
@@ -173,14 +198,21 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
     sys.exit(launch(num_proc or 1, launcher, _without_launch_options(sys.argv[1:]), verbose))
 
 
+OF_LAUNCH = ("-np", "--num-proc", "--launcher", "--max-restarts", "-H", "--hosts", "--hostfile", "--network-interfaces")
+
+
 def _without_launch_options(arguments: list[str]) -> list[str]:
     kept, skip = [], False
     for argument in arguments:
         if skip:
             skip = False
-        elif argument in ("-np", "--num-proc", "--launcher", "--max-restarts"):
+        elif argument in OF_LAUNCH:
             skip = True
-        elif not argument.startswith(("-np", "--num-proc=", "--launcher=", "--max-restarts=")):
+        elif argument == "--dry-run" or argument.startswith(
+            ("-np", "-H", *(f"{x}=" for x in OF_LAUNCH if x[1] == "-"))
+        ):
+            continue
+        else:
             kept.append(argument)
     return kept
 

@@ -1,4 +1,4 @@
-"""``hvd-train ... -np N``: the same command again under mpirun or horovodrun on this host."""
+"""``hvd-train ... -np N``: the same command again under mpirun or horovodrun, on this host or on others."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.board import Board
 from hvd_train.launch.environment import CORES
+from hvd_train.launch.hosts import Hosts, after, look, options, variables
 from hvd_train.launch.watchdog import Watchdog
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
@@ -62,31 +63,43 @@ def choose(launcher: str) -> str:
 
 
 def command(
-    num_proc: int, launcher: str, arguments: list[str], module: str = "hvd_train", program: Sequence[str] = ()
+    num_proc: int,
+    launcher: str,
+    arguments: list[str],
+    module: str = "hvd_train",
+    program: Sequence[str] = (),
+    hosts: Hosts | None = None,
 ) -> list[str]:
-    """The launcher's command line for ``python -m MODULE ARGUMENTS`` on ``num_proc`` ranks of this host, or ``program``
-    instead."""
+    """The launcher's command line for ``python -m MODULE ARGUMENTS`` on ``num_proc`` ranks of this host, or ``hosts``,
+    or ``program`` instead."""
     program = list(program) or [sys.executable, "-m", module, *arguments]
-    if num_proc == 1:
+    if num_proc == 1 and not hosts:
         return program
     tool = find_tool(launcher) or launcher
     if launcher == "mpirun":
         # Ranks bind themselves (environment.bind): mpirun would give each one core, however many there are.
-        return [tool, "--quiet", "-np", str(num_proc), "--bind-to", "none", "--map-by", "slot:oversubscribe", *program]
+        line = [tool, "--quiet", "-np", str(num_proc), "--bind-to", "none"]
+        return [*line, *(options(launcher, hosts) if hosts else ["--map-by", "slot:oversubscribe"]), *program]
+    if hosts:
+        return [tool, "-np", str(num_proc), "--gloo", *options(launcher, hosts), *program]
     return [tool, "-np", str(num_proc), "--gloo", "--network-interfaces", "lo", *program]
 
 
-def environment() -> dict[str, str]:
+def environment(hosts: Hosts | None = None) -> dict[str, str]:
     """What Open MPI asks for under root, the cores that the ranks share, and the terminal's width, which ranks behind a
     pipe cannot see."""
     env = dict(os.environ)
-    env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    if not hosts:
+        env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     # Ranks of one host need no network; a listening port is one more thing to protect.
-    env.setdefault("OMPI_MCA_btl", "self,vader")
-    env.setdefault("OMPI_MCA_oob_tcp_if_include", "lo")
+    if hosts:
+        env |= variables(hosts)
+    else:
+        env.setdefault("OMPI_MCA_btl", "self,vader")
+        env.setdefault("OMPI_MCA_oob_tcp_if_include", "lo")
     env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns) if sys.stdout.isatty() else "0"
     return env
 
@@ -98,16 +111,23 @@ def launch(
     verbose: bool = False,
     module: str = "hvd_train",
     program: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
 ) -> int:
-    """Runs the job to its end and returns its exit code; one rank needs no launcher. ``variables``: of its environment.
+    """Runs the job to its end and returns its exit code; one rank needs no launcher. ``more``: of its environment.
 
     A signal to this process reaches the ranks, and its code is 128 + signal; a rank that a signal ended is code 5.
     """
-    line = command(num_proc, choose(launcher) if num_proc > 1 else "", arguments, module, program)
+    taken = hosts.taken(num_proc) if hosts else []
+    chosen = choose(launcher) if num_proc > 1 or hosts else ""
+    if hosts:
+        look(taken)
+    line = command(num_proc, chosen, arguments, module, program, hosts)
     if verbose:
         print(" ".join(line), file=sys.stderr, flush=True)
-    code, received, _ = run(line, environment() | dict(variables or {}))
+    code, received, _ = run(line, environment(hosts) | dict(more or {}))
+    if hosts and not received:
+        after(taken, code)
     if received and code:
         return 128 + received[0]
     if code in FATAL and num_proc > 1:

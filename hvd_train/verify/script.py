@@ -45,7 +45,7 @@ def verify_script(
             title = f"{size} rank{'s' * (size > 1)}"
             print(f"{name} on {title}: {steps} steps ...", flush=True)
             told = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
-            code = launch(size, launcher, [], verbose, program=command, variables={VARIABLE: told})
+            code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: told})
             if code:
                 return code
             found, own = _read(folder, size, title)

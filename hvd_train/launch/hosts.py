@@ -1,0 +1,165 @@
+"""Ranks on several hosts: ``-H a:2,b:2`` or a file of hosts, and what starts them there over ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_train import __version__
+from hvd_train.errors import CommunicationError, ConfigError
+
+# Horovod's launcher puts names into a shell.
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+ANSWER_SECONDS = 20.0
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
+SSH += ["-o", "ConnectTimeout=10"]
+# Open MPI asks a silent host after 5 minutes; so it does after 20 s, and gives it up 20 s later.
+LOST = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
+LOST |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """``slots``: how many ranks each host takes, in the order of their ranks. ``interfaces``: empty: all."""
+
+    slots: dict[str, int]
+    interfaces: str = ""
+
+    @property
+    def words(self) -> str:
+        return ",".join(f"{host}:{count}" for host, count in self.slots.items())
+
+    def taken(self, num_proc: int) -> list[str]:
+        """The hosts that ``num_proc`` ranks need, filled one after the other."""
+        left, found = num_proc, []
+        for host, count in self.slots.items():
+            if left > 0:
+                found.append(host)
+            left -= count
+        if left > 0:
+            total = sum(self.slots.values())
+            fix = f"-np {total}, or more slots (HOST:SLOTS)"
+            raise ConfigError(f"{num_proc} ranks on hosts with {total} slots", where=f"-H {self.words}", fix=fix)
+        return found
+
+
+def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> Hosts | None:
+    """``a:2,b:2`` (without a number: 1), or a file with a line ``a slots=2`` a host, as Horovod and Open MPI take."""
+    if hosts and hostfile:
+        raise ConfigError("--hosts and --hostfile name the hosts twice", where="--hostfile", fix="give one of them")
+    if interfaces and not re.fullmatch(r"[\w.:,-]+", interfaces):
+        raise ConfigError(f"{interfaces!r} is no list of networks", where="--network-interfaces", fix="eth0,ib0")
+    if hosts:
+        rows = [(f"--hosts {hosts}", row) for row in hosts.split(",")]
+    elif hostfile:
+        try:
+            lines = hostfile.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot be read: {error}", where=f"--hostfile {hostfile}") from error
+        rows = [(f"{hostfile}:{k}", line.partition("#")[0].strip()) for k, line in enumerate(lines, 1)]
+        rows = [(where, row) for where, row in rows if row]
+    else:
+        if interfaces:
+            fix = "give --hosts or --hostfile too: ranks of one host need no network"
+            raise ConfigError("of which hosts", where="--network-interfaces", fix=fix)
+        return None
+    found: dict[str, int] = {}
+    for where, row in rows:
+        match = re.fullmatch(r"([^\s:]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s+max[-_]slots\s*=\s*\d+)?", row)
+        if not match or not NAME.fullmatch(match[1]) or not int(match[2] or match[3] or 1):
+            fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
+            raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
+        if match[1] in found:
+            raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
+        found[match[1]] = int(match[2] or match[3] or 1)
+    if not found:
+        raise ConfigError("names no host", where=f"--hostfile {hostfile}")
+    return Hosts(found, interfaces or "")
+
+
+def options(launcher: str, hosts: Hosts) -> list[str]:
+    """What ``mpirun`` or ``horovodrun`` is told of the hosts."""
+    if launcher == "mpirun":
+        # Variables of Open MPI travel by themselves.
+        own = [word for name in sorted(os.environ) if _travels(name) for word in ("-x", name)]
+        return ["-H", hosts.words, *own]
+    return ["-H", hosts.words, *(["--network-interfaces", hosts.interfaces] if hosts.interfaces else [])]
+
+
+def _travels(name: str) -> bool:
+    """What a rank elsewhere must know; never a secret, which would stand in a command line."""
+    return (
+        name == "PYTHONPATH"
+        or name.startswith(("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_"))
+        and ("SECRET" not in name)
+    )
+
+
+def variables(hosts: Hosts) -> dict[str, str]:
+    """Of the launcher's environment: Open MPI over the network, by these interfaces."""
+    given = {name for name in os.environ if name.startswith("OMPI_MCA_")}
+    found = {"OMPI_MCA_btl": "self,vader,tcp", **LOST}
+    if hosts.interfaces:
+        found |= {f"OMPI_MCA_{what}_if_include": hosts.interfaces for what in ("btl_tcp", "oob_tcp")}
+    else:
+        found["OMPI_MCA_oob_tcp_if_exclude"] = "lo"
+    return {name: value for name, value in found.items() if name not in given}
+
+
+def look(hosts: Sequence[str]) -> None:
+    """Asks all hosts over ssh for this Python and this version, before anything starts there."""
+    answers = asked(hosts)
+    for host, (code, out, error) in answers.items():
+        where = f"host {host}"
+        if code == 255:
+            raise ConfigError(f"ssh does not get there: {error or 'no answer'}", where=where, fix=f"try 'ssh {host}'")
+        if code == 124:
+            raise ConfigError(f"no answer within {ANSWER_SECONDS:g} s", where=where, fix=f"try 'ssh {host}'")
+        if code:
+            fix = "install it at the same path on all hosts, or share the file system"
+            raise ConfigError(f"{sys.executable} does not run hvd_train there: {error}", where=where, fix=fix)
+        if out != __version__:
+            fix = "install the same version on all hosts"
+            raise ConfigError(f"it has hvd_train {out}, this host {__version__}", where=where, fix=fix)
+
+
+def asked(hosts: Sequence[str]) -> dict[str, tuple[int, str, str]]:
+    """{host: (exit code, what it said, the last line of its error)}; 255: ssh's own, 124: it did not answer."""
+    path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
+    code = "import hvd_train; print(hvd_train.__version__)"
+
+    def one(host: str) -> tuple[int, str, str]:
+        told = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-c", code]
+        words = " ".join(word if word == "&&" else shlex.quote(word) for word in told)
+        try:
+            done = subprocess.run(
+                [*SSH, host, words], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 124, "", ""
+        except OSError as error:
+            raise ConfigError(f"ssh: {error.strerror}", where="--hosts", fix="install an ssh client") from error
+        return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
+
+    with ThreadPoolExecutor(min(32, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(one, hosts), strict=True))
+
+
+def after(hosts: Sequence[str], code: int) -> None:
+    """A job on several hosts has failed with ``code``: a host that does not answer any more is the cause to tell."""
+    if code in (0, 2, 3, 4, 6, 75, 130):
+        return
+    time.sleep(0.5)
+    gone = [host for host, (found, _, _) in asked(hosts).items() if found in (255, 124)]
+    if gone:
+        fix = "--resume auto goes on from the last checkpoint, on the hosts that are left with -H"
+        raise CommunicationError(f"host {', '.join(gone)} does not answer any more", fix=fix)

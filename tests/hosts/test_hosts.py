@@ -1,0 +1,237 @@
+"""Several hosts for real: namespaces with sshd. The weights of one host, bit for bit; hosts that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_train import __version__
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch import hosts as module
+from hvd_train.launch.hosts import Hosts, after, look, options, parse
+from hvd_train.launch.local import environment
+from tests.hosts.network import Network, missing
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TINY = ["-c", str(ROOT / "scripts" / "configs" / "tiny.yaml")]
+LONG = pytest.mark.long("the other framework runs it in every run, and a network does not know them apart")
+ROOTED = {"PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    if why := missing():
+        pytest.skip(why)
+    made = Network(tmp_path_factory.mktemp("hosts"), 3)
+    try:
+        made.start()
+        yield made
+        assert not made.left(), "left behind"
+    finally:
+        made.stop()
+
+
+def words(folder: Path, framework: str, *more: str) -> list[str]:
+    # As many threads wherever a rank is: PyTorch adds in another order with more of them.
+    sets = ["threads=1", "precision=64", "tensorboard=false", "log_every_n_steps=1", f"framework={framework}", *more]
+    return [*TINY, "--run-dir", str(folder), *(word for one in sets for word in ("--set", one))]
+
+
+def weights(folder: Path) -> str:
+    return json.loads((folder / "summary.json").read_text())["weights_sha256"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of two ranks of one host."""
+    known: dict[str, str] = {}
+
+    def get(framework: str) -> str:
+        if framework not in known:
+            folder = tmp_path_factory.mktemp("one-host") / "run"
+            line = [str(BIN / "hvd-train"), "fit", "-np", "2", *words(folder, framework)]
+            subprocess.run(line, env=environment(), check=True, capture_output=True, timeout=120)
+            known[framework] = weights(folder)
+        return known[framework]
+
+    return get
+
+
+def way(name: str, network: Network, folder: Path) -> list[str]:
+    """How the guide starts two ranks on two hosts."""
+    a, b, _ = network.hosts
+    fit = [str(BIN / "hvd-train"), "fit"]
+    file = folder / "hosts.txt"
+    file.write_text(f"# two\n{a} slots=1\n{b} slots=1\n")
+    return {
+        "horovodrun -H": [
+            str(BIN / "horovodrun"), "-np", "2", "-H", f"{a}:1,{b}:1", "--network-interfaces", "eth0", *fit,
+        ],
+        "mpirun --hostfile": [
+            str(BIN / "mpirun"), "-np", "2", "--hostfile", str(file), "--mca", "btl_tcp_if_include", "eth0",
+            "--mca", "oob_tcp_if_include", "eth0", "-x", "PYTHONPATH", *fit,
+        ],
+        "fit -H": [*fit, "-np", "2", "-H", f"{a}:1,{b}:1"],
+        "fit --hostfile": [*fit, "-np", "2", "--hostfile", str(file), "--launcher", "horovodrun"],
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [
+        ("horovodrun -H", "pytorch"),
+        ("mpirun --hostfile", "pytorch"),
+        ("fit -H", "tensorflow"),
+        *(
+            pytest.param(name, framework, marks=LONG)
+            for name, framework in [
+                ("horovodrun -H", "tensorflow"),
+                ("mpirun --hostfile", "tensorflow"),
+                ("fit -H", "pytorch"),
+                ("fit --hostfile", "pytorch"),
+                ("fit --hostfile", "tensorflow"),
+            ]
+        ),
+    ],
+)
+def test_two_hosts_give_the_weights_of_one(network, expected, tmp_path, name, framework):
+    line = [*way(name, network, tmp_path), *words(tmp_path / "run", framework)]
+    done = network.run(line, **ROOTED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "run") == expected(framework)
+    assert not network.left()
+
+
+@pytest.mark.long("Gloo and Open MPI need 40 seconds to give a silent host up")
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path, launcher):
+    a, b, c = network.hosts
+    run, begun = tmp_path / "run", [str(BIN / "hvd-train"), "fit", "-np", "2", "--launcher", launcher]
+    long = words(run, "pytorch", "max_epochs=4000", "checkpoint.every_n_steps=20")
+    job = network.started([*begun, "-H", f"{a}:1,{b}:1", *long], **ROOTED)
+    try:
+        stop = time.monotonic() + 60
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 100:
+            assert job.poll() is None and time.monotonic() < stop, job.communicate()
+            time.sleep(0.1)
+        network.link(b, "down")
+        out, err = job.communicate(timeout=120)
+    finally:
+        network.link(b, "up")
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 5, err
+    assert err.strip().splitlines()[-1].startswith(f"error: host {b} does not answer any more; --resume auto "), err
+    stop = time.monotonic() + 60
+    while network.left() and time.monotonic() < stop:  # what was cut off learns of it when it is back
+        time.sleep(0.5)
+    assert not network.left()
+    saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-????????"))
+    steps = f"max_steps={saved + 30}"
+    done = network.run(
+        [*begun, "-H", f"{a}:1,{c}:1", *words(run, "pytorch", "max_epochs=4000", steps), "--resume", "auto"], **ROOTED
+    )
+    assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_host_that_is_not_there_is_one_line(network, tmp_path):
+    a, b, c = network.hosts
+    network.link(c, "down")
+    try:
+        line = [str(BIN / "hvd-train"), "fit", "-np", "2", *words(tmp_path / "run", "pytorch")]
+        for host in (c, "nowhere"):
+            done = network.run([*line, "-H", f"{a}:1,{host}:1"], **ROOTED)
+            assert done.returncode == 2 and done.stderr.startswith("error: ssh does not get there: "), done.stderr
+            assert f"; host {host}; try 'ssh {host}'" in done.stderr and done.stderr.count("\n") == 1
+    finally:
+        network.link(c, "up")
+    assert not (tmp_path / "run").exists() and not network.left()
+
+
+# ---- without a network
+
+
+def test_hosts_are_filled_one_after_the_other(tmp_path):
+    given = parse("a:2,b,c:3", None, None)
+    assert given == Hosts({"a": 2, "b": 1, "c": 3}) and given.words == "a:2,b:1,c:3"
+    assert given.taken(2) == ["a"] and given.taken(3) == ["a", "b"] and given.taken(6) == ["a", "b", "c"]
+    file = tmp_path / "hosts"
+    file.write_text("# ours\n\na slots=2\nb\nc slots = 3 max-slots=4\n")
+    assert parse(None, file, None) == given
+    with pytest.raises(ConfigError, match=r"7 ranks on hosts with 6 slots; -H a:2,b:1,c:3; -np 6"):
+        given.taken(7)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text", "interfaces", "says"),
+    [
+        ("a;reboot:2", None, None, "'a;reboot:2' is no host; --hosts a;reboot:2; HOST:SLOTS"),
+        ("-oProxyCommand=x:1", None, None, "is no host"),
+        ("a:0", None, None, "'a:0' is no host"),
+        ("a:2,a:1", None, None, "a stands twice"),
+        ("a:1", "b", None, "name the hosts twice"),
+        (None, "a slots=2\nb slots=$(x)\n", None, r"'b slots=\$\(x\)' is no host; .*:2; "),
+        (None, "# nobody\n", None, "names no host"),
+        ("a:1", None, "eth0; x", "is no list of networks"),
+        (None, None, "eth0", "of which hosts; --network-interfaces"),
+    ],
+)
+def test_no_hosts_are_one_line(tmp_path, hosts, text, interfaces, says):
+    file = tmp_path / "hosts" if text is not None else None
+    if file:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse(hosts, file, interfaces)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_secret_travels_in_a_command_line(monkeypatch):
+    monkeypatch.setenv("HVD_TRAIN_SECRET", "abc")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    told = options("mpirun", Hosts({"a": 1}))
+    assert "HOROVOD_CYCLE_TIME" in told and not [word for word in told if "SECRET" in word or "abc" in word]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            (255, "", "Permission denied (publickey)."),
+            "ssh does not get there: Permission denied .*; host b; try 'ssh b'",
+        ),
+        ((124, "", ""), "no answer within 20 s; host b"),
+        ((127, "", "no such file"), "does not run hvd_train there: no such file; host b; install it at the same path"),
+        ((0, "0.0.7", ""), f"it has hvd_train 0.0.7, this host {__version__}; host b; install the same version"),
+    ],
+)
+def test_hosts_are_asked_before_anything_starts(monkeypatch, answer, says):
+    monkeypatch.setattr(module, "asked", lambda names: {"a": (0, __version__, ""), "b": answer})
+    with pytest.raises(ConfigError, match=says):
+        look(["a", "b"])
+
+
+def test_after_a_failure_the_silent_host_is_the_cause(monkeypatch):
+    monkeypatch.setattr(module, "asked", lambda names: {"a": (0, __version__, ""), "b": (124, "", "")})
+    for code in (0, 2, 3, 4, 6, 75, 130):
+        after(["a", "b"], code)
+    with pytest.raises(CommunicationError, match="host b does not answer any more"):
+        after(["a", "b"], 1)
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
+    line = [str(BIN / "hvd-train"), "fit", "-np", "3", "--dry-run", "-H", "a:2,b:1", "--network-interfaces", "ib0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*line, "--launcher", "horovodrun", *TINY], capture_output=True, text=True, timeout=60, env=env
+    )
+    found = done.stdout.split()
+    assert found[1:7] == ["-np", "3", "--gloo", "-H", "a:2,b:1", "--network-interfaces"], done.stderr
+    assert found[7] == "ib0" and found[9:] == ["-m", "hvd_train", "fit", *TINY]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvd_train.config import resolved_yaml
 from hvd_train.core.files import put
-from hvd_train.launch.local import environment
+from hvd_train.launch.local import _end_with_parent, environment
 from hvd_train.sweep.folder import LOG, fail, state
 from hvd_train.sweep.plan import Trial
 
@@ -50,7 +50,9 @@ def _run(trial: Trial, num_proc: int | None, launcher: str) -> int:
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             # A session of its own: Ctrl-C reaches it once, from here.
-            child = subprocess.Popen(line, stdout=log, stderr=log, env=env, start_new_session=True)
+            child = subprocess.Popen(
+                line, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=_end_with_parent
+            )
             if received:
                 child.send_signal(received[0])
             code = child.wait()

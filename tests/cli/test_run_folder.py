@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import marshal
 import os
+import pickle
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,6 +66,77 @@ def write_data(path, n, seed=0, classes=3, shift=0):
     return path
 
 
+class Canary:
+    """Whoever unpickles it makes the file ``ran``."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def keras_lambda(path):
+    """A .keras file whose Lambda layer does the same."""
+    code = marshal.dumps(compile(f"open({str(path)!r}, 'w')", "canary", "eval"))
+    layer = {
+        "class_name": "Lambda",
+        "config": {"function": {"class_name": "__lambda__", "config": {"code": code.hex()}}},
+    }
+    with zipfile.ZipFile(found := io.BytesIO(), "w") as file:
+        file.writestr("config.json", json.dumps({"class_name": "Sequential", "config": {"layers": [layer]}}))
+    return found.getvalue()
+
+
+def external_link(path):
+    """An HDF5 file whose data lie in another file."""
+    import h5py
+
+    with h5py.File(found := io.BytesIO(), "w") as file:
+        file["weights/head.bias"] = h5py.ExternalLink("/etc/passwd", "/")
+    return found.getvalue()
+
+
+def tensors(header, length=None):
+    """A safetensors file with this header, which says that it has ``length`` bytes."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def foreign(run, folder, name, content):
+    """A copy of the run ``run``, whose checkpoint has this file under a valid hash."""
+    shutil.copytree(run, folder)
+    (step,) = (folder / "checkpoints").iterdir()
+    path = step / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(manifest))
+    (step / name).write_bytes(content)
+    return folder
+
+
+def canaries(run, folder):
+    """{name: the run folder that somebody else made, what the line says}"""
+    ran, weights, refused = folder / "ran", "weights.safetensors", "no checkpoint can be used"
+    names = [weights, "optimizer.safetensors", "rank-0.safetensors", "manifest.json"]
+    pickled = {f"pickle as {name}": (name, pickle.dumps(Canary(ran)), refused) for name in names[:3]}
+    huge = {"x": {"dtype": "F64", "shape": [1 << 31, 1 << 31], "data_offsets": [0, 1 << 62]}}
+    found = pickled | {
+        "pickle as manifest.json": (names[3], pickle.dumps(Canary(ran)), "the manifest is damaged (no JSON)"),
+        "Keras Lambda": (weights, keras_lambda(ran), refused),
+        "HDF5 external link": (weights, external_link(ran), refused),
+        "a header without an end": (weights, tensors({}, 1 << 62), refused),
+        "a header of a gigabyte": (weights, tensors({}, 1 << 30), refused),
+        "a tensor of exabytes": (weights, tensors(huge), refused),
+        "..": ("../step-00000006/weights.safetensors", b"", "the manifest is damaged"),
+    }
+    (folder / "foreign").mkdir()
+    return {
+        name: (foreign(run, folder / "foreign" / f"run-{k}", *given), words)
+        for k, (name, (*given, words)) in enumerate(found.items())
+    }
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run on data of its own (6 of 8 steps of an epoch) and what every command line did to it."""
@@ -87,6 +164,11 @@ def made(tmp_path_factory):
         "damaged": (fit(folder / "damaged", *go_on, sets=data), 4, "no checkpoint can be used"),
         "new": (fit(folder / "new" / "one", sets=["data={name: npz, path: nowhere.npz}"]), 3, "no such file"),
     }
+    for name, (own, words) in canaries(run, folder).items():
+        where = ["--run-dir", own]
+        refused[f"{name}: resume"] = fit(own, *go_on, sets=data), 4, words
+        refused[f"{name}: eval"] = ["eval", *where], 4, words
+        refused[f"{name}: predict"] = ["predict", *where, "-o", folder / "p.npy"], 4, words
     before = content(folder)
     lines = [["eval", "--run-dir", run], *(line for line, _, _ in refused.values()), ["eval", "--run-dir", run]]
     told = commands(*lines)
@@ -106,6 +188,20 @@ def test_a_refused_command_is_one_line(made, name):
     assert (told.code, words in told.err) == (code, True), told.err
     lines = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1 and lines[0].startswith("error: ")
+
+
+def test_canaries_of_foreign_folders_do_not_sing(made):
+    """A pickle, a Lambda, a link, a bomb or a path in a checkpoint is one line; nothing runs, nothing is written."""
+    found = [name for name in made.refused if name.endswith((": resume", ": eval", ": predict"))]
+    assert len(found) == 30
+    for name in found:
+        test_a_refused_command_is_one_line(made, name)
+    assert not (made.folder / "ran").exists() and not (made.folder / "p.npy").exists()
+
+
+def test_a_canary_sings_where_it_is_unpickled(tmp_path):
+    pickle.loads(pickle.dumps(Canary(tmp_path / "ran"))).close()
+    assert (tmp_path / "ran").exists()
 
 
 def test_refused_commands_change_no_byte(made):

@@ -152,6 +152,7 @@ class Communicator(Protocol):
     local_rank: int
     local_size: int
     mpi: bool  # whether MPI carries the transfers
+    waited: float  # seconds within transfers, of those that this rank itself waits for
 
     def open(self) -> None: ...
 
@@ -349,6 +350,9 @@ class FrontEnd(Protocol):
     def finite(self) -> bool:
         """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
         residual changed."""
+
+    def waited(self) -> float:
+        """Seconds in which this rank has waited for transfers since it began; with no step queued."""
 
     def statistics(self) -> Tree:
         """Copies of this rank's running statistics, for ``put_back``."""

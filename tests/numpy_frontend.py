@@ -145,7 +145,7 @@ class Threads:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.local_rank, self.local_size, self.mpi = rank, world.size, False
+        self.local_rank, self.local_size, self.mpi, self.waited = rank, world.size, False, 0.0
 
     def open(self):
         pass

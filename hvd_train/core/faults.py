@@ -1,7 +1,7 @@
 """Faults on purpose, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, several by comma.
 
-``save:0:2:kill``: the second time that rank 0 comes to the point ``save``, it is killed. Without the variable a point
-is a look at an empty list.
+``save:0:2:kill``: the second time that rank 0 comes to the point ``save``, it is killed; ``step:1:40:delay``: from its
+40th step on rank 1 is slow. Without the variable a point is a look at an empty list.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ VARIABLE = "HVD_TRAIN_FAULT"
 # before each file, before the manifest, before the rename that commits it, after that.
 POINTS = ("start", "step", "evaluation", "save", "write", "manifest", "rename", "commit")
 
+DELAY_SECONDS = 0.05
 _planned: list[tuple[str, int, Callable[[], None]]] = []  # (point, how often until then, what happens)
 
 
@@ -36,12 +37,17 @@ def _hang() -> NoReturn:
         time.sleep(0.1)
 
 
+def _delay() -> None:
+    time.sleep(DELAY_SECONDS)
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda: os._exit(0),
     "raise": _raise,
     "hang": _hang,
+    "delay": _delay,
     "enospc": lambda: _fail(errno.ENOSPC),
     "eio": lambda: _fail(errno.EIO),
 }
@@ -65,5 +71,5 @@ def at(point: str) -> None:
     for k, (planned, times, action) in enumerate(_planned):
         if planned == point:
             _planned[k] = planned, times - 1, action
-            if times == 1:
+            if times == 1 or (times < 1 and action is _delay):
                 action()

@@ -9,10 +9,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from hvd_train.core import checkpoint, folder
+from hvd_train.core.straggler import Straggler
 from hvd_train.errors import CheckpointError
 
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
@@ -41,6 +43,7 @@ class NullLog:
     def warning(self, text: str) -> None: ...
     def summary(self, values: dict[str, Any]) -> None: ...
     def compression_error(self, *args: Any) -> None: ...
+    def straggler(self, *args: Any) -> None: ...
     def begin(self) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -136,6 +139,10 @@ class RunLog:
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
         if self._events:
             self._events.scalars(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
+
+    def straggler(self, epoch: int, step: int, found: Straggler) -> None:
+        self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **asdict(found)})
+        self.message(f"step {step}: {found}")
 
     def _truncate_after(self, step: int) -> None:
         path = self.run_dir / "metrics.jsonl"

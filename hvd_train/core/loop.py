@@ -27,6 +27,7 @@ from hvd_train.core.meeting import Meetings, Outside
 from hvd_train.core.precision import FIRST_SCALE, next_scale
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.state_dict import weights_sha256
+from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
@@ -92,6 +93,7 @@ class Trainer:
         self._why = ""  # this rank's wish to stop
         self._asked = 0  # the signal that the ranks have agreed to follow
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
+        self._stragglers = Stragglers()
         self._saved = False  # whether the newest checkpoint is what this run is now
         self._writer = saving.Writer()
         self._speed, self._lines = Speed(), Lines()
@@ -139,14 +141,24 @@ class Trainer:
     def _heed(self, meetings: Meetings, told: bool = True) -> None:
         """The ranks meet. A wish to ``stop`` waits for a line of the log: when a run ends must not depend on clocks."""
         looks = meetings is self._steps  # no hook is called within an evaluation
-        said = meetings.meet([self._why if told else "", self.outside.asked, self._writer.outcome() if looks else None])
+        of_steps = [self._writer.outcome(), self.frontend.waited()] if looks else [None, 0.0]
+        said = meetings.meet([self._why if told else "", self.outside.asked, *of_steps])
         asked = [why for why, *_ in said if why]
         if asked:
             self.progress.stopped, self._why = True, ""
             self.log.message(asked[0])
-        self._asked = next((number for _, number, _ in said if number), 0)
+        self._asked = next((number for _, number, *_ in said if number), 0)
+        if looks and len(said) > 1 and self._stragglers.look(self.progress.step, [row[3] for row in said]):
+            self._tell_straggler()
         if said[0][2] is not None:
             self._written(said[0][2])
+
+    def _tell_straggler(self) -> None:
+        p, found = self.progress, self._stragglers.found
+        if found:
+            self.log.straggler(p.epoch, p.step, found)
+        else:
+            self.log.message(f"step {p.step}: no rank is slow any more")
 
     def _interrupt(self) -> None:
         """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
@@ -367,12 +379,15 @@ class Trainer:
             samples_per_second=self.samples_per_second(),
             seconds=seconds,
         )
+        if self._stragglers.found:
+            self._tell_straggler()
         every = c.checkpoint.every_n_epochs
         if last or (complete and every and p.epoch % every == 0):
             self._save({**train, **(p.val if val else {})})
 
     def _validate(self, epoch: int, rate: float) -> dict[str, float]:
         p = self.progress
+        self._stragglers.pause()
         self._converge()
         self.outside.at("evaluation", p.step)
         self._batches.begin()
@@ -392,6 +407,7 @@ class Trainer:
         """``keep``: whatever the configuration says."""
         rule = self.config.checkpoint
         if rule.save_last or rule.save_top_k or keep:
+            self._stragglers.pause()
             self._settle()
             self._converge()
             self.outside.at("saving", self.progress.step)

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ class StateTree(ABC):
 
     def finite(self) -> bool:
         return True
+
+    def waited(self) -> float:
+        return self.communicator.waited
 
     def counts(self, batch: Batch) -> np.ndarray:
         return self.ops.to_numpy(self.task.counts(*self._judged(batch)))
@@ -223,6 +227,7 @@ def guarded(transfer: Callable) -> Callable:
     def call(self: HorovodCommunicator, *args: Any, **kwargs: Any) -> Any:
         if self._failure is not None:
             raise SystemExit(self._failure.exit_code)
+        began = time.perf_counter()
         try:
             return transfer(self, *args, **kwargs)
         except Exception as error:
@@ -230,6 +235,8 @@ def guarded(transfer: Callable) -> Callable:
             if failure is None:
                 raise
             raise failure from error
+        finally:
+            self.waited += time.perf_counter() - began
 
     return call
 
@@ -242,6 +249,7 @@ class HorovodCommunicator(ABC):
     mpi = False
     part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
     module: str
+    waited = 0.0
     _failure: TrainError | None = None
 
     def __init__(self, expected_size: int) -> None:

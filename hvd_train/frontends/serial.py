@@ -9,6 +9,7 @@ class Serial:
     rank = local_rank = 0
     size = local_size = 1
     mpi = False
+    waited = 0.0
 
     def open(self) -> None:
         pass

@@ -327,6 +327,8 @@ class TensorFlowFrontEnd(StateTree):
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
             ]
+        with tf.device("/CPU:0"):
+            self._waits = tf.Variable(0.0, trainable=False, dtype=tf.float64)  # within steps
         self._accumulate = _graph(self._traced_accumulate)
         self._step = _graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
@@ -388,6 +390,9 @@ class TensorFlowFrontEnd(StateTree):
             self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
+    def waited(self) -> float:
+        return super().waited() + float(self._waits)
+
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
@@ -448,7 +453,7 @@ class TensorFlowFrontEnd(StateTree):
         if not self.config.checks_gradients:
             self._update(gradients, learning_rate)
             return sums, tf.zeros((1,))
-        failures = self.exchange.failures(gradients)
+        failures = self._awaited(gradients, lambda: self.exchange.failures(gradients))
 
         def update():
             self._update([g * unscale for g in gradients], learning_rate)
@@ -475,12 +480,24 @@ class TensorFlowFrontEnd(StateTree):
         if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]
-        reduced, states = self.exchange.reduce(self.exchange.join(gradients), self._states())
+        flats = self.exchange.join(gradients)
+        reduced, states = self._awaited(gradients, lambda: self.exchange.reduce(flats, self._states()))
         for variables, values in zip(self._exchange_state, states, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
         self._optimizer.learning_rate.assign(learning_rate)
         self._optimizer.apply(self.exchange.split(reduced), list(self._trainable.values()))
+
+    def _awaited(self, gradients, transfer: Callable[[], Any]) -> Any:
+        """What ``transfer`` gives; the seconds from the last gradient to its end are counted."""
+        if self.communicator.size == 1:
+            return transfer()
+        with tf.device("/CPU:0"), tf.control_dependencies(gradients):
+            began = tf.timestamp()
+        found = transfer()
+        with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(found)):
+            self._waits.assign_add(tf.timestamp() - began)
+        return found
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed):
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)

@@ -418,6 +418,22 @@ def test_f14_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatc
     assert code == 5 and words in out + err, out + err
 
 
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    [("-np", "tensorflow"), pytest.param("-np horovodrun", "pytorch", marks=pytest.mark.long("times waits eagerly"))],
+)
+def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launcher, framework):
+    """50 ms after each step of rank 1, from the second epoch on."""
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "step:1:30:delay")
+    sets = settings(tmp_path / "run", f"framework={framework}", "max_epochs=5")
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    assert code == 0 and "rank 1 is slow: the others wait for it " in out and "rank 0 is slow" not in out, out + err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    slow = [row for row in rows if row["event"] == "straggler"]
+    assert {row["rank"] for row in slow} == {1} and 20 < slow[-1]["since"] < 60, slow
+    assert slow[-1]["share"] > 0.5 and slow[-1]["seconds"] > 0.03, slow
+
+
 def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
     monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
     code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()

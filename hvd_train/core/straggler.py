@@ -1,0 +1,71 @@
+"""The rank for which all others wait in every step, named in words.
+
+Where ranks meet anyway each tells how long it has waited for transfers so far. Who is waited for waits least: what the
+others wait longer than it does is lost. Of several meetings the median counts, for a rank may be late once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MEETINGS = 8  # a quarter of a second apart, or a step where steps take longer
+SHARE, SECONDS = 0.2, 0.001  # of a step: what is less is no matter, or noise
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """``share`` of the time, ``seconds`` of each step, in which the others wait for ``rank``, since step ``since``."""
+
+    rank: int
+    share: float
+    seconds: float
+    since: int
+
+    def __str__(self) -> str:
+        lost = f"{self.share:.0%} of each step, {1000 * self.seconds:,.1f} ms"
+        return f"rank {self.rank} is slow: the others wait for it {lost}, since step {self.since}"
+
+
+class Stragglers:
+    """``found``: the straggler among the ranks, None: they are alike."""
+
+    def __init__(self) -> None:
+        self.found: Straggler | None = None
+        self._before: tuple[int, float, np.ndarray] | None = None
+        self._rows: list[tuple[int, float, np.ndarray]] = []  # steps, seconds, seconds that each rank waited
+        self._first = 0
+
+    def pause(self) -> None:
+        """What follows is no step: an evaluation, a save."""
+        self._before = None
+
+    def look(self, step: int, waited: Sequence[float]) -> bool:
+        """After step number ``step``; ``waited``: of each rank, from its start. Whether something is new."""
+        now, before = (step, time.monotonic(), np.array(waited)), self._before
+        self._before = now
+        if before is None or before[0] >= step:
+            return False
+        if not self._rows:
+            self._first = before[0] + 1
+        self._rows.append((step - before[0], now[1] - before[1], now[2] - before[2]))
+        if len(self._rows) < MEETINGS:
+            return False
+        old, self.found = self.found, self._judge()
+        self._rows.clear()
+        return (old and old.rank) != (self.found and self.found.rank)
+
+    def _judge(self) -> Straggler | None:
+        steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))
+        others = [np.median(np.delete(waits, rank, axis=1), axis=1) for rank in range(waits.shape[1])]
+        lost = np.stack(others, axis=1) - waits  # (meetings, ranks)
+        shares = np.median(lost / seconds[:, None], axis=0)
+        rank = int(shares.argmax())
+        each = float(np.median(lost[:, rank] / steps))
+        if shares[rank] < SHARE or each < SECONDS:
+            return None
+        since = self.found.since if self.found and self.found.rank == rank else self._first
+        return Straggler(rank, float(shares[rank]), each, since)

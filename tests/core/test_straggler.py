@@ -1,0 +1,61 @@
+"""Who is named as slow, from which step on, and who is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_train.core import straggler
+from hvd_train.core.straggler import MEETINGS, Stragglers
+
+
+@pytest.fixture
+def look(monkeypatch):
+    """look(waits, step_seconds, steps): a meeting after so many more steps, in which the ranks waited so long each."""
+    clock, total, place, stragglers = [0.0], 0.0, [0], Stragglers()
+    monkeypatch.setattr(straggler.time, "monotonic", lambda: clock[0])
+
+    def go(waits, step_seconds=0.1, steps=3):
+        nonlocal total
+        place[0] += steps
+        clock[0] += steps * step_seconds
+        total = total + steps * np.array(waits)
+        return stragglers.look(place[0], list(total))
+
+    go.stragglers = stragglers
+    return go
+
+
+def test_who_waits_least_is_named_and_since_when(look):
+    """Three ranks: the others wait 55 and 57 ms in a step of 100, rank 1 waits 5."""
+    for _ in range(1 + MEETINGS):
+        assert not look([0.010, 0.012, 0.011])
+    news = [look([0.055, 0.005, 0.057]) for _ in range(2 * MEETINGS)]
+    found = look.stragglers.found
+    assert news.index(True) == MEETINGS - 1 and sum(news) == 1
+    assert (found.rank, found.since) == (1, 3 * (1 + MEETINGS) + 1)
+    assert found.share == pytest.approx(0.51) and found.seconds == pytest.approx(0.051)
+    assert str(found) == "rank 1 is slow: the others wait for it 51% of each step, 51.0 ms, since step 28"
+    assert [look([0.011, 0.010, 0.010]) for _ in range(MEETINGS)].index(True) == MEETINGS - 1
+    assert look.stragglers.found is None
+
+
+@pytest.mark.parametrize(
+    ("waits", "step_seconds"),
+    [
+        ([0.020, 0.010], 0.1),  # a tenth of the step
+        ([0.0009, 0.0001], 0.001),  # less than a millisecond
+        ([0.09, 0.09], 0.1),  # a slow network
+    ],
+)
+def test_ranks_that_are_alike_are_not_reported(look, waits, step_seconds):
+    assert not any(look(waits, step_seconds) for _ in range(4 * MEETINGS))
+
+
+def test_a_rank_that_is_late_now_and_then_is_not_slow(look):
+    """A third of the meetings; and what lies within a pause counts for nobody."""
+    for turn in range(6 * MEETINGS):
+        assert not look([0.8, 0.01] if turn % 3 == 0 else [0.01, 0.01], step_seconds=1.0)
+    for _ in range(3 * MEETINGS):
+        look.stragglers.pause()
+        assert not look([0.9, 0.0], step_seconds=1.0)

@@ -149,16 +149,16 @@ class Trainer:
             self.log.message(asked[0])
         self._asked = next((number for _, number, *_ in said if number), 0)
         if looks and len(said) > 1 and self._stragglers.look(self.progress.step, [row[3] for row in said]):
-            self._tell_straggler()
+            self._tell_straggler(self.progress.epoch)
         if said[0][2] is not None:
             self._written(said[0][2])
 
-    def _tell_straggler(self) -> None:
-        p, found = self.progress, self._stragglers.found
+    def _tell_straggler(self, epoch: int) -> None:
+        step, found = self.progress.step, self._stragglers.found
         if found:
-            self.log.straggler(p.epoch, p.step, found)
+            self.log.straggler(epoch, step, found)
         else:
-            self.log.message(f"step {p.step}: no rank is slow any more")
+            self.log.message(f"step {step}: no rank is slow any more")
 
     def _interrupt(self) -> None:
         """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
@@ -380,7 +380,7 @@ class Trainer:
             seconds=seconds,
         )
         if self._stragglers.found:
-            self._tell_straggler()
+            self._tell_straggler(epoch)
         every = c.checkpoint.every_n_epochs
         if last or (complete and every and p.epoch % every == 0):
             self._save({**train, **(p.val if val else {})})

@@ -69,6 +69,20 @@ verbose_option = click.option(
 checkpoint_option = click.option(
     "--checkpoint", default="last", show_default=True, metavar="last|best|PATH", help="Which checkpoint to load."
 )
+HOSTS = (
+    click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts of the ranks, over ssh (fit: of -np)."),
+    click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each."),
+    click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them."),
+)
+
+
+def hosts_options(command: Callable) -> Callable:
+    """What fit and doctor share."""
+    for option in reversed(HOSTS):
+        command = option(command)
+    return command
+
+
 split_option = click.option("--split", type=click.Choice(["train", "val"]), default="val", show_default=True)
 
 
@@ -95,9 +109,7 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
     show_default=True,
     help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
 )
-@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="With -np: the hosts of the ranks, over ssh.")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each.")
-@click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them.")
+@hosts_options
 @click.option("--dry-run", is_flag=True, help="With -np: print the launcher's command and start nothing.")
 @verbose_option
 def fit(
@@ -618,21 +630,51 @@ def compare(run_dirs: tuple[Path, ...], output: Path | None, by: str) -> None:
 
 
 @cli.command()
+@hosts_options
+@launcher_option
 @verbose_option
-def doctor(verbose: bool) -> None:
-    """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed."""
-    from hvd_train import doctor as checks
+def doctor(
+    hosts: str | None, hostfile: Path | None, network_interfaces: str | None, launcher: str, verbose: bool
+) -> None:
+    """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed.
 
-    sys.exit(checks.doctor(verbose))
+    Over several hosts: a row for each, the speed between them, and in what they differ (exit code 1).
+
+    \b
+    hvd-train doctor -H node1:2,node2:2             as fit is started, with one rank on each host
+    mpirun -np 2 --hostfile hosts.txt hvd-train doctor
+    srun -N 2 hvd-train doctor
+    """
+    from hvd_train.launch.environment import world
+    from hvd_train.launch.hosts import Hosts, parse
+
+    where, started = parse(hosts, hostfile, network_interfaces), world().launcher
+    if (where or launcher != "auto") and started:
+        raise ConfigError("the ranks are started already", where=f"by {started}", fix="leave out --hosts, --launcher")
+    if started:
+        from hvd_train.doctor import hosts as several
+
+        sys.exit(several.hosts())
+    if where:
+        from hvd_train.launch import launch
+
+        one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
+        words = _without_launch_options(sys.argv[1:])
+        sys.exit(launch(len(one_each.slots), launcher, words, verbose, hosts=one_each))
+    if launcher != "auto":
+        raise ConfigError("of which hosts", where="--launcher", fix="give --hosts too, or leave it out: all are tried")
+    from hvd_train.doctor import host
+
+    sys.exit(host.doctor(verbose))
 
 
 @cli.command(hidden=True)
 @click.option("--framework", type=click.Choice(list(FRAMEWORKS)), required=True)
 def probe(framework: str) -> None:
     """One rank of the doctor's allreduce."""
-    from hvd_train import doctor as checks
+    from hvd_train.doctor import host
 
-    sys.exit(checks.probe(framework))
+    sys.exit(host.probe(framework))
 
 
 @cli.command("config")

@@ -13,18 +13,23 @@ from hvd_train.errors import CheckpointError
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table as text; on a pipe one line per row, so that grep and cut work."""
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
 
         drawn = Table(*header, box=None, pad_edge=False, header_style="bold")
-        for row in cells[1:]:
-            drawn.add_row(*(cell.replace("[", r"\[") for cell in row))
+        for row in rows:
+            drawn.add_row(*(str(cell).replace("[", r"\[") for cell in row))
         console = Console(force_terminal=True)
         with console.capture() as capture:
             console.print(drawn)
         return capture.get().rstrip("\n")
+    return aligned(header, rows)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table of one line per row, however wide."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train import doctor
+from hvd_train.doctor import host
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
@@ -288,11 +288,11 @@ def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
     sound = {"version": "1", "gpus": 0, "mpi": True, "gloo": True, "nccl": False}
     found = {"pytorch": sound, "tensorflow": {"error": "no libcudart"}}
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(doctor, "_look", lambda framework: found[framework])
-    monkeypatch.setattr(doctor, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
-    assert doctor.doctor(False) == 1 and "no libcudart" in capsys.readouterr().out
+    monkeypatch.setattr(host, "_look", lambda framework: found[framework])
+    monkeypatch.setattr(host, "_probe", lambda framework, tool, verbose: (framework, tool, *"...", "ok"))
+    assert host.doctor(False) == 1 and "no libcudart" in capsys.readouterr().out
     found["tensorflow"] = sound
-    assert doctor.doctor(False) == 0
+    assert host.doctor(False) == 0
 
 
 def test_doctor_finds_a_sound_installation():

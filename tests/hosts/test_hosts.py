@@ -156,6 +156,36 @@ def test_a_host_that_is_not_there_is_one_line(network, tmp_path):
     assert not (tmp_path / "run").exists() and not network.left()
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        "mpirun --hostfile",
+        pytest.param("doctor -H", marks=pytest.mark.long("the ways to start hosts are those of fit")),
+        pytest.param("doctor --hostfile", marks=pytest.mark.long("the ways to start hosts are those of fit")),
+    ],
+)
+def test_the_doctor_sees_all_hosts(network, tmp_path, way):
+    file = tmp_path / "hosts.txt"
+    file.write_text("".join(f"{host} slots=1\n" for host in network.hosts))
+    doctor = [str(BIN / "hvd-train"), "doctor"]
+    eth0 = [word for part in ("btl", "oob") for word in ("--mca", f"{part}_tcp_if_include", "eth0")]
+    line = {
+        "mpirun --hostfile": [str(BIN / "mpirun"), "--hostfile", str(file), *eth0, "-x", "PYTHONPATH", *doctor],
+        "doctor -H": [*doctor, "-H", ",".join(f"{host}:2" for host in network.hosts)],
+        "doctor --hostfile": [*doctor, "--hostfile", str(file), "--launcher", "horovodrun"],
+    }[way]
+    done = network.run(line, **ROOTED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.startswith("host ") and header.endswith("clock (ms)")
+    for k, host in enumerate(network.hosts):
+        assert rows[k].startswith(f"{host}  1 ") and f", shared  eth0 10.99.0.{k + 1}  " in rows[k]
+    links = [row.split() for row in rows if "eth0 10.99.0.1  " in row and row.endswith("/s")]
+    assert [row[0] for row in links] == network.hosts[1:] and all(float(row[-2]) > 0 for row in links)
+    assert rows[-1] == "no difference between 3 hosts" and any(row.startswith(("MPI ", "Gloo ")) for row in rows)
+    assert not network.left() and not list(network.folder.glob(".hvd-train-doctor-*"))
+
+
 # ---- without a network
 
 

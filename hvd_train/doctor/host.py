@@ -1,4 +1,4 @@
-"""``hvd-train doctor``: what is here, what is missing and how to get it, and whether two ranks can talk."""
+"""``hvd-train doctor`` on one host: what is here, what is missing and how to get it, and whether two ranks can talk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,12 @@ from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import World, rank_settings, threads
 from hvd_train.launch.local import command, environment, find_tool
+from hvd_train.protocol import Communicator
 from hvd_train.report.tables import table
 
 SECONDS, RANKS = 120, 2
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
+REPEATS = {"4 KB": 20, "1 MB": 10, "32 MB": 3}
 # In a process of its own: a broken framework must not take the doctor with it.
 LOOK = """
 import importlib, json, sys
@@ -115,8 +119,12 @@ def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
             print(done.stdout, done.stderr, file=sys.stderr)
         return (framework, tool, *["-"] * len(SIZES), f"failed with exit code {done.returncode} (see -v)")
     seconds = json.loads(found[0])["allreduce"]
-    cells = [f"{1e3 * seconds[name]:.2f} ms, {4 * size / seconds[name] / 1e9:.2f} GB/s" for name, size in SIZES.items()]
-    return (framework, tool, *cells, "ok")
+    return (framework, tool, *shown(seconds), "ok")
+
+
+def shown(seconds: Mapping[str, float]) -> list[str]:
+    """A cell for each of ``SIZES``."""
+    return [f"{1e3 * seconds[name]:.2f} ms, {4 * size / seconds[name] / 1e9:.2f} GB/s" for name, size in SIZES.items()]
 
 
 def probe(framework: str) -> int:
@@ -124,7 +132,17 @@ def probe(framework: str) -> int:
     rank = settle(framework, lean=True)
     communicator = rank.communicator()
     communicator.open()
-    ops, seconds = rank.module.cpu_ops(), {}
+    seconds = reduced(communicator, rank.module.cpu_ops())
+    if communicator.rank == 0:
+        print(json.dumps({"allreduce": seconds}), flush=True)
+    communicator.barrier()
+    communicator.close()
+    return 0
+
+
+def reduced(communicator: Communicator, ops: Any) -> dict[str, float]:
+    """{name of ``SIZES``: median seconds of an allreduce over all ranks}; raises TrainError where a sum is wrong."""
+    seconds = {}
     for name, size in SIZES.items():
         x = ops.from_numpy(np.full(size, communicator.rank + 1, np.float32))
         total = ops.to_numpy(communicator.synchronize(communicator.allreduce_async(x, f"check {name}")))
@@ -132,13 +150,9 @@ def probe(framework: str) -> int:
         if not (total == expected).all():
             raise TrainError(f"the ranks' sum is {total[0]}, not {expected}", where=f"allreduce of {name}")
         times = []
-        for _ in range(20):
+        for _ in range(REPEATS[name]):
             start = perf_counter()
             communicator.synchronize(communicator.allreduce_async(x, f"time {name}"))
             times.append(perf_counter() - start)
         seconds[name] = median(times)
-    if communicator.rank == 0:
-        print(json.dumps({"allreduce": seconds}), flush=True)
-    communicator.barrier()
-    communicator.close()
-    return 0
+    return seconds

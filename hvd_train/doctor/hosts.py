@@ -1,0 +1,222 @@
+"""``hvd-train doctor`` on a rank of several: one table with a row for each host, the links between them, a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import hvd_train
+from hvd_train.doctor.host import SIZES, reduced, shown
+from hvd_train.doctor.links import Link, answering, measure
+from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.frontends.rank import Rank, settle
+from hvd_train.report.tables import aligned
+
+CLOCK_SECONDS = 1.0
+SHARED_SECONDS = 3.0  # for a file of another host to be seen
+SETUP = "run scripts/setup there, or share one environment"
+# What hosts must have in common: what to do where one differs from the first.
+FIXES = {
+    "Python": SETUP,
+    "hvd_train": "install the same version there, or share one environment",
+    "Horovod": SETUP,
+    **dict.fromkeys(FRAMEWORKS, SETUP),
+    "cores": "the slowest host sets the pace: leave it out, or give each host slots to match",
+    "GPUs": "look there with nvidia-smi; leave it out, or give each host slots to match",
+    "working folder": "start where all hosts have the same folder",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One host. ``common``: {what: value} of what all must have in common; ``interfaces``: (name, IPv4 address) of
+    those that lead to others; ``file_system``: of the working folder; ``unshared``: why it does not see a file that the
+    first host wrote there, empty: it does; ``links``: to the first host's interfaces, none on the first."""
+
+    host: str
+    ranks: int
+    common: Mapping[str, str]
+    interfaces: Sequence[tuple[str, str]]
+    file_system: str
+    unshared: str
+    links: Sequence[Link] = ()
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Facts:
+        return cls(**told | {"links": [Link(**link) for link in told["links"]]})
+
+    @property
+    def best(self) -> Link | None:
+        """The link with the shortest round trip of those that answer."""
+        return min((link for link in self.links if not link.error), key=lambda link: link.round_trip, default=None)
+
+
+def hosts() -> int:
+    """One rank's part; the first prints. Returns, on all, 0 if the hosts are alike and reach one another, else 1."""
+    rank = _settled()
+    communicator = rank.communicator()
+    communicator.open()
+    leads, told = communicator.local_rank == 0, interfaces()
+    with ExitStack() as until:
+        own: dict[str, Any] = {"leads": leads, "interfaces": told}
+        if communicator.rank == 0:
+            own |= {"token": (token := secrets.token_hex(32))}
+            own |= {"port": until.enter_context(answering(token.encode()))}
+            own |= dict(zip(("file", "error"), until.enter_context(written(token)), strict=True))
+        everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(own).encode(), "doctor")]
+        leaders, first = [k for k, one in enumerate(everyone) if one["leads"]], everyone[0]
+        links: list[Link] = []
+        for k in leaders[1:]:  # one after the other: each has the network for itself
+            if communicator.rank == k:
+                key = first["token"].encode()
+                links = [measure(name, address, first["port"], key) for name, address in first["interfaces"]]
+            communicator.barrier()
+        unshared = first["error"] or (sought(first["file"], first["token"]) if leads else "")
+        facts = Facts(
+            platform.node(), communicator.local_size, common(rank), told, file_system(Path.cwd()), unshared, links
+        )
+        parts = communicator.allgather_bytes(json.dumps(asdict(facts)).encode(), "facts")
+    seconds = reduced(communicator, rank.module.cpu_ops()) if communicator.size > 1 else {}
+    found = [Facts.of(json.loads(parts[k])) for k in leaders]
+    faults = differences(found)
+    if communicator.rank == 0:
+        print(report(found), flush=True)
+        if seconds:
+            print(f"\nallreduce over all {communicator.size} ranks (the time of a call, and bytes / time):")
+            print(aligned(["over", *SIZES], [["MPI" if communicator.mpi else "Gloo", *shown(seconds)]]))
+        alike = f"no difference between {len(found)} hosts" if len(found) > 1 else "one host"
+        print("", *(faults or [alike]), sep="\n", flush=True)
+    communicator.barrier()
+    communicator.close()
+    return 1 if faults else 0
+
+
+def _settled() -> Rank:
+    """With the first framework that is here: any can carry this."""
+    for framework, record in FRAMEWORKS.items():
+        if record.installed():
+            return settle(framework, lean=True)
+    raise ConfigError("no framework is installed", where=f"host {platform.node()}", fix="run scripts/setup there")
+
+
+def common(rank: Rank) -> dict[str, str]:
+    """This host's values of ``FIXES``."""
+    versions = {
+        name: ", ".join(version(package) or "missing" for package in record.packages)
+        for name, record in FRAMEWORKS.items()
+    }
+    return {
+        "Python": platform.python_version(),
+        "hvd_train": hvd_train.__version__,
+        "Horovod": version("horovod") or "missing",
+        **versions,
+        "cores": str(os.cpu_count()),
+        "GPUs": str(rank.module.gpus()),
+        "working folder": str(Path.cwd()),
+    }
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """(name, IPv4 address) of those that are up and lead to other hosts."""
+    import psutil
+
+    up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
+    return [
+        (name, kind.address)
+        for name, kinds in psutil.net_if_addrs().items()
+        for kind in kinds
+        if name in up and kind.family == socket.AF_INET and not kind.address.startswith("127.")
+    ]
+
+
+def file_system(folder: Path) -> str:
+    """The kind of the one that holds ``folder``: nfs4, lustre, ext4."""
+    import psutil
+
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    place = next((str(at) for at in (folder, *folder.parents) if str(at) in mounts), "")
+    return mounts.get(place, "unknown")
+
+
+@contextmanager
+def written(token: str) -> Iterator[tuple[str, str]]:
+    """(name, "") of a file in the working folder that holds ``token``, while the block lasts; or ("", why not)."""
+    try:
+        file = tempfile.NamedTemporaryFile("w", prefix=".hvd-train-doctor-", dir=Path.cwd())  # noqa: SIM115
+    except OSError as error:
+        yield "", f"cannot write there: {error.strerror}"
+        return
+    with file:
+        file.write(token)
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name).name, ""
+
+
+def sought(file: str, token: str) -> str:
+    """Empty: the working folder has this file; else why it has not. File systems of networks may show it late."""
+    stop = time.monotonic() + SHARED_SECONDS
+    while True:
+        try:
+            if Path(file).read_text() == token:
+                return ""
+            reason = "not whole"
+        except OSError as error:
+            reason = error.strerror or "cannot be read"
+        if time.monotonic() > stop:
+            return reason
+        time.sleep(0.1)
+
+
+def report(found: Sequence[Facts]) -> str:
+    """The tables of the hosts, the first one first, and of the links to it."""
+    rows = []
+    for k, facts in enumerate(found):
+        offset = "0" if k == 0 else f"{1e3 * facts.best.offset:+.1f}" if facts.best else "?"
+        named = ", ".join(f"{name} {address}" for name, address in facts.interfaces) or "none"
+        shared = f"{facts.file_system}, {'not ' * bool(facts.unshared)}shared" if len(found) > 1 else facts.file_system
+        rows.append([facts.host, facts.ranks, *facts.common.values(), shared, named, offset])
+    text = aligned(["host", "ranks", *found[0].common, "file system", "interfaces", "clock (ms)"], rows)
+    links = [
+        [facts.host, f"{link.interface} {link.address}", *_figures(link)] for facts in found for link in facts.links
+    ]
+    if links:
+        text += f"\n\none TCP connection to {found[0].host}:\n"
+        text += aligned(["from", "to", "round trip", "speed"], links)
+    return text
+
+
+def _figures(link: Link) -> tuple[str, str]:
+    return (link.error, "-") if link.error else (f"{1e6 * link.round_trip:.0f} us", f"{link.speed / 1e9:.2f} GB/s")
+
+
+def differences(found: Sequence[Facts]) -> list[str]:
+    """A line for each thing in which a host is not as the first one: the host, what, and what to do."""
+    first, lines = found[0], []
+    if first.unshared:
+        lines.append(f"{first.host}: working folder: {first.unshared}: start in a folder that all hosts share")
+    for facts in found[1:]:
+        for name, value in facts.common.items():
+            if value != (expected := first.common[name]):
+                lines.append(f"{facts.host}: {name}: {value}, {first.host} has {expected}: {FIXES[name]}")
+        if facts.best is None:
+            told = ", ".join(address for _, address in first.interfaces) or "none"
+            fix = "look for a firewall or a missing route; --network-interfaces names the network between the hosts"
+            lines.append(f"{facts.host}: no TCP connection to {first.host} (addresses: {told}): {fix}")
+        elif abs(facts.best.offset) > CLOCK_SECONDS:
+            lines.append(f"{facts.host}: clock: {facts.best.offset:+.1f} s from {first.host}'s: set it (chronyd, ntpd)")
+        if facts.unshared and not first.unshared:
+            what = f"does not see what {first.host} writes there ({facts.unshared})"
+            lines.append(f"{facts.host}: working folder: {what}: start in a folder that all hosts share")
+    return lines

@@ -1,0 +1,90 @@
+"""One TCP connection between two hosts: the time of a round trip, bytes/s, and how far their clocks are apart.
+
+The answering host waits at a port of its own for whoever names the token, which travels with Horovod.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PINGS, STREAM_SECONDS, ANSWER_SECONDS, PIECE = 50, 0.3, 3.0, 1 << 20
+
+
+@dataclass(frozen=True)
+class Link:
+    """To the ``interface`` of the answering host with this IPv4 address. ``error``: why the rest is not known;
+    ``round_trip`` and ``offset`` (this host's clock less the other's): s; ``speed``: bytes/s to the other host."""
+
+    interface: str
+    address: str
+    error: str = ""
+    round_trip: float = 0.0
+    speed: float = 0.0
+    offset: float = 0.0
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    """The token, then pings, each answered with this host's clock, then bytes to the end, answered with their count."""
+
+    timeout, disable_nagle_algorithm = ANSWER_SECONDS, True
+
+    def handle(self) -> None:
+        token = self.server.token  # type: ignore[attr-defined]
+        try:
+            if not hmac.compare_digest(self.rfile.read(len(token)), token):
+                return
+            for _ in range(PINGS):
+                self.rfile.read(1)
+                self.wfile.write(struct.pack("<d", time.time()))
+            count = 0
+            while data := self.rfile.read1(PIECE):
+                count += len(data)
+            self.wfile.write(struct.pack("<q", count))
+        except OSError:  # the other side tells
+            return
+
+
+@contextmanager
+def answering(token: bytes) -> Iterator[int]:
+    """The port at which this host answers, on all its interfaces, until the block ends."""
+    with socketserver.ThreadingTCPServer(("", 0), _Answers) as server:
+        server.daemon_threads, server.token = True, token  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def measure(interface: str, address: str, port: int, token: bytes) -> Link:
+    """Asks the host that is ``answering`` there."""
+    try:
+        with socket.create_connection((address, port), timeout=ANSWER_SECONDS) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answers = link.makefile("rb")
+            link.sendall(token)
+            best, offset = math.inf, 0.0
+            for _ in range(PINGS):
+                begun, wall = time.perf_counter(), time.time()
+                link.sendall(b"?")
+                (theirs,) = struct.unpack("<d", answers.read(8))
+                took = time.perf_counter() - begun
+                if took < best:  # the less time it took, the less is unknown of when the other looked at its clock
+                    best, offset = took, wall + took / 2 - theirs
+            begun, piece = time.perf_counter(), bytes(PIECE)
+            while time.perf_counter() < begun + STREAM_SECONDS:
+                link.sendall(piece)
+            link.shutdown(socket.SHUT_WR)
+            (count,) = struct.unpack("<q", answers.read(8))
+            return Link(interface, address, "", best, count / (time.perf_counter() - begun), offset)
+    except (OSError, struct.error) as error:
+        return Link(interface, address, getattr(error, "strerror", None) or "no answer")

@@ -10,8 +10,8 @@ from hvd_train.errors import ConfigError
 
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
-    "first-run", "hosts", "slurm", "model-and-data", "packing", "sweep", "own-loss", "own-script", "python-api",
-    "results", "performance", "errors", "how-it-is-built", "extending",
+    "first-run", "clusters", "hosts", "slurm", "containers", "model-and-data", "packing", "sweep", "own-loss",
+    "own-script", "python-api", "results", "performance", "errors", "how-it-is-built", "extending",
 )  # fmt: skip
 
 

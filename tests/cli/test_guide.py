@@ -19,13 +19,15 @@ from hvd_train.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}
-LAUNCHERS = {"mpirun", "horovodrun", "srun"}
+LAUNCHERS = {"mpirun", "horovodrun", "srun", "apptainer", "docker"}
 THEIRS = (
     "srun -N 2 --ntasks-per-node 4 python train.py",
     "sbatch job.sbatch",
     "apt install dataset-fashion-mnist",
     "source .venv/bin/activate",
     "pip install ",
+    "docker build -t hvd-train .",
+    "apptainer build train.sif train.def",
 )
 WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages tell
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -84,6 +86,45 @@ def test_commands(page, line):
 def help_of(script):
     """What it says of itself; scripts/test hands its words to pytest."""
     return script.read_text() + (ROOT / "tests" / "conftest.py").read_text()
+
+
+def test_container_recipes():
+    """Both hold the same: what the package needs, and what scripts/setup builds with."""
+    text = PAGES["containers"]
+    (docker,), (apptainer,) = blocks(text, "dockerfile"), blocks(text, "apptainer")
+    lines = [line.split(maxsplit=1) for line in docker.replace("\\\n", " ").splitlines()]
+    assert {word for word, _ in lines} <= {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT"}
+    head, *parts = re.split(r"^%(\w+)\n", apptainer, flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert set(sections) == {"files", "post", "environment", "runscript"}
+    base = next(rest for word, rest in lines if word == "FROM")
+    assert head.split() == ["Bootstrap:", "docker", "From:", base]
+    setup = (ROOT / "scripts" / "setup").read_text()
+    assert base.removeprefix("python:").removesuffix("-slim") in re.search(r"PYTHONS = \((.*)\)", setup)[1]
+    pinned = re.search(r'OPENMPI, HOROVOD = ".*", ".*", "(.*)", ', setup)[1]
+    assert f"({pinned} is inside)" in text
+
+    home = "/opt/hvd_train"
+    copied = {source for word, rest in lines if word == "COPY" for source in rest.split()[:-1]}
+    files = [line.split() for line in sections["files"].splitlines() if line.strip()]
+    assert {source for source, _ in files} == copied and all(target == f"{home}/{name}" for name, target in files)
+    declared = re.findall(r"^    (\w+)\*$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert copied == {*declared, "scripts", "LICENSE", "pyproject.toml", "setup.cfg"}
+    assert all((ROOT / name).exists() for name in copied) and ["WORKDIR", home] in lines
+
+    run = "\n".join(rest for word, rest in lines if word == "RUN")
+    for shell in (run, *(sections[name] for name in ("post", "environment", "runscript"))):
+        subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
+    steps = [re.sub(r"\s*&&\s*|\n", "\n", shell).split("\n") for shell in (run, sections["post"])]
+    docker_steps, post = ([" ".join(step.split()) for step in own if step.strip()] for own in steps)
+    assert [step for step in post if step not in ("set -e", f"cd {home}")] == docker_steps
+    assert "g++" in setup and any(" g++ " in step for step in post)
+    called = [sys.executable, ROOT / "scripts" / "setup", *shlex.split(next(s for s in post if "setup" in s))[1:]]
+    told = subprocess.run([*called, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    assert told.returncode == 0, told.stderr
+    path = f"PATH={home}/.venv/bin:$PATH"
+    assert ["ENV", path] in lines and sections["environment"].split() == ["export", path]
+    assert ["ENTRYPOINT", '["hvd-train"]'] in lines and sections["runscript"].split() == ["exec", "hvd-train", '"$@"']
 
 
 def test_configurations(tmp_path):

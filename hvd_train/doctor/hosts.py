@@ -83,9 +83,8 @@ def hosts() -> int:
                 links = [measure(name, address, first["port"], key) for name, address in first["interfaces"]]
             communicator.barrier()
         unshared = first["error"] or (sought(first["file"], first["token"]) if leads else "")
-        facts = Facts(
-            platform.node(), communicator.local_size, common(rank), told, file_system(Path.cwd()), unshared, links
-        )
+        name = os.environ.get("SLURMD_NODENAME", platform.node())
+        facts = Facts(name, communicator.local_size, common(rank), told, file_system(Path.cwd()), unshared, links)
         parts = communicator.allgather_bytes(json.dumps(asdict(facts)).encode(), "facts")
     seconds = reduced(communicator, rank.module.cpu_ops()) if communicator.size > 1 else {}
     found = [Facts.of(json.loads(parts[k])) for k in leaders]

@@ -176,7 +176,7 @@ def test_the_doctor_sees_all_hosts(network, tmp_path, way):
     }[way]
     done = network.run(line, **ROOTED)
     assert done.returncode == 0, done.stdout + done.stderr
-    header, *rows = done.stdout.splitlines()
+    header, *rows = done.stdout.replace("[0]<stdout>:", "").splitlines()
     assert header.startswith("host ") and header.endswith("clock (ms)")
     for k, host in enumerate(network.hosts):
         assert rows[k].startswith(f"{host}  1 ") and f", shared  eth0 10.99.0.{k + 1}  " in rows[k]
@@ -184,6 +184,19 @@ def test_the_doctor_sees_all_hosts(network, tmp_path, way):
     assert [row[0] for row in links] == network.hosts[1:] and all(float(row[-2]) > 0 for row in links)
     assert rows[-1] == "no difference between 3 hosts" and any(row.startswith(("MPI ", "Gloo ")) for row in rows)
     assert not network.left() and not list(network.folder.glob(".hvd-train-doctor-*"))
+
+
+@pytest.mark.long("the verdict has its unit tests, and mpirun hands every exit code on")
+def test_the_doctor_names_the_host_that_differs(network, tmp_path):
+    a, b, _ = network.hosts
+    own = f'mkdir -p {tmp_path}/$(hostname) && cd {tmp_path}/$(hostname) && exec "$@"'
+    line = [str(BIN / "mpirun"), "-H", f"{a},{b}", "-x", "PYTHONPATH", "--mca", "btl_tcp_if_include", "eth0", "sh"]
+    done = network.run([*line, "-c", own, "sh", str(BIN / "hvd-train"), "doctor"], **ROOTED)
+    verdict = [row for row in done.stdout.splitlines() if row.startswith(f"{b}: ")]
+    assert done.returncode == 1 and len(verdict) == 2, done.stdout + done.stderr
+    assert verdict[0].startswith(f"{b}: working folder: {tmp_path}/{b}, {a} has {tmp_path}/{a}: start where all hosts")
+    assert verdict[1].startswith(f"{b}: working folder: does not see what {a} writes there (No such file or directory)")
+    assert not network.left()
 
 
 # ---- without a network

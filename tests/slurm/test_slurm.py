@@ -77,6 +77,15 @@ def test_a_step_of_one_task_is_one_rank(cluster):
     assert done.code == 0 and json.loads(done.out) == {"launcher": "", "node": "node1"}
 
 
+@pytest.mark.long("the ranks meet as in the other tests, and mpirun over three hosts shows the doctor's tables")
+def test_the_doctor_sees_both_nodes(cluster):
+    done = srun(cluster, *NODES, "hvd-train", "doctor")
+    assert done.code == 0 and done.err == "", done.err
+    rows = done.out.splitlines()
+    assert [row.split()[:2] for row in rows[1:3]] == [["node1", "1"], ["node2", "1"]]
+    assert rows[-1] == "no difference between 2 hosts"
+
+
 def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
     """The second command of a step finds the first one's desk, or what is left of it, at its own port."""
     line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"

@@ -249,6 +249,7 @@ class Itself:
 
     def __init__(self, own: Source) -> None:
         self._own, self.fingerprint = own, hashlib.sha256(f"itself {own.fingerprint}".encode()).hexdigest()[:16]
+        self.ordered = getattr(own, "ordered", False)
         self.sample = Sample(own.sample.inputs, self._labels(own.sample.inputs))
 
     def __len__(self) -> int:

@@ -89,7 +89,10 @@ class Loader:
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
             own = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
             ends = np.cumsum([len(positions) for positions in own])
-            indices = iter(np.split(permute(np.concatenate(own), n, self.seed, epoch), ends))
+            places = np.concatenate(own)
+            if not getattr(self.source, "ordered", False):  # streams come in an order of their own
+                places = permute(places, n, self.seed, epoch)
+            indices = iter(np.split(places, ends))
             for start, stop in bounds:
                 yield partial(self._step, [*itertools.islice(indices, self.accumulate)], epoch, stop - start, stop)
 

@@ -15,6 +15,7 @@ from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.config.own import own_function
 from hvd_train.data import formats, masked, packing, tables
 from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
+from hvd_train.data.streams import Stream
 from hvd_train.data.transforms import transformed
 from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Sample, Source
@@ -336,6 +337,7 @@ WANTED = (
     "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
     "(a text, the same for the same data)"
 )
+STREAMED = "a stream has __iter__ (or iterate(epoch, start)), __len__ (samples of an epoch), num_classes and fingerprint"
 
 
 class Fetched:
@@ -366,9 +368,9 @@ class Fetched:
         inputs, labels = self._given(indices)
         return self._like.taken(inputs, labels, indices)
 
-    def _given(self, indices: np.ndarray) -> Any:
+    def _given(self, indices: np.ndarray, *epoch: int) -> Any:
         try:
-            return self._own.fetch(indices)
+            return self._own.fetch(indices, *epoch)
         except DataError:
             raise
         except Exception as error:
@@ -376,10 +378,39 @@ class Fetched:
             raise DataError(f"fetch failed: {reason}", where=self._where) from error
 
 
+class Streamed(Fetched):
+    """A stream of the user's own, whose order is that of its samples."""
+
+    ordered = True
+
+    def __init__(self, own: Any, task: TaskConfig, where: str) -> None:
+        missing = [name for name in ("__len__", "fingerprint") if not hasattr(own, name)]
+        if missing:
+            raise DataError(f"{type(own).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
+        if len(own) == 0:
+            raise DataError("the data set is empty", where=where)
+        try:
+            stream = Stream(own, where)
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DataError(f"the stream failed: {reason}", where=where) from error
+        super().__init__(stream, task, where)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        inputs, labels = self._given(indices, epoch)
+        return self._like.taken(inputs, labels, indices)
+
+
 def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Source:
-    """What one part of the user's pair is: arrays, or an object with ``fetch``."""
+    """What one part of the user's pair is: arrays, an object with ``fetch``, or a stream."""
     if not isinstance(part, tuple | list | dict):
-        return Fetched(part, task, where)
+        if hasattr(part, "fetch") or not (hasattr(part, "__iter__") or hasattr(part, "iterate")):
+            return Fetched(part, task, where)
+        if config.workers > 1:
+            raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
+        return Streamed(part, task, where)
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
             f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"

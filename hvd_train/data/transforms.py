@@ -104,7 +104,7 @@ class Transformed:
 
     def __init__(self, own: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
         self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
-        self.note = getattr(own, "note", "")
+        self.note, self.ordered = getattr(own, "note", ""), getattr(own, "ordered", False)
 
     def __len__(self) -> int:
         return len(self._own)
@@ -113,7 +113,7 @@ class Transformed:
         return self._own.fetch(indices)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        fetched, labels = self._own.fetch(indices)
+        fetched, labels = drawn(self._own, indices, seed, epoch)
         inputs = {name: np.array(x) for name, x in fetched.items()}  # which transforms may write into
         for number, step in enumerate(self._steps):
             inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))

@@ -1,0 +1,65 @@
+"""A stream of the user's own: samples that come one after the other, with no way to ask for the k-th."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hvd_train.errors import DataError
+
+END = object()
+
+
+class Stream:
+    """Samples by index of an object that is iterated, or that has ``iterate(epoch, start)``.
+
+    An index ahead is reached by reading on, one behind by beginning anew: cheap for a loader that asks in rising order.
+    The place in the stream is thus the number of samples used, which every checkpoint holds.
+    """
+
+    def __init__(self, own: Any, where: str) -> None:
+        self._own, self._where = own, where
+        self._samples: Iterator[Any] = iter(())
+        self._epoch: int | None = None
+        self._place = len(own)  # of the next sample; the end: nothing is open yet
+        self.fingerprint = own.fingerprint
+        if hasattr(own, "num_classes"):
+            self.num_classes = own.num_classes
+        self._first = self.fetch(np.zeros(1, np.int64))
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def fetch(self, indices: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
+        """Rising indices (k,) -> inputs and labels, each (k, ...) or a dict of such."""
+        if epoch == self._epoch and self._place > 0 and len(indices) == 1 and indices[0] == 0:
+            return self._first  # asked for its shapes alone, by a rank without a part of a batch
+        taken = [self._at(int(index), epoch) for index in indices]
+        return _stacked([inputs for inputs, _ in taken]), _stacked([labels for _, labels in taken])
+
+    def _at(self, index: int, epoch: int) -> tuple[Any, Any]:
+        if epoch != self._epoch or index < self._place:
+            self._open(epoch, index)
+        sample = next(itertools.islice(self._samples, index - self._place, None), END)
+        self._place = index + 1
+        if sample is END:
+            what = f"the stream ended before sample {index} of epoch {epoch}, and its length is {len(self)}"
+            raise DataError(what, where=self._where, fix="let __len__ tell how many samples an epoch has")
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            what = f"the stream gives a {type(sample).__name__} as sample {index}"
+            raise DataError(what, where=self._where, fix="it must give (inputs, label)")
+        return sample[0], sample[1]
+
+    def _open(self, epoch: int, start: int) -> None:
+        jump = hasattr(self._own, "iterate")
+        self._samples = iter(self._own.iterate(epoch, start) if jump else self._own)
+        self._epoch, self._place = epoch, start if jump else 0
+
+
+def _stacked(samples: list[Any]) -> Any:
+    if isinstance(samples[0], dict):
+        return {name: _stacked([sample[name] for sample in samples]) for name in samples[0]}
+    return np.stack([np.asarray(sample) for sample in samples])

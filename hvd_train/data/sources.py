@@ -337,7 +337,9 @@ WANTED = (
     "give (inputs, labels), or an object with __len__, fetch(indices) -> (inputs, labels), num_classes and fingerprint "
     "(a text, the same for the same data)"
 )
-STREAMED = "a stream has __iter__ (or iterate(epoch, start)), __len__ (samples of an epoch), num_classes and fingerprint"
+STREAMED = (
+    "a stream has __iter__ (or iterate(epoch, start)), __len__ (samples of an epoch), num_classes and fingerprint"
+)
 
 
 class Fetched:

@@ -27,7 +27,7 @@ from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import PIXELS, DataSet, open_data
-from hvd_train.errors import CheckpointError, ConfigError, DataError, Interrupted
+from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError, Interrupted
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
@@ -148,14 +148,25 @@ def opened(config: Config, verbose: bool) -> Iterator[Job]:
 
 @contextmanager
 def telling(communicator: Communicator) -> Iterator[None]:
-    """What comes of a lost rank is told as that."""
+    """What comes of a lost rank, or of too little memory, is told as that."""
     try:
         yield
     except Exception as error:
-        failure = communicator.failure(error)
+        failure = communicator.failure(error) or _out_of_memory(error)
         if failure is None:
             raise
         raise failure from error
+
+
+def _out_of_memory(error: Exception) -> CommunicationError | None:
+    """Python, PyTorch (on CPUs without a type of its own) and TensorFlow say it in their own ways."""
+    text = str(error)
+    kinds = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"} & {c.__name__ for c in type(error).__mro__}
+    if not kinds and "can't allocate memory" not in text and "std::bad_alloc" not in text:
+        return None
+    what = f"out of memory: {text.splitlines()[0][:200] if text else type(error).__name__}"
+    fix = "lower batch_size (accumulate_grad_batches keeps the global batch), or start fewer ranks on this host"
+    return CommunicationError(what, fix=fix)
 
 
 def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) -> checkpoint.Snapshot | None:

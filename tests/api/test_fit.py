@@ -10,7 +10,7 @@ import pytest
 import hvd_train
 from hvd_train.config import load_config
 from hvd_train.config.own import own_function
-from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
 
 CLASSES = 3
 rng = np.random.default_rng(0)
@@ -175,3 +175,29 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
         _ = summary.val_f1
     with pytest.raises((CheckpointError, ConfigError), match="--overwrite"):
         hvd_train.fit(given, model=built("pytorch"), data=DATA)
+
+
+def greedy(framework):
+    """Asks for more memory than any machine has."""
+    if framework == "pytorch":
+        import torch
+
+        class Greedy(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + torch.zeros(1 << 48)[: len(x), None]
+
+        return Greedy(6, CLASSES)
+    import keras
+
+    class Greedy(keras.layers.Dense):
+        def call(self, x):
+            many = keras.ops.full((keras.ops.shape(x)[0], 1 << 48), x[0, 0])
+            return super().call(x) + many[:, :1]
+
+    return keras.Sequential([keras.Input((6,)), Greedy(CLASSES)])
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_f18_too_little_memory_is_one_line(tmp_path, framework):
+    with pytest.raises(CommunicationError, match="out of memory: .*; lower batch_size"):
+        hvd_train.fit(config(tmp_path / "run", framework=framework), model=greedy(framework), data=DATA)

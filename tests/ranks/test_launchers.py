@@ -49,13 +49,14 @@ def grid(others: list, launchers: list[str], is_long) -> list:
 class Job:
     """One launched ``hvd-train fit``; its processes carry a mark, its temporary files lie in a folder of its own."""
 
-    def __init__(self, launcher: str, folder: Path, *arguments: str) -> None:
+    def __init__(self, launcher: str, folder: Path, *arguments: str, **variables: str | None) -> None:
         before, after = LAUNCHERS[launcher]
         self.mark, self.temporary, self.folder = uuid.uuid4().hex, folder / f"tmp-{uuid.uuid4().hex[:6]}", folder
         self.temporary.mkdir(parents=True)
         # The variables that Open MPI wants under root, which -np sets by itself.
         own = environment() if before else dict(os.environ)
         own |= {"HVD_TRAIN_TEST": self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        own = {name: value for name, value in (own | variables).items() if value is not None}
         line = [*before, str(BIN / "hvd-train"), "fit", *after, "-c", str(TINY), *arguments]
         self.started = subprocess.Popen(
             line, cwd=folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -103,7 +104,10 @@ class Job:
         stop = time.monotonic() + SECONDS
         while not ready():
             assert self.started.poll() is None, self.started.communicate()
-            assert time.monotonic() < stop, "the job does not get there"
+            if time.monotonic() > stop:
+                for process in self.processes():
+                    process.kill()
+                pytest.fail(f"the job does not get there: {self.started.communicate()}")
             time.sleep(0.02)
 
 
@@ -148,18 +152,26 @@ def expected(tmp_path_factory):
     ),
 )
 def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, launcher):
-    job = Job(launcher, tmp_path, *settings(tmp_path / "run", f"framework={framework}"))
+    """F35, F38, F41: also where a path holds what shells act on, two jobs start at once, and without home or locale."""
+    run, second = tmp_path / 'it\'s $(touch here) & a\n"rün"', tmp_path / "second"
+    strange = {"LC_ALL": "C", "LANG": "tr_TR", "TZ": "Pacific/Chatham", "HOME": None}
+    job = Job(launcher, tmp_path, *settings(run, f"framework={framework}"), **strange)
+    if launcher == "horovodrun --gloo":
+        other = Job(launcher, tmp_path, *settings(second, f"framework={framework}"))
+        assert other.end()[0] == 0
+        assert summary(second)["weights_sha256"] == expected(framework)["weights_sha256"]
     code, out, err = job.end()
     assert code == 0, out + err
-    found = summary(tmp_path / "run")
+    assert not (tmp_path / "here").exists()
+    found = summary(run)
     assert found["world_size"] == 2 and found["train_samples"] == 2 * 1438 and found["val_samples"] == 359
     assert found["weights_sha256"] == expected(framework)["weights_sha256"]
     assert out.count("done: validation loss") == 1 and out.count("  loss  accuracy") == 1, "one rank speaks"
     assert "Traceback" not in err and "absl" not in err
-    files = sorted(p.name for p in (tmp_path / "run").iterdir())
+    files = sorted(p.name for p in run.iterdir())
     assert files == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json"]
     if launcher != "mpirun":  # which binds by itself
-        assert cores_of_rank_0(tmp_path / "run") == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert cores_of_rank_0(run) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert not [p for p in job.temporary.rglob("*") if p.is_file()], "no temporary file is left"
 
 
@@ -260,12 +272,14 @@ def lines_of(folder: Path) -> int:
     ),
 )
 def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, framework):
-    """SIGKILL on a rank within an epoch: all end, and the resumed run ends with the bits of one that nobody killed."""
+    """F01, F06: SIGKILL on a rank within an epoch, also while rank 0 saves: all end, and the resumed run ends with the
+    bits of one that nobody killed."""
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG, OFTEN]
-    job = Job(launcher, tmp_path, *settings(cut, *sets))
-    job.wait_for(lambda: lines_of(cut) >= 100)
+    job = Job(launcher, tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="rename:0:13:hang")
+    job.wait_for(lambda: lines_of(cut) >= 105)
     job.ranks()[1].send_signal(signal.SIGKILL)
     code, out, err = job.end()
+    assert "step-00000090" in os.listdir(cut / "checkpoints") and "step-00000100" not in os.listdir(cut / "checkpoints")
     assert code != 0 and "done:" not in out
     if launcher == "-np":
         assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in "), "the cause alone"
@@ -307,11 +321,11 @@ LONG_REASON = "the same ears and the same loop as in the cases that run always; 
     [*ASKED, *(pytest.param(*case, marks=pytest.mark.long(LONG_REASON)) for case in ASKED_LONG)],
 )
 def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, launcher, framework, who, number, code):
-    """F10, F13. All ranks leave at one step, within the seconds that launchers leave them; what goes on, through the
-    death of a rank as well, ends with the bits of a run that nobody disturbed."""
+    """F10, F12, F13. All ranks leave at one step, within the seconds that launchers leave them; what goes on, through
+    the death of a rank as well, ends with the bits of a run that nobody disturbed."""
     # Longer than the quarter of a second between two meetings, and saved by itself only with an epoch.
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
-    job = Job(launcher, tmp_path, *settings(cut, *sets))
+    job = Job(launcher, tmp_path, *settings(cut, *sets, "data.workers=2"))
     job.wait_for(lambda: lines_of(cut) >= 100)
     sent = time.monotonic()
     (job.ranks()[1] if who == "rank" else job.started).send_signal(number)

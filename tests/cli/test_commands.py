@@ -163,6 +163,7 @@ def test_example_configurations_are_valid():
 
 
 def test_a_closed_pipe_is_no_error():
+    """F41."""
     line = f"{sys.executable} -m hvd_train config --explain | head -1"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.stderr == ""
@@ -278,7 +279,7 @@ def test_compare_shows_runs_side_by_side(trained, tmp_path):
 
 @pytest.mark.parametrize("package", ["tensorflow", "tensorflow-cpu"])
 def test_doctor_counts_whatever_is_broken(monkeypatch, capsys, package):
-    """TensorFlow's build for GPUs has another name."""
+    """F43: TensorFlow's build for GPUs has another name."""
 
     def version(name):
         if name in (package, "torch"):

@@ -314,6 +314,7 @@ def model(input_shape, num_classes):
 
 @pytest.mark.parametrize("key", ["data", "model"])
 def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
+    """F34."""
     shutil.copytree(made.run, tmp_path / "run")
     (tmp_path / "evil.py").write_text(EVIL)
     (step,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -94,6 +94,7 @@ def link(path):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip, link], ids=["missing", "cut", "flipped", "link"])
 def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
+    """F19, F20."""
     checkpoint.save(tmp_path, snapshot(3))
     path = checkpoint.save(tmp_path, snapshot(7))
     if name == "manifest.json" and damage is flip:  # a flipped byte of JSON may still be JSON: make it one that is not
@@ -123,6 +124,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
     ids=str,
 )
 def test_a_manifest_is_not_trusted(tmp_path, change):
+    """F20, F34."""
     path = checkpoint.save(tmp_path, snapshot())
     manifest = json.loads((path / "manifest.json").read_text()) | change
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -164,7 +166,7 @@ def mutated(manifest, rng):
 
 
 def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
-    """400 mutations of a whole manifest, seeded: it loads as it should, or is one line; and little memory is taken."""
+    """F44: 400 mutations of a whole manifest, seeded: it loads as it should, or is one line, with little memory."""
     rng, path = np.random.default_rng(0), checkpoint.save(tmp_path / "checkpoints", full_snapshot())
     text = (path / "manifest.json").read_bytes()
     refused, tracked = 0, 0
@@ -241,6 +243,7 @@ def test_foreign_bytes_under_a_valid_hash(tmp_path):
 
 
 def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
+    """F19."""
     warnings = []
     assert checkpoint.newest(tmp_path, warnings.append) is None
     assert checkpoint.newest(tmp_path / "missing", warnings.append) is None
@@ -255,6 +258,7 @@ def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_one_and_says_how_much_is_missing(tmp_path, monkeypatch):
+    """F07."""
     checkpoint.save(tmp_path, snapshot(1))
 
     def full(descriptor):
@@ -268,6 +272,7 @@ def test_a_full_disk_leaves_the_old_one_and_says_how_much_is_missing(tmp_path, m
 
 
 def test_one_transient_error_is_survived(tmp_path, monkeypatch):
+    """F08."""
     real, left = os.fsync, [OSError(errno.EIO, "Input/output error")]
 
     def flaky(descriptor):
@@ -312,7 +317,7 @@ for k in range(1, 100):
 
 @pytest.mark.parametrize("step", [1, 2])  # 1: the only checkpoint is saved again
 def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
-    """The process ends right before its k-th file-system call, for every k."""
+    """F04: The process ends right before its k-th file-system call, for every k."""
     line = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
     subprocess.run(line, cwd=Path(__file__).parents[2], timeout=60, check=True)
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
@@ -331,6 +336,7 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
 
 
 def test_preflight_proves_the_folder(tmp_path):
+    """F09."""
     checkpoint.preflight(tmp_path / "new" / "checkpoints")
     assert names(tmp_path / "new" / "checkpoints") == []
     (tmp_path / "file").write_text("")

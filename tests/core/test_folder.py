@@ -50,6 +50,7 @@ def dead_lock(run_dir, **changed):
 
 
 def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
+    """F39."""
     with Lock(tmp_path / "a" / "run") as held:
         before = (tmp_path / "a" / "run" / "lock").read_bytes()
         with pytest.raises(CheckpointError) as caught, Lock(tmp_path / "a" / "run"):
@@ -63,6 +64,7 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
 
 
 def test_a_lock_goes_with_its_process(tmp_path):
+    """F39."""
     dead_lock(tmp_path)
     with Lock(tmp_path):
         assert names(tmp_path) == ["lock"]

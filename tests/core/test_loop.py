@@ -141,6 +141,7 @@ def test_one_rank_is_plain_gradient_descent(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_sample_counts_once(tmp_path, size):
+    """F28."""
     log = Recorder()
     c = config(max_epochs=3, log_every_n_steps=2)
     summary = final(size, c, tmp_path, log=log)[0]
@@ -176,6 +177,7 @@ def without_speed(summary):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
 def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, after):
+    """F21."""
     c = config(checkpoint={"every_n_steps": 3})
     whole = final(before, c, tmp_path / "whole")
     with pytest.raises(Stop):
@@ -204,6 +206,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
+    """F22."""
     final(1, config(), tmp_path)
 
     def work(communicator):
@@ -347,6 +350,8 @@ def test_patience_is_kept_over_a_resume(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path, size):
+    """F25."""
+
     def work(communicator):
         poison = {"poison_at": 4} if communicator.rank == size - 1 else {}
         made = trainer(communicator, config(checkpoint={"every_n_steps": 3}), tmp_path, **poison)
@@ -558,6 +563,8 @@ def test_run_folder(tmp_path):
     ],
 )
 def test_weights_that_differ_on_one_rank_end_the_training(tmp_path, keys, found):
+    """F27."""
+
     def work(communicator):
         made = trainer(communicator, config(**keys, log_every_n_steps=50), tmp_path)
         step = made.frontend.train_step

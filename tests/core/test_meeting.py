@@ -68,6 +68,7 @@ def rows(folder):
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
 @pytest.mark.parametrize(("size", "compressor"), [(1, None), (2, Threshold(0.01)), (3, None)])
 def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, size, compressor, phase):
+    """F11."""
     c = config(accumulate_grad_batches=2, log_every_n_steps=5, checkpoint={"every_n_steps": 4, "save_top_k": 2})
     quiet = Outside()
     quiet.number = 0

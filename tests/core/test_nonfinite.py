@@ -51,6 +51,7 @@ def close(a, b):
 
 
 def test_skip_leaves_the_step_out_on_all_ranks(tmp_path, one_bad_sample):
+    """F24."""
     c = config(on_nonfinite="skip", log_every_n_steps=1)
     log = Recorder()
     summary, tree, _, _ = final(1, c, tmp_path / "1", checks=True, log=log)
@@ -79,7 +80,7 @@ def test_skip_without_an_end_is_an_error(tmp_path, monkeypatch):
 
 
 def test_rollback_goes_on_from_the_last_checkpoint_with_the_samples_that_follow(tmp_path, one_bad_sample):
-    """The same on any number of ranks."""
+    """F24: The same on any number of ranks."""
     c = config(on_nonfinite="rollback", log_every_n_steps=2, checkpoint={"every_n_steps": 2})
     log = Recorder()
     whole = final(1, c, tmp_path / "1", log=log)
@@ -109,7 +110,7 @@ def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
-    """A step may spoil them although its loss is finite, and be the one that is saved."""
+    """F24: A step may spoil them although its loss is finite, and be the one that is saved."""
 
     def work(communicator):
         made = trainer(

@@ -128,6 +128,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_idx_faults(tmp_path, name):
+    """F30."""
     mnist(tmp_path)
     file, damage, words = FAULTS[name]
     path = tmp_path / file
@@ -346,6 +347,7 @@ def test_named_array_faults(tmp_path, kind, name):
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.98])
 def test_truncated_files(tmp_path, kind, keep):
+    """F30."""
     path = write(kind, tmp_path, arrays(n=3000))
     file = path / "train_x.npy" if kind == "npy" else path
     content = file.read_bytes()
@@ -356,6 +358,8 @@ def test_truncated_files(tmp_path, kind, keep):
 
 
 def test_nothing_is_unpickled(tmp_path):
+    """F34."""
+
     class Trap:
         def __reduce__(self):
             return (pytest.fail, ("unpickled",))
@@ -408,6 +412,7 @@ def test_hdf5_from_several_threads(tmp_path):
 
 @pytest.mark.parametrize("trick", ["soft", "external", "virtual", "raw"])
 def test_hdf5_reads_no_other_file(tmp_path, trick):
+    """F34."""
     h5py = pytest.importorskip("h5py")
     path, other = tmp_path / "data.h5", tmp_path / "other.h5"
     named = arrays()
@@ -476,6 +481,7 @@ def test_imagefolder_split_and_jpeg(tmp_path):
 
 
 def test_imagefolder_faults(tmp_path):
+    """F31."""
     assert "no images in CLASS/ folders" in fault("imagefolder", tmp_path)
     pictures(tmp_path / "train")
     pictures(tmp_path / "val", classes=("cat", "cow"))
@@ -492,6 +498,11 @@ def test_imagefolder_faults(tmp_path):
     assert "set data.image_size" in fault("imagefolder", tmp_path)
     image.fromarray(np.full((7, 9), 40_000, np.uint16)).save(odd)
     assert "8 bits" in fault("imagefolder", tmp_path)
+    odd.write_bytes(whole)
+    train = opened("imagefolder", tmp_path, image_size=8).train
+    odd.unlink()  # while training
+    with pytest.raises(DataError, match=f"No such file.*{odd}"):
+        train.fetch(np.arange(len(train)))
 
 
 # ---- text, and labels at every place
@@ -580,6 +591,7 @@ def test_unknown_names():
 
 @pytest.mark.parametrize("name", ["idx", "npz", "npy", "hdf5", "imagefolder", "text"])
 def test_missing_paths(tmp_path, name):
+    """F31."""
     assert "needs a path; data.path" in fault(name)
     gone = tmp_path / "gone"
     text = fault(name, gone)

@@ -55,6 +55,7 @@ def test_world(environ, expected):
 
 
 def test_a_variable_that_is_no_number_is_named():
+    """F33."""
     with pytest.raises(ConfigError, match="'x' is not a number; environment variable HOROVOD_SIZE"):
         world(HOROVOD | {"HOROVOD_SIZE": "x"})
 

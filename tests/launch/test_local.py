@@ -94,6 +94,7 @@ def test_a_rank_that_a_signal_ended_is_code_5(job, name):
 
 
 def test_nothing_of_the_job_is_left(job):
+    """F40."""
     before = {p.pid for p in psutil.process_iter()}
     assert job("sleep 600 & exit 0") == 0
     left = [

@@ -87,6 +87,7 @@ def test_who_joins_the_ranks(step, monkeypatch):
 
 
 def test_the_secret_is_made_once_and_for_the_user_alone(step, monkeypatch):
+    """F37."""
     with pytest.raises(FileNotFoundError):
         slurm.read_secret()
     with ThreadPoolExecutor(8) as pool:
@@ -112,7 +113,7 @@ def http_status(port: int, method: str, path: str, body: str = "") -> tuple[int,
 
 
 def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
-    """Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
+    """F36: Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
     desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
     assert slurm.open_desk(World(0, 3, 0, 2, "srun")) is desk
     port, own = desk.server_port, f"/{desk.token}:{desk.server_port}"

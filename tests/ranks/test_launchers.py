@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -124,6 +127,29 @@ def settings(folder: Path, *sets: str) -> list[str]:
     return ["--run-dir", str(folder), *(word for s in words for word in ("--set", s))]
 
 
+def forgotten(since: float) -> list[str]:
+    """Files in shared memory that are newer and that no process has mapped."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped += maps.read_text()
+    files = [path for path in Path("/dev/shm").iterdir() if str(path) not in mapped]
+    with suppress(FileNotFoundError):
+        return [str(path) for path in files if path.stat().st_mtime > since and path.exists()]
+    return ["one that is just going"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_in_shared_memory():
+    """F40: whatever was killed here."""
+    began = time.time()
+    yield
+    stop = time.monotonic() + SETTLE
+    while (left := forgotten(began)) and time.monotonic() < stop:
+        time.sleep(0.5)
+    assert not left
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The summary of two ranks under ``-np``, which each framework and settings need to train only once."""
@@ -142,6 +168,38 @@ def expected(tmp_path_factory):
     return get
 
 
+def pestered(job: Job, canary: Path) -> set:
+    """Sends what is no message of the job's, and a pickle that would make a file, to every port that it listens on
+    before its ranks train; gives the addresses."""
+    pickled = pickle.dumps(Canary(canary))
+    words = [b"\0" * 64, pickled, len(pickled).to_bytes(4, "big") + b"x" * 32 + pickled]
+    words.append(b"PUT /worker_addresses/0 HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(pickled) + pickled)
+    found = set()
+
+    def train():
+        for process in job.processes():
+            with suppress(psutil.Error):
+                for one in process.net_connections("tcp"):
+                    if one.status == psutil.CONN_LISTEN and one.laddr not in found:
+                        found.add(one.laddr)
+                        for word in words:
+                            with suppress(OSError), socket.create_connection(one.laddr, timeout=1) as stranger:
+                                stranger.sendall(word)
+        return len(job.ranks()) == 2
+
+    job.wait_for(train)
+    train()
+    return found
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 @pytest.mark.parametrize(
     ("launcher", "framework"),
     grid(
@@ -152,7 +210,8 @@ def expected(tmp_path_factory):
     ),
 )
 def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, launcher):
-    """F35, F38, F41: also where a path holds what shells act on, two jobs start at once, and without home or locale."""
+    """F35, F36, F38, F41: also where a path holds what shells act on, strangers talk to the ports of the job, two jobs
+    start at once, and without home or locale."""
     run, second = tmp_path / 'it\'s $(touch here) & a\n"rün"', tmp_path / "second"
     strange = {"LC_ALL": "C", "LANG": "tr_TR", "TZ": "Pacific/Chatham", "HOME": None}
     job = Job(launcher, tmp_path, *settings(run, f"framework={framework}"), **strange)
@@ -160,6 +219,9 @@ def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, la
         other = Job(launcher, tmp_path, *settings(second, f"framework={framework}"))
         assert other.end()[0] == 0
         assert summary(second)["weights_sha256"] == expected(framework)["weights_sha256"]
+    if launcher == "-np horovodrun":
+        assert {host for host, _ in pestered(job, tmp_path / "unpickled")} == {"127.0.0.1"}
+        assert not (tmp_path / "unpickled").exists()
     code, out, err = job.end()
     assert code == 0, out + err
     assert not (tmp_path / "here").exists()
@@ -214,6 +276,7 @@ def test_exit_codes_and_one_line(tmp_path, launcher, code):
     "framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("PyTorch runs this in every run"))]
 )
 def test_a_worker_that_fails_on_one_rank_ends_all(tmp_path, framework):
+    """F16, F31."""
     sets = [f"framework={framework}", "data.workers=2", "data.transforms=['tests.own_models:failing']", "max_epochs=9"]
     code, out, err = Job("mpirun", tmp_path, *settings(tmp_path / "run", *sets)).end()
     (line,) = [line for line in err.splitlines() if "the function failed on sample" in line]
@@ -228,7 +291,7 @@ def steps_taken(folder: Path) -> int:
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])  # -np gives all ranks one command line
 def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
-    """Each rank reads its own file, as on hosts that hold different versions of it."""
+    """F26: Each rank reads its own file, as on hosts that hold different versions of it."""
     wrapper = tmp_path / "fit.sh"
     wrapper.write_text(
         f'#!/bin/sh\nrank=${{HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}}\nexec {BIN}/hvd-train fit "$@" --seed $rank\n'
@@ -244,6 +307,7 @@ def test_a_difference_between_ranks_ends_all_with_a_table(tmp_path, launcher):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
+    """F39."""
     with Lock(tmp_path / "run") as held:
         before = held.path.read_bytes()
         code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run"), "--overwrite").end()
@@ -253,7 +317,7 @@ def test_a_run_folder_in_use_is_refused_on_all_ranks(tmp_path, launcher):
 
 # ---- a rank is lost; the run goes on where it was
 
-EPOCHS = 40  # of 29 steps: a kill or a signal after 100 of them comes before the end
+EPOCHS = 25  # of 29 steps: a kill or a signal after 100 of them comes before the end
 LONG = ["optim.lr=0.01", f"max_epochs={EPOCHS}", "checkpoint.save_top_k=0"]
 OFTEN = "checkpoint.every_n_steps=10"
 
@@ -356,7 +420,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, la
 
 
 def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):
-    """The first half on two ranks in PyTorch, the rest on one in Keras: the run of one rank in PyTorch."""
+    """F21, F22, F23: the first half on two ranks in PyTorch, the rest on one in Keras, is the run of one rank."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     sets = ["optim.lr=0.01"]
     run = [str(BIN / "hvd-train"), "fit", "-c", str(TINY)]
@@ -372,7 +436,7 @@ def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path)
 
 
 def test_a_world_that_horovod_does_not_see_is_refused(tmp_path):
-    """Without the launcher's MPI each process would train alone, and nobody would notice."""
+    """F33: Without the launcher's MPI each process would train alone, and nobody would notice."""
     alone = dict(os.environ) | {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -406,6 +470,7 @@ OTHER = pytest.mark.long("the same watch over other points and ranks: scripts/to
     [*FAULTS, *(pytest.param(*case, marks=OTHER) for case in FAULTS_LONG)],
 )
 def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework, fault, words):
+    """F02, F04, F08, F14, F17."""
     sets = [f"framework={framework}", *LONG]
     monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
     more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=3"]
@@ -449,6 +514,7 @@ def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launch
 
 
 def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
+    """F07."""
     monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
     code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()
     assert code == 4 and "the checkpoint cannot be written: No space left on device" in err and "Traceback" not in err

@@ -107,6 +107,7 @@ def test_every_key_is_explained():
     ],
 )
 def test_a_mistake_on_the_command_line(setting, words):
+    """F32."""
     (line,) = lines(setting)
     assert line.startswith(f"--set {setting}: ")
     assert all(word in line for word in words), line
@@ -171,6 +172,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
     ids=range(13),
 )
 def test_a_file_that_is_no_configuration(tmp_path, text, words):
+    """F32, F35."""
     path = write(tmp_path, text)
     found = lines(path=path)
     assert str(path) in found[0]
@@ -188,6 +190,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_what_a_resumed_run_may_change():
+    """F23."""
     old = load_config(None, ["max_epochs=2", "optim.lr=0.1"])
     assert changed(old, load_config(None, ["max_epochs=5", "optim.lr=0.1", "run_dir=x", "threads=3"])) == []
     assert changed(old, load_config(None, ["max_epochs=2", "optim.lr=0.2"])) == [("optim.lr", 0.1, 0.2)]

@@ -63,6 +63,7 @@ def taken_or_told(folder: Path, path: Path | None = None, sets=(), **more) -> No
 @fuzzed
 @given(st.binary(max_size=200))
 def test_any_bytes(tmp_path_factory, content):
+    """F44."""
     folder = tmp_path_factory.getbasetemp()
     (folder / "job.yaml").write_bytes(content)
     taken_or_told(folder, folder / "job.yaml")

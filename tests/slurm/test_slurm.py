@@ -87,7 +87,7 @@ def test_the_doctor_sees_both_nodes(cluster):
 
 
 def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
-    """The second command of a step finds the first one's desk, or what is left of it, at its own port."""
+    """F38: The second command of a step finds the first one's desk, or what is left of it, at its own port."""
     line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"
     both = [
         subprocess.Popen(
@@ -224,6 +224,7 @@ def test_an_error_of_all_ranks_is_one_line(cluster, line, code, error):
 
 
 def test_a_lost_rank_ends_the_others(cluster, tmp_path):
+    """F01."""
     own = settings(tmp_path / "run")
     line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *own, "--set", "max_epochs=4000"]
     started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -289,7 +290,7 @@ def test_submit_hands_on_the_exit_code(cluster, tmp_path):
 
 @pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")
 def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(cluster, tmp_path):
-    """The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
+    """F42: The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
     sets = ["optim.lr=0.01", "max_epochs=40", "log_every_n_steps=1"]
     own = settings(tmp_path / "run", *sets)
     job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()

@@ -54,13 +54,9 @@ FAULTS = {
     43: "libraries that are missing or broken",
     44: "configurations and checkpoints of random bytes",
 }
-NAMED = set()
-for file in TESTS.rglob("test_*.py"):
-    if file != Path(__file__):
-        NAMED |= {
-            int(number)
-            for number in re.findall(r"\bF(?=\d\d\b)(\d\d)", file.read_text().replace("_f", " F").replace("_", " "))
-        }
+# "F04, F08: ..." in a docstring, or "test_f04_..." as a name.
+NUMBER = re.compile(r"(?:\bF|_f)(\d\d)(?:\b|_)")
+NAMED = {int(k) for f in TESTS.rglob("test_*.py") if f != Path(__file__) for k in NUMBER.findall(f.read_text())}
 
 
 @pytest.mark.parametrize("number", FAULTS)

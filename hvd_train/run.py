@@ -213,7 +213,13 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 
 
 def fit(
-    config: Config, resume: str | None, allow_change: tuple[str, ...], overwrite: bool, verbose: bool, ears: Ears
+    config: Config,
+    resume: str | None,
+    allow_change: tuple[str, ...],
+    overwrite: bool,
+    verbose: bool,
+    ears: Ears,
+    until: int | None = None,
 ) -> int:
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
     code, ears.run_dir = 0, Path(config.run_dir)
@@ -224,7 +230,7 @@ def fit(
         if lock:
             ears.leaving.append(lock.release)
         try:
-            train(job, resume, allow_change, overwrite, lock, outside=ears)
+            train(job, resume, allow_change, overwrite, lock, outside=ears, until=until)
         except Interrupted as error:
             code = error.exit_code
         ears.ended = True  # the ranks leave one by one, and launchers signal the last
@@ -253,8 +259,10 @@ def train(
     lock: folder.Lock | None = None,
     hooks: Sequence[Hook] = (),
     outside: Outside | None = None,
+    until: int | None = None,
 ) -> dict[str, Any]:
-    """Runs the training of an opened job; returns the summary, equal on all ranks, or raises Interrupted.
+    """Runs the training of an opened job, or its part before epoch ``until``; returns the summary, equal on all ranks,
+    or raises Interrupted.
 
     All is read and checked, on all ranks, before anything of the run folder is changed.
     """
@@ -270,7 +278,8 @@ def train(
     if snapshot and wanted == "auto":
         wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
-    trainer = Trainer(config, job.frontend, job.data.train, job.data.val, run_dir, log, taken, hooks, outside)
+    data = job.data.train, job.data.val
+    trainer = Trainer(config, job.frontend, *data, run_dir, log, taken, hooks, outside, until)
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes]))
     if communicator.rank == 0 and ":" in config.model.name:
@@ -331,7 +340,9 @@ def _closing(summary: dict[str, Any], run_dir: Path) -> str:
     told = {name[4:]: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
     listed = ", ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in told.items() if x is not None)
     result = f"validation {listed}" if listed else "no evaluation"
-    return f"done: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
+    at = summary.get("paused_at")
+    word = f"left after epoch {at}, --resume auto goes on" if at else "done"
+    return f"{word}: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
 
 
 def _own_code(config: Config) -> dict[str, str]:

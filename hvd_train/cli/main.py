@@ -103,6 +103,11 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
 @click.option("--overwrite", is_flag=True, help="Replace the run that the run folder holds.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of first weights, sample order and dropout.")
 @click.option(
+    "--until-epoch",
+    type=click.IntRange(min=1),
+    help="Leave the run there, saved; --resume auto goes on to the bits of a run that nobody left.",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
@@ -122,6 +127,7 @@ def fit(
     allow_change: tuple[str, ...],
     overwrite: bool,
     seed: int | None,
+    until_epoch: int | None,
     max_restarts: int,
     hosts: str | None,
     hostfile: Path | None,
@@ -169,7 +175,7 @@ def fit(
 
         sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s))
     _prepare()
-    sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen()))
+    sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
 
 
 def _run() -> Any:
@@ -243,6 +249,12 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
     "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws.")
+@click.option(
+    "--halving",
+    metavar="ETA",
+    type=click.IntRange(min=2),
+    help="Successive halving: train all a little, go on with the best 1 in ETA, ETA times as long, and so on.",
+)
 @num_proc_option
 @click.option(
     "--ranks-per-trial", type=click.IntRange(min=1), help="Split the ranks into groups, which train side by side."
@@ -257,6 +269,7 @@ def sweep(
     params: tuple[str, ...],
     draws: int | None,
     seed: int,
+    halving: int | None,
     num_proc: int | None,
     ranks_per_trial: int | None,
     launcher: str,
@@ -269,11 +282,14 @@ def sweep(
     \b
     hvd-train sweep -c job.yaml --param optim.lr=0.1,0.01 --param optim.momentum=0,0.9
     hvd-train sweep -c job.yaml --param optim.lr=log:1e-4..1e-1 --random 20 -np 2
+    hvd-train sweep -c job.yaml --param optim.lr=log:1e-4..1e-1 --random 16 --halving 2
     mpirun -np 4 hvd-train sweep -c job.yaml --param optim.lr=0.1,0.05,0.01 --ranks-per-trial 2
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
     from hvd_train.sweep import folder as sweeps
+    from hvd_train.sweep import results
+    from hvd_train.sweep.halving import ladder
     from hvd_train.sweep.plan import plan
     from hvd_train.sweep.table import live
 
@@ -282,14 +298,15 @@ def sweep(
         what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
     trials = plan(path, sets, params, draws, seed, folder)
+    whole = sweeps.Sweep(folder, trials, ladder(trials, halving))
     if ranks_per_trial == 1 and here.size == 1 and num_proc in (None, 1):
         ranks_per_trial = None  # one process, one trial at a time
     if ranks_per_trial is None:
         from hvd_train.sweep import local
 
-        sweeps.begin(folder, trials, resume)
-        with live(trials):
-            code = local.run(trials, num_proc, launcher)
+        sweeps.begin(whole, resume)
+        with live(whole):
+            code = local.run(whole, num_proc, launcher)
     elif _starts_ranks(num_proc):
         from hvd_train.launch import launch
 
@@ -303,17 +320,17 @@ def sweep(
 
         rank, mpi = ranks.join(trials, ranks_per_trial, here, verbose)
         if mpi.rank == 0:
-            sweeps.begin(folder, trials, resume)
+            sweeps.begin(whole, resume)
         mpi.Barrier()
-        with nullcontext() if mpi.rank else live(trials):
-            code = ranks.run(trials, ranks_per_trial, here, rank, mpi, listen())
+        with nullcontext() if mpi.rank else live(whole):
+            code = ranks.run(whole, ranks_per_trial, here, rank, mpi, listen())
         if here.rank:
             leave(code)
     if code:
         click.echo("stopped; --resume goes on", err=True)
     else:
-        click.echo(sweeps.finish(folder, trials))
-        code = 5 if any(sweeps.state(trial).word in ("waiting", "running") for trial in trials) else 0
+        click.echo(results.finish(whole))
+        code = 5 if results.left(whole) else 0
     if ranks_per_trial is not None:
         leave(code)
     sys.exit(code)

@@ -55,7 +55,9 @@ class Trainer:
         compression: str = "none",
         hooks: Sequence[Hook] = (),
         outside: Outside | None = None,
+        until: int | None = None,
     ) -> None:
+        self.until = until  # epochs after which the run is left, to be gone on with
         self.outside = outside or Outside()
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
@@ -111,14 +113,16 @@ class Trainer:
     # ---- training
 
     def fit(self) -> dict[str, Any]:
-        """Trains to the end; returns the run's summary. Raises Interrupted, on all ranks at one step, when a signal
-        asked one of them to stop and all is saved."""
+        """Trains to the end, or ``until`` there; returns the run's summary. Raises Interrupted, on all ranks at one
+        step, when a signal asked one of them to stop and all is saved."""
         self._call("on_start")
         try:
-            while self.progress.ending or not self._finished():
+            while self.progress.ending or not (self._finished() or self.paused):
                 self._epoch()
                 if self._asked and not self._finished():
                     self._interrupt()
+            if self.paused:
+                self._keep()
             self._settle()
         finally:  # what ends the training is no reason to lose a checkpoint
             self._writer.wait()
@@ -161,12 +165,16 @@ class Trainer:
             self.log.message(f"step {step}: no rank is slow any more")
 
     def _interrupt(self) -> None:
-        """Saves the run as it stands, so that it goes on to the same bits, and leaves it."""
+        """Saves the run and leaves it."""
+        self._keep()
+        self._settle()
+        raise Interrupted(self._asked, self.progress.step)
+
+    def _keep(self) -> None:
+        """Saves the run as it stands, so that it goes on to the same bits."""
         while not self._saved:  # one that may not be saved may have gone back to weights that are
             self.progress.pending = [[float(x) for x in row] for row in self._gathered(self._lines.local(self))]
             self._save(keep=True)
-        self._settle()
-        raise Interrupted(self._asked, self.progress.step)
 
     def _gathered(self, own: np.ndarray) -> list[np.ndarray]:
         return [np.frombuffer(part) for part in self.communicator.allgather_bytes(own.tobytes(), "pending")]
@@ -193,6 +201,11 @@ class Trainer:
         return (
             p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
         )
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run has come ``until`` where it is left, and not to its end."""
+        return self.until is not None and self.progress.epoch >= self.until and not self._finished()
 
     def _epoch(self) -> None:
         p, c = self.progress, self.config
@@ -449,6 +462,7 @@ class Trainer:
             "model": self.config.model.name,
             "world_size": self.communicator.size,
             "epochs": p.epoch,
+            **({"paused_at": p.epoch} if self.paused else {}),
             "steps": p.step,
             "train_samples": p.seen,
             **({"skipped_steps": p.skipped} if self.config.checks_gradients else {}),

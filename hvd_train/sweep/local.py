@@ -6,36 +6,34 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_train.config import resolved_yaml
-from hvd_train.core.files import put
 from hvd_train.launch.local import _end_with_parent, environment
-from hvd_train.sweep.folder import LOG, fail, state
+from hvd_train.sweep.folder import CONFIG, LOG, Sweep, fail, state, turn
 from hvd_train.sweep.plan import Trial
 
 STOPPED = (75, 130, 143)
 
 
-def run(trials: Sequence[Trial], num_proc: int | None, launcher: str) -> int:
-    """Runs what is not done; 0, or the code of what stopped the sweep."""
-    for trial in trials:
-        if state(trial).word == "done":
-            continue
-        code = _run(trial, num_proc, launcher)
-        if code in STOPPED:
-            return code
-        if state(trial).word != "done":
-            fail(trial, _reason(Path(trial.config.run_dir) / LOG, code), code)
-    return 0
+def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:
+    """Runs what has not ended; 0, or the code of what stopped the sweep."""
+    while True:
+        trials, until = turn(sweep)
+        if not trials:
+            return 0
+        for trial in trials:
+            before = state(sweep, trial).rung
+            code = _run(trial, until, num_proc, launcher)
+            if code in STOPPED:
+                return code
+            if state(sweep, trial).rung == before:
+                fail(trial, reason(Path(trial.config.run_dir) / LOG, code), code)
 
 
-def _run(trial: Trial, num_proc: int | None, launcher: str) -> int:
+def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -> int:
     run_dir = Path(trial.config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    put(run_dir / "trial.yaml", resolved_yaml(trial.config).encode())
-    line = [sys.executable, "-m", "hvd_train", "fit", "-c", str(run_dir / "trial.yaml"), "--resume", "auto"]
+    line = [sys.executable, "-m", "hvd_train", "fit", "-c", str(run_dir / CONFIG), "--resume", "auto"]
+    line += ["--until-epoch", str(until)] if until else []
     line += ["-np", str(num_proc), "--launcher", launcher] if num_proc else []
     env = environment() | {"HVD_TRAIN_TERMINAL": "0"}  # its output goes to a file
     with open(run_dir / LOG, "w") as log:
@@ -63,7 +61,8 @@ def _run(trial: Trial, num_proc: int | None, launcher: str) -> int:
     return (code if code in STOPPED else 128 + received[0]) if received else code
 
 
-def _reason(log: Path, code: int) -> str:
-    """The first error that the command told."""
-    found = re.findall(r"^error[^:]*: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
+def reason(log: Path, code: int) -> str:
+    """The first error that a trial's command told."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    found = re.findall(r"^error[^:]*: (.*)$", text, re.MULTILINE)
     return found[0][:300] if found else f"ended with code {code}; see {log}"

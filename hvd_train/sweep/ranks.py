@@ -22,7 +22,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.launch.environment import LAUNCHERS, World
 from hvd_train.launch.outside import Ears
 from hvd_train.protocol import Communicator
-from hvd_train.sweep.folder import LOG, fail, state
+from hvd_train.sweep.folder import LOG, Sweep, fail, turn
 from hvd_train.sweep.plan import Trial
 
 PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
@@ -46,24 +46,33 @@ def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tupl
     return rank, mpi_world(here)
 
 
-def run(trials: Sequence[Trial], each: int, here: World, rank: Rank, mpi: Any, ears: Ears) -> int:
-    """Runs what is not done; 0, or the code of the signal that stopped the sweep."""
+def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, ears: Ears) -> int:
+    """Runs what has not ended; 0, or the code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
-    todo = [trial for trial in trials if state(trial).word != "done"]
-    counter, code, in_step = Counter(mpi), 0, True
-    mpi.Barrier()  # all have seen what is to be done
+    code, in_step = 0, True
     communicator = _open(rank, part, here)
-    # A group out of step takes no further trial: Horovod cannot be opened again in the same process.
-    while in_step and not code:
-        taken = part.bcast(counter.next() if part.rank == 0 else None)
-        if taken >= len(todo):
+    while not code and any(mpi.allgather(in_step)):
+        todo, until = mpi.bcast(_turn(sweep) if mpi.rank == 0 else None)
+        if not todo:
             break
-        code, in_step = _run(todo[taken], rank, communicator, part, ears)
+        counter = Counter(mpi)
+        # A group out of step takes no further trial: Horovod cannot be opened again in the same process.
+        while in_step and not code:
+            taken = part.bcast(counter.next() if part.rank == 0 else None)
+            if taken >= len(todo):
+                break
+            code, in_step = _run(sweep.trials[todo[taken]], until, rank, communicator, part, ears)
+        counter.close()
+        code = max(mpi.allgather(code))
     if in_step:
         communicator.close()
-    counter.close()
-    return max(mpi.allgather(code))
+    return code
+
+
+def _turn(sweep: Sweep) -> tuple[list[int], int | None]:
+    trials, until = turn(sweep)
+    return [trial.number for trial in trials], until
 
 
 def _become(part: Any, here: World) -> None:
@@ -83,7 +92,9 @@ def _open(rank: Rank, part: Any, here: World) -> Communicator:
     return made
 
 
-def _run(trial: Trial, rank: Rank, communicator: Communicator, part: Any, ears: Ears) -> tuple[int, bool]:
+def _run(
+    trial: Trial, until: int | None, rank: Rank, communicator: Communicator, part: Any, ears: Ears
+) -> tuple[int, bool]:
     """(what stopped the sweep, whether the group's ranks are in step)."""
     run_dir, error = Path(trial.config.run_dir), None
     ears.anew()
@@ -97,7 +108,7 @@ def _run(trial: Trial, rank: Rank, communicator: Communicator, part: Any, ears: 
                 settings = rank.settings | {"ranks": part.size}
                 with jobs.telling(communicator):
                     job = jobs.open_job(trial.config, rank.module, communicator, data, settings)
-                    jobs.train(job, "auto", (), False, lock, outside=ears)
+                    jobs.train(job, "auto", (), False, lock, outside=ears, until=until)
         except Interrupted as caught:
             ears.ended = True
             return caught.exit_code, True

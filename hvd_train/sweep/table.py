@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 from hvd_train.core.log import on_terminal
-from hvd_train.sweep.folder import shown, state
-from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.folder import State, Sweep, state
+from hvd_train.sweep.halving import told
+from hvd_train.sweep.results import shown
 
 SECONDS = 0.5
 
 
 @contextmanager
-def live(trials: Sequence[Trial]) -> Iterator[None]:
+def live(sweep: Sweep) -> Iterator[None]:
     """A thread looks into the folders: trials may run anywhere, in this process too, whose output goes to a file."""
     out, ended = sys.stdout, threading.Event()
-    before = {trial.number for trial in trials if state(trial).word in ("done", "failed")}
+    if len(sweep.rungs) > 1:
+        print(f"rungs: {told(sweep.rungs)}", flush=True)
     look = _drawn if on_terminal() else _told
-    thread = threading.Thread(target=look, args=(trials, before, ended, out), daemon=True)
+    before = [_mark(state(sweep, trial)) for trial in sweep.trials]
+    thread = threading.Thread(target=look, args=(sweep, before, ended, out), daemon=True)
     thread.start()
     try:
         yield
@@ -31,26 +34,32 @@ def live(trials: Sequence[Trial]) -> Iterator[None]:
         thread.join()
 
 
-def _told(trials: Sequence[Trial], before: set[int], ended: threading.Event, out: TextIO) -> None:
+def _mark(one: State) -> tuple[bool, int]:
+    """What is told when it changes."""
+    return one.word == "failed", one.rung
+
+
+def _told(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.Event, out: TextIO) -> None:
     last = False
     while not last:
         last = ended.wait(SECONDS)
-        for trial in trials:
-            one = state(trial)
-            if trial.number not in before and one.word in ("done", "failed"):
-                before.add(trial.number)
+        for trial in sweep.trials:
+            one = state(sweep, trial)
+            if _mark(one) not in ((False, 0), before[trial.number]):
+                before[trial.number] = _mark(one)
                 value = one.summary.get(trial.config.checkpoint.monitor)
                 result = f"{trial.config.checkpoint.monitor} {value:.4f}" if value is not None else one.error
-                print(f"{trial.name} ({trial.told}): {one.word}, {result}", file=out, flush=True)
+                word = one.word if one.word in ("done", "failed") else f"epoch {one.summary['paused_at']}"
+                print(f"{trial.name} ({trial.told}): {word}, {result}", file=out, flush=True)
 
 
-def _drawn(trials: Sequence[Trial], before: set[int], ended: threading.Event, out: TextIO) -> None:
+def _drawn(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.Event, out: TextIO) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
     def drawn() -> Table:
-        header, rows = shown(trials)
+        header, rows = shown(sweep)
         found = Table(*header, box=None, pad_edge=False, header_style="bold")
         for row in rows:
             found.add_row(*(cell.replace("[", r"\[") for cell in row))

@@ -73,13 +73,13 @@ def config(**keys):
     return Config.model_validate(settings | keys)
 
 
-def trainer(communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), **options):
+def trainer(communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, **options):
     frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
     frontend.connect(exchange)
-    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks)
+    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
     found = checkpoint.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
     return made
@@ -173,6 +173,22 @@ def test_resumed_after_a_kill_at_any_step_is_bit_identical(tmp_path, size, compr
 
 def without_speed(summary):
     return {k: v for k, v in summary.items() if k != "samples_per_second"}
+
+
+@pytest.mark.parametrize("keys", [{}, {"save_last": False}, {"every_n_epochs": 0, "save_last": False, "save_top_k": 0}])
+@pytest.mark.parametrize("size", [1, 3])
+def test_left_at_an_epoch_and_gone_on_with_is_bit_identical(tmp_path, size, keys):
+    """Learning rates follow the whole length; nothing is evaluated or averaged more often than in one go."""
+    c = config(max_epochs=5, optim={"lr": 0.1, "schedule": "cosine"}, check_val_every_n_epoch=2, checkpoint=keys)
+    whole = final(size, c, tmp_path / "whole")
+    for until in (2, 2, 4):
+        cut = final(size, c, tmp_path / "cut", resume=True, until=until)
+        assert cut[0]["paused_at"] == cut[0]["epochs"] == until
+    again = final(size, c, tmp_path / "cut", resume=True, until=5)
+    assert same(again[1], whole[1]) and "paused_at" not in again[0]
+    assert {k: x for k, x in again[0].items() if k != "samples_per_second"} == {
+        k: x for k, x in whole[0].items() if k != "samples_per_second"
+    }
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.local import environment
 from hvd_train.sweep import folder as sweeps
+from hvd_train.sweep import results
+from hvd_train.sweep.halving import ladder, told
 from hvd_train.sweep.plan import plan
 
 ROOT = Path(__file__).parents[2]
@@ -79,31 +82,96 @@ def finished(trial, **summary):
 
 def test_results(tmp_path):
     trials = planned("optim.lr=0.1,0.01,0.001", folder=tmp_path)
-    sweeps.begin(tmp_path, trials, resume=False)
+    sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, None))
+    sweeps.begin(sweep, resume=False)
     with pytest.raises(ConfigError, match="holds a sweep already"):
-        sweeps.begin(tmp_path, trials, resume=False)
+        sweeps.begin(sweep, resume=False)
     with pytest.raises(ConfigError, match="holds another sweep"):
-        sweeps.begin(tmp_path, trials[:2], resume=True)
+        sweeps.begin(replace(sweep, trials=trials[:2]), resume=True)
     with pytest.raises(ConfigError, match="no sweep to go on with"):
-        sweeps.begin(tmp_path / "none", trials, resume=True)
+        sweeps.begin(replace(sweep, folder=tmp_path / "none"), resume=True)
+    assert sweeps.load(tmp_path) == sweep
+    with pytest.raises(ConfigError, match="holds no sweep; .*none; give the --run-dir of one"):
+        sweeps.load(tmp_path / "none")
     finished(trials[0], val_loss=0.5, val_accuracy=0.8)
     finished(trials[1], val_loss=0.25, val_accuracy=0.9)
     sweeps.fail(trials[2], "the training loss is nan; step 3", 6)
-    told = sweeps.finish(tmp_path, trials)
-    assert "best: trial-001 (optim.lr=0.01), val_loss 0.2500" in told and "1 of 3 trials failed" in told
+    text = results.finish(sweep)
+    assert "best: trial-001 (optim.lr=0.01), val_loss 0.2500" in text and "1 of 3 trials failed" in text
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and "loss is nan" in rows[2]["state"]
     assert load_config(tmp_path / "best.yaml").optim.lr == 0.01
     with Image.open(tmp_path / "results.png") as picture:
         assert min(picture.size) > 300
-    sweeps.begin(tmp_path, trials, resume=True)
-    assert [sweeps.state(trial).word for trial in trials] == ["done", "done", "waiting"]
+    sweeps.begin(sweep, resume=True)
+    assert [sweeps.state(sweep, trial).word for trial in trials] == ["done", "done", "waiting"]
     for trial in trials:
         (Path(trial.config.run_dir) / "summary.json").unlink(missing_ok=True)
         sweeps.fail(trial, "no such file", 3)
     with pytest.raises(ConfigError, match="all 3 trials failed, the first with: no such file") as caught:
-        sweeps.finish(tmp_path, trials)
+        results.finish(sweep)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("sets", "trials", "eta", "what"),
+    [
+        (["max_epochs=8"], 8, 2, "8 trials to epoch 1, 4 to epoch 2, 2 to epoch 4, 1 to the end"),
+        (["max_epochs=4"], 9, 2, "9 trials to epoch 1, 4 to epoch 2, 2 to the end"),
+        (["max_epochs=20"], 9, 3, "9 trials to epoch 2, 3 to epoch 6, 1 to the end"),
+        (["max_epochs=9", "check_val_every_n_epoch=2"], 5, 2, "5 trials to epoch 2, 2 to epoch 4, 1 to the end"),
+    ],
+)
+def test_rungs(sets, trials, eta, what):
+    lengths = ",".join(str(0.1 / (k + 1)) for k in range(trials))
+    assert told(ladder(plan(TINY, sets, [f"optim.lr={lengths}"], None, 0, Path("s")), eta)) == what
+
+
+@pytest.mark.parametrize(
+    ("sets", "param", "what"),
+    [
+        ([], "max_epochs=4,8", "cannot differ between trials of --halving; --param max_epochs"),
+        (["max_epochs=null", "max_steps=9"], "optim.lr=0.1,0.2", "counts epochs; --halving; set max_epochs"),
+        (["checkpoint.monitor=train_loss"], "optim.lr=0.1,0.2", "compares evaluations, not train_loss; --halving"),
+        (["max_epochs=1"], "optim.lr=1,2", r"too few trials \(2\) or evaluations \(1 a trial\) to go on with 1 in"),
+    ],
+)
+def test_halving_mistakes(sets, param, what):
+    with pytest.raises(ConfigError, match=what):
+        ladder(plan(TINY, sets, [param], None, 0, Path("s")), 2)
+
+
+def test_the_best_of_a_rung_go_on(tmp_path):
+    """Five trials in rungs of 5, 2 and 1; what is decided stays, also when a trial that failed is tried again."""
+    trials = plan(TINY, ["max_epochs=4"], ["optim.lr=0.5,0.4,0.3,0.2,0.1"], None, 0, tmp_path)
+    sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, 2))
+    sweeps.begin(sweep, resume=False)
+
+    def numbers():
+        found, until = sweeps.turn(sweep)
+        return [trial.number for trial in found], until
+
+    assert numbers() == ([0, 1, 2, 3, 4], 1)
+    for trial, loss in zip(trials[:4], (0.4, float("nan"), 0.2, 0.3), strict=True):
+        finished(trial, val_loss=loss, paused_at=1)
+    sweeps.fail(trials[4], "no such file", 3)
+    assert results.left(sweep) == 4
+    assert numbers() == ([2, 3], 2)
+    finished(trials[2], val_loss=0.19, paused_at=2)
+    sweeps.fail(trials[3], "the training loss is nan", 6)
+    sweeps.begin(sweep, resume=True)
+    assert numbers() == ([3], 2), "which failed in the open rung; not the one before"
+    finished(trials[3], val_loss=0.1, paused_at=2)
+    assert numbers() == ([3], None)
+    finished(trials[3], val_loss=0.12)
+    assert numbers() == ([], None) and results.left(sweep) == 0
+    assert sweeps.load(tmp_path) == sweep
+    text = results.finish(sweep)
+    assert "best: trial-003 (optim.lr=0.2), val_loss 0.1200" in text and "1 of 5 trials failed" in text
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(row["state"].split(":")[0], row["rung"]) for row in rows] == [
+        ("stopped", "1"), ("stopped", "1"), ("stopped", "2"), ("done", "3"), ("failed", "0"),
+    ]  # fmt: skip
 
 
 def run(line, cwd, seconds=150):
@@ -120,19 +188,21 @@ def weights(run_dir):
     ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("the groups are the same in both frameworks"))],
 )
 def test_groups_train_as_single_runs(framework, tmp_path):
-    """Four ranks, two at a time: one trial diverges, the others give the bits of runs of their own."""
-    own = ["-c", str(TINY), "--set", f"framework={framework}", "--set", "max_epochs=1"]
+    """Four ranks, two at a time, and two rungs: one trial diverges, the best half goes on, and a trial that comes to
+    the end has the bits of a run of its own, whose learning rates depend on its length."""
+    own = ["-c", str(TINY), "--set", f"framework={framework}", "--set", "optim.schedule=cosine"]
     line = [*MPIRUN, "4", str(BIN / "hvd-train"), "sweep", *own, "--param", "optim.lr=1e30,0.1,0.05,0.02"]
-    done = run([*line, "--ranks-per-trial", "2", "--run-dir", "s"], tmp_path)
+    done = run([*line, "--ranks-per-trial", "2", "--halving", "2", "--run-dir", "s"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    states = [row["state"] for row in csv.DictReader((tmp_path / "s" / "results.csv").open())]
-    assert states[0].startswith("failed: the training loss is") and states[1:] == ["done"] * 3
-    assert "best: trial-001 (optim.lr=0.1)" in done.stdout
+    rows = list(csv.DictReader((tmp_path / "s" / "results.csv").open()))
+    assert rows[0]["state"].startswith("failed: the training loss is")
+    assert [(row["state"], row["rung"]) for row in rows[1:]] == [("done", "2"), ("done", "2"), ("stopped", "1")]
+    assert "rungs: 4 trials to epoch 1, 2 to the end" in done.stdout and "best: trial-001 (" in done.stdout
     single = run(
-        [str(BIN / "hvd-train"), "fit", "-np", "2", *own, "--set", "optim.lr=0.02", "--run-dir", "f"], tmp_path
+        [str(BIN / "hvd-train"), "fit", "-np", "2", *own, "--set", "optim.lr=0.05", "--run-dir", "f"], tmp_path
     )
     assert single.returncode == 0, single.stderr
-    found, expected = weights(tmp_path / "s" / "trial-003"), weights(tmp_path / "f")
+    found, expected = weights(tmp_path / "s" / "trial-002"), weights(tmp_path / "f")
     assert found == expected and found
     assert yaml.safe_load((tmp_path / "s" / "best.yaml").read_text())["optim"]["lr"] == 0.1
 

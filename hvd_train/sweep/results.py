@@ -1,0 +1,133 @@
+"""What a sweep came to: the table, results.csv, results.png, best.yaml."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import resolved_yaml
+from hvd_train.core.files import put
+from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.report.tables import table
+from hvd_train.sweep.folder import Sweep, best_first, state
+from hvd_train.sweep.plan import Trial
+
+
+def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
+    """The table of all trials: their values, how they stand, and what they came to."""
+    trials = sweep.trials
+    states = [state(sweep, trial) for trial in trials]
+    halved = ["rung"] if len(sweep.rungs) > 1 else []
+    told = list(dict.fromkeys(key for one in states for key in one.summary if _metric(key)))
+    header = ["trial", *trials[0].values, "state", *halved, *told, "samples_per_second"]
+    found = []
+    for trial, one in zip(trials, states, strict=True):
+        values = [
+            value if isinstance(value, int | float | str) else json.dumps(value) for value in trial.values.values()
+        ]
+        word = one.word if one.word != "failed" else f"failed: {one.error}"
+        rung = [one.rung] * len(halved)
+        found.append([trial.name, *values, word, *rung, *(one.summary.get(key) for key in (*told, header[-1]))])
+    return header, found
+
+
+def _metric(key: str) -> bool:
+    return key.startswith("val_") and key != "val_samples"
+
+
+def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    header, found = rows(sweep)
+    digits = {header[-1]: ",.0f"}
+    at = header.index("state")
+    cells = [[_cell(name, x, digits) for name, x in zip(header, row, strict=True)] for row in found]
+    return header, [[*row[:at], row[at].partition(":")[0], *row[at + 1 :]] for row in cells]
+
+
+def _cell(name: str, value: Any, digits: dict[str, str]) -> str:
+    if value is None:
+        return ""
+    measured = isinstance(value, float) and (_metric(name) or name in digits)
+    return format(value, digits.get(name, ".4f")) if measured else str(value)[:60]
+
+
+def best(sweep: Sweep) -> Trial | None:
+    """Of the trials that trained longest."""
+    states = [state(sweep, trial) for trial in sweep.trials]
+    last = max(one.rung for one in states)
+    found = best_first(sweep, [t for t, one in zip(sweep.trials, states, strict=True) if one.rung == last])
+    return found[0] if found else None
+
+
+def left(sweep: Sweep) -> int:
+    """How many trials ``--resume`` would run."""
+    return sum(state(sweep, trial).word in ("waiting", "running", "paused") for trial in sweep.trials)
+
+
+def finish(sweep: Sweep) -> str:
+    """Writes results.csv, results.png and best.yaml; gives the table and what is best, or raises if all failed."""
+    folder, trials = sweep.folder, sweep.trials
+    states = [state(sweep, trial) for trial in trials]
+    header, found = rows(sweep)
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *found])
+    put(folder / "results.csv", text.getvalue().encode())
+    failed = [one for one in states if one.word == "failed"]
+    if len(failed) == len(trials):
+        raised = ConfigError(f"all {len(trials)} trials failed, the first with: {failed[0].error}", where=str(folder))
+        raised.exit_code = failed[0].code if len({one.code for one in failed}) == 1 else 1
+        raise raised
+    lines = [table(*shown(sweep))]
+    first = best(sweep)
+    if first is not None:
+        monitor = first.config.checkpoint.monitor
+        chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
+        put(folder / "best.yaml", resolved_yaml(chosen).encode())
+        picture(folder / "results.png", sweep, first)
+        value = state(sweep, first).summary[monitor]
+        lines.append(f"best: {first.name} ({first.told}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
+    if left(sweep):
+        lines.append(f"{left(sweep)} of {len(trials)} trials have not ended; --resume runs them")
+    if failed:
+        lines.append(f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0].error}")
+    return "\n".join(lines)
+
+
+def picture(path: Path, sweep: Sweep, first: Trial) -> None:
+    """The monitored value over each parameter, the best trial marked; those that were stopped early are hollow."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    monitor = first.config.checkpoint.monitor
+    trials, states = sweep.trials, [state(sweep, trial) for trial in sweep.trials]
+    done = [trial for trial, one in zip(trials, states, strict=True) if one.summary.get(monitor) is not None]
+    values = [states[trial.number].summary[monitor] for trial in done]
+    filled = ["C0" if states[trial.number].word == "done" else "none" for trial in done]
+    keys = [key for key in trials[0].values if len({json.dumps(trial.values[key]) for trial in trials}) > 1]
+    keys = keys or list(trials[0].values)
+    figure, axes = pyplot.subplots(
+        1, len(keys), figsize=(4.2 * len(keys), 3.6), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, key in zip(axes[0], keys, strict=True):
+        at = [trial.values[key] for trial in done]
+        numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at)
+        place = at if numbers else [str(x) for x in at]
+        axis.scatter(place, values, facecolors=filled, edgecolors="C0", label="trial")
+        mine = done.index(first)
+        axis.scatter([place[mine]], [values[mine]], marker="*", s=200, color="C1", label=f"best: {first.name}")
+        if numbers and min(at) > 0 and max(at) >= 8 * min(at):
+            axis.set_xscale("log")
+        axis.set(xlabel=key)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(monitor)
+    axes[0][0].legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise CheckpointError(f"the picture cannot be written: {error.strerror}", where=str(path)) from error
+    finally:
+        pyplot.close(figure)

@@ -235,20 +235,27 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
     return kept
 
 
-@cli.command()
-@config_option
-@set_option
-@click.option(
+param_option = click.option(
     "--param",
     "params",
     metavar="KEY=VALUE,...",
     multiple=True,
     help="A key and its values; with --random also a range, 8..64 or log:1e-4..1e-1; repeatable.",
 )
-@click.option(
+random_option = click.option(
     "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws.")
+draws_seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws of --random."
+)
+
+
+@cli.command()
+@config_option
+@set_option
+@param_option
+@random_option
+@draws_seed_option
 @click.option(
     "--halving",
     metavar="ETA",
@@ -262,6 +269,7 @@ def _without_launch_options(arguments: list[str]) -> list[str]:
 @launcher_option
 @click.option("--run-dir", type=click.Path(file_okay=False), help="The sweep's folder; each trial has one in it.")
 @click.option("--resume", is_flag=True, help="Run what is missing or has failed.")
+@click.option("--collect", is_flag=True, help="Run nothing: write the results of the sweep that --run-dir holds.")
 @verbose_option
 def sweep(
     path: Path | None,
@@ -275,6 +283,7 @@ def sweep(
     launcher: str,
     run_dir: str | None,
     resume: bool,
+    collect: bool,
     verbose: bool,
 ) -> None:
     """Train with many values and compare: results.csv, results.png and best.yaml in the sweep's folder.
@@ -294,6 +303,10 @@ def sweep(
     from hvd_train.sweep.table import live
 
     here, folder = world(), Path(load_config(path, sets, run_dir=run_dir).run_dir)
+    if collect:
+        whole = sweeps.load(folder)
+        click.echo(results.finish(whole))
+        sys.exit(5 if results.left(whole) else 0)
     if here.size > 1 and ranks_per_trial is None:
         what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
@@ -342,6 +355,10 @@ def sweep(
 @click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
 @click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
 @click.option("--overwrite", is_flag=True, help="As of fit.")
+@param_option
+@random_option
+@draws_seed_option
+@click.option("--at-once", metavar="N", type=click.IntRange(min=1), help="With --param: so many trials at most.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Hosts (1).")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each (1).")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each rank.")
@@ -373,6 +390,10 @@ def submit(
     run_dir: str | None,
     resume: str | None,
     overwrite: bool,
+    params: tuple[str, ...],
+    draws: int | None,
+    seed: int,
+    at_once: int | None,
     job_name: str | None,
     output: str | None,
     modules: tuple[str, ...],
@@ -380,10 +401,11 @@ def submit(
     follow: bool,
     **asked: Any,
 ) -> None:
-    """Train as a batch job of Slurm; prints the job's number.
+    """Train as a batch job of Slurm, or with --param as an array of them, a sweep; prints the job's number.
 
     \b
     hvd-train submit -c job.yaml --nodes 2 --ntasks-per-node 4 --time 2:00:00
+    hvd-train submit -c job.yaml --param optim.lr=0.1,0.01 --ntasks-per-node 4 --time 30
     hvd-train submit -c job.yaml --nodes 2 --dry-run > job.sbatch     a script to change by hand
     hvd-train submit --nodes 2 --time 30 -- python train.py --lr 0.1  a script with hvd_train.torch or .keras
     """
@@ -401,6 +423,12 @@ def submit(
     if times and overwrite:
         fix = "give another --run-dir, or remove the folder"
         raise ConfigError("each start of the job would begin anew", where="submit: --requeue --overwrite", fix=fix)
+    swept = bool(params or draws or at_once)
+    given = {"a script": program, "--output": output, "--follow": follow, "--overwrite": overwrite}
+    given["--resume, but for auto"] = resume not in (None, "auto")
+    strange = next((name for name, one in given.items() if one), None)
+    if swept and strange:
+        raise ConfigError(f"a sweep takes no {strange}", where="submit: --param", fix="leave it out")
     named = next((word for word in program if word.endswith(".py")), path or "hvd-train")
     plain = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account")
     options = {"job-name": job_name or Path(named).stem, **{key.replace("_", "-"): own[key] for key in plain}}
@@ -408,20 +436,28 @@ def submit(
     contained = jobs.contained(own["container"])
     folder = Path(config.run_dir) if config else None
     words = [*contained, *program]
-    if folder:
-        # In a container Python lies elsewhere.
-        start = ["hvd-train"] if contained else [sys.executable, "-m", "hvd_train"]
-        words = [*contained, *start, *_fit_words(path, sets, run_dir, folder, resume, overwrite, times)]
-    then = []
+    here = [sys.executable, "-m", "hvd_train"]
+    start = [*contained, "hvd-train"] if contained else here  # in a container Python lies elsewhere
+    then, first, place = [], [], [str(folder)] if folder else []
+    if folder and swept:
+        from hvd_train.sweep import array
+        from hvd_train.sweep.plan import plan
+
+        sweep = array.of(folder, plan(path, sets, params, draws, seed, folder))
+        options |= array.options(sweep, at_once)
+        words, first, place = [*start, *array.WORDS], [array.line(folder)], [array.TRIAL]
+        then = [[*here, "ended", array.TRIAL]]
+    elif folder:
+        words = [*start, *_fit_words(path, sets, run_dir, folder, resume, overwrite, times)]
     if times:
         options |= {"requeue": True, "signal": f"USR1@{own['save_before']}", "open-mode": "append"}
-        then = [sys.executable, "-m", "hvd_train", "requeue", "--times", str(times)]
-        then += ["--run-dir", str(folder)] if folder else []
-    text = jobs.script(words, options, modules or slurm.modules, then, slurm.lines)
+        again = [*here, "requeue", "--times", str(times), *(["--run-dir", *place] if place else [])]
+        then = [again, *then]
+    text = jobs.script(words, options, modules or slurm.modules, then, slurm.lines, first)
     if dry_run:
         click.echo(text, nl=False)
         return
-    job = jobs.submit(text)
+    job = array.submit(sweep, text, resume is not None) if swept else jobs.submit(text)
     click.echo(job)
     if follow:
         sys.exit(jobs.follow(job))
@@ -443,6 +479,16 @@ def _fit_words(
     given = {"-c": path, "--run-dir": run_dir, "--resume": resume or ("auto" if times else None)}
     words = ["fit", *(str(word) for name, value in given.items() if value is not None for word in (name, value))]
     return words + ["--overwrite"] * overwrite + [word for setting in sets for word in ("--set", setting)]
+
+
+@cli.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("code", type=int)
+def ended(folder: Path, code: int) -> None:
+    """The last line of a sweep's batch script."""
+    from hvd_train.sweep.array import ended
+
+    sys.exit(ended(folder, code))
 
 
 @cli.command(hidden=True)

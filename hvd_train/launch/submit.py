@@ -22,16 +22,21 @@ POLL_SECONDS = 2.0
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
 
+class Shell(str):
+    """A word that the shell is to read as it is."""
+
+
 def script(
     program: Sequence[str],
     options: Mapping[str, object],
     modules: Sequence[str],
-    then: Sequence[str] = (),
+    then: Sequence[Sequence[str]] = (),
     more: Sequence[str] = (),
+    first: Sequence[str] = (),
 ) -> str:
     """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site,
-    True: without a value; ``more``: options as they are, ``--NAME[=VALUE]``. ``then``: what runs afterwards with srun's
-    exit code as its last word.
+    True: without a value; ``more``: options as they are, ``--NAME[=VALUE]``. ``then``: commands that run afterwards,
+    each with the exit code of the one before it as its last word; ``first``: lines that run before.
 
     The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
     """
@@ -42,7 +47,7 @@ def script(
     loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
     # srun takes most of the job's options from the environment, but not this one.
     each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
-    start = f"srun{each} {_words(program)}"
+    *commands, last = [f"srun{each} {_words(program)}", *(f"{_words(command)} $?" for command in then)]
     shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell knows 'module'
     return "\n".join(
         [
@@ -51,7 +56,9 @@ def script(
             *loads,
             f'export PATH={_word(Path(sys.executable).parent, "PATH")}:"$PATH"',
             f"export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-            *([start, f"exec {_words(then)} $?"] if then else [f"exec {start}"]),
+            *first,
+            *commands,
+            f"exec {last}",
             "",
         ]
     )
@@ -74,7 +81,7 @@ def _word(value: object, name: str) -> str:
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"{text!r} holds a character that is not printable", where=f"{WHERE}: {name}")
-    return shlex.quote(text)
+    return text if isinstance(value, Shell) else shlex.quote(text)
 
 
 def submit(text: str) -> str:

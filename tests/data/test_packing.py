@@ -22,6 +22,8 @@ from hvd_train.launch.local import environment
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 RNG = np.random.default_rng(0)
+PYTHON = environment() | {"PYTHONPATH": str(ROOT)}
+MPIRUN = [str(BIN / "mpirun"), "-np", "2", "--bind-to", "none", "--map-by", "slot:oversubscribe"]
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +162,12 @@ def test_a_fault_while_packing(tmp_path, photos):
 
 def test_ranks_share_the_work_and_weights_are_the_same(tmp_path, photos):
     """Two ranks of mpirun pack and check; training from the packed data and from the files gives the same bits."""
-    env = environment() | {"PYTHONPATH": str(ROOT)}
-    ranks = [str(BIN / "mpirun"), "-np", "2", "--bind-to", "none", "--map-by", "slot:oversubscribe"]
-    line = [*ranks, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=False)
+    line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
+    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "8 files" in done.stdout and "2 ranks" in done.stdout, done.stderr
     flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
     line[line.index("pack") :] = ["check", str(tmp_path / "packed")]
-    found = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 3 and found.stderr.count("train-inputs-input-00001.npy") == 1, found.stderr
     flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
     code = """
@@ -177,10 +177,71 @@ for name, path in (("imagefolder", sys.argv[1]), ("packed", sys.argv[2])):
     hvd_train.fit(config)
 """
     line = [sys.executable, "-c", code, str(photos), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     digests = [weights(tmp_path / name) for name in ("imagefolder", "packed")]
     assert digests[0] == digests[1] and digests[0]
+
+
+HOLDER = """
+import re, sys
+from hvd_train.config import DataConfig
+from hvd_train.data.sources import open_data
+
+def held(kind):
+    return int(re.search(rf"^{kind}:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1])
+
+train = open_data(DataConfig(name=sys.argv[1], path=sys.argv[2])).train
+found = [train.fetch([k]) for k in range(len(train))][-1]
+print("read", flush=True)
+sys.stdin.readline()
+print(held("Rss") - held("Pss"), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="shares of memory are told by Linux alone")
+def test_ranks_of_a_host_share_one_copy(tmp_path):
+    """Of 64 MiB that two processes have read each holds half; of an npz file all."""
+    numbers = np.zeros((64, 1 << 18), np.float32)
+    np.savez(tmp_path / "own.npz", train_x=numbers, train_y=np.arange(64) % 2, val_x=numbers[:1], val_y=[0])
+    config = DataConfig(name="npz", path=str(tmp_path / "own.npz"))
+    sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    shared = {}
+    for name, path in (("npz", "own.npz"), ("packed", "packed")):
+        line = [sys.executable, "-c", HOLDER, name, str(tmp_path / path)]
+        both = [subprocess.Popen(line, stdin=-1, stdout=-1, text=True, env=PYTHON) for _ in range(2)]
+        assert [one.stdout.readline() for one in both] == ["read\n"] * 2
+        shared[name] = []
+        for one in both:
+            one.stdin.write("\n")
+            one.stdin.flush()
+            shared[name].append(int(one.stdout.readline()) / 1024)
+        for one in both:
+            one.communicate(timeout=30)
+    more = [packed - npz for npz, packed in zip(shared["npz"], shared["packed"], strict=True)]
+    assert all(28 < mebibytes < 36 for mebibytes in more), shared
+
+
+@pytest.mark.long("50 000 files")
+def test_fifty_thousand_images(tmp_path):
+    """Two ranks pack them, each image once and none changed."""
+    pixels = RNG.integers(0, 256, (50_000, 8, 8), np.uint8)
+    for k, image in enumerate(pixels):
+        place = tmp_path / "photos" / str(k % 100)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{k:05}.png", compress_level=0)
+    line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(tmp_path / "photos"), str(tmp_path / "packed")]
+    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and "packed 40,000 training and 10,000 validation samples" in done.stdout, done
+    packing.check(tmp_path / "packed", packing.Alone())
+    data = sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+    found = []
+    for part in (data.train, data.val):
+        inputs, labels = part.fetch(np.arange(len(part)))
+        assert np.array_equal(np.bincount(labels["label"]).nonzero()[0], np.arange(100))
+        found += [row.tobytes() for row in inputs["input"]]
+    assert sorted(found) == sorted(row.tobytes() for row in pixels)
 
 
 def weights(run_dir):

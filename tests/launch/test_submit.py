@@ -57,6 +57,22 @@ def test_the_configuration_asks_and_the_command_line_comes_first(tmp_path):
     assert lines[-1].startswith(f"exec srun apptainer exec 'a b.sif' hvd-train fit -c {path} --run-dir ")
 
 
+def test_a_sweep_is_an_array(tmp_path):
+    words = ["submit", "--run-dir", "50% of/s", "--param", "optim.lr=0.1,0.01,0.001"]
+    lines = CliRunner().invoke(cli, [*words, "--dry-run"]).output.splitlines()
+    assert lines[4:6] == ["#SBATCH --output='50%% of/s/trial-%3a/output.log'", "#SBATCH --array=0-2"]
+    assert lines[-3] == "trial='50% of/s'/trial-$(printf %03d \"$SLURM_ARRAY_TASK_ID\")"
+    assert lines[-2].endswith(' -m hvd_train fit -c "$trial"/trial.yaml --resume auto')
+    assert lines[-1].endswith(' -m hvd_train ended "$trial" $?')
+    words += ["--at-once", "2", "--requeue", "3", "--dry-run"]
+    lines = CliRunner().invoke(cli, words).output.splitlines()
+    assert "#SBATCH --array=0-2%2" in lines and lines[-3].startswith("srun ")
+    assert lines[-2].endswith(' -m hvd_train requeue --times 3 --run-dir "$trial" $?')
+    for more in (["--output", "x"], ["--follow"], ["--overwrite"], ["--resume", "last"], ["--", "python", "x.py"]):
+        found = CliRunner().invoke(cli, ["submit", "--param", "optim.lr=1,2", *more])
+        assert isinstance(found.exception, ConfigError) and "takes no" in str(found.exception), more
+
+
 def test_what_is_no_option_or_command_is_refused(tmp_path):
     for setting in ("slurm.lines=[qos]", "slurm.lines=['-x']", "slurm.time=[]", "slurm.nodes=0"):
         with pytest.raises(ConfigError, match=r"slurm\.(lines|time|nodes): "):

@@ -14,6 +14,7 @@ import pytest
 
 from hvd_train.cli import guide
 from hvd_train.launch.local import command, environment
+from tests.slurm.cluster import WHERE
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -286,6 +287,35 @@ def test_submit_hands_on_the_exit_code(cluster, tmp_path):
     words = ["--", "python", "-c", "import sys; print('so far'); sys.exit(6)"]
     done = submit(cluster, tmp_path, "--time", "1", "--follow", *words, code=6)
     assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line of its own
+
+
+def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
+    """Four trials of two ranks, two at a time: one diverges, the others come to what a sweep within one world gives;
+    the last to end writes the results, and a trial that went missing is submitted alone."""
+    own = ["-c", str(TINY), "--set", "tensorboard=false", "--set", "max_epochs=1"]
+    own += ["--param", "optim.lr=1e30,0.1,0.05,0.02"]
+    words = [*own, "--nodes", "2", "--time", "5", "--at-once", "2", "--run-dir", "s"]
+    job = submit(cluster, tmp_path, *words).stdout.strip()
+    folder = tmp_path / "s"
+    cluster.wait_for(lambda: (folder / "best.yaml").exists() and not cluster.run("squeue", "-h", "-j", job))
+    line = ["hvd-train", "sweep", *own, "-np", "2", "--ranks-per-trial", "2", "--run-dir", "here"]
+    env = {**environment(), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{WHERE}"}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+
+    def results(folder: Path) -> list[list[str]]:
+        return [line.split(",")[:-1] for line in (folder / "results.csv").read_text().splitlines()]
+
+    assert results(folder) == results(tmp_path / "here")
+    assert [row[2].partition(":")[0] for row in results(folder)[1:]] == ["failed", "done", "done", "done"]
+    (folder / "trial-002" / "summary.json").unlink()
+    collected = ["hvd-train", "sweep", "--collect", "--run-dir", "s"]
+    left = subprocess.run(collected, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert left.returncode == 5 and "1 of 4 trials have not ended" in left.stdout, left.stdout + left.stderr
+    script = submit(cluster, tmp_path, *words, "--resume", "auto", "--dry-run").stdout
+    assert "#SBATCH --array=0,2%2\n" in script, "what failed and what is missing"
+    again = submit(cluster, tmp_path, *words, code=2)
+    assert again.stderr.startswith("error: holds a sweep already; s; "), again.stderr
 
 
 @pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")

@@ -1,0 +1,65 @@
+"""A sweep as a job array of Slurm: one batch script, each task of which trains a trial over the task's ranks.
+
+The trials' configurations stand in the sweep's folder when the job is submitted, so that all tasks have the same plan,
+whenever they start. The task that ends last writes the results.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch import submit as jobs
+from hvd_train.sweep.folder import CONFIG, LOG, PLAN, Sweep, begin, fail, load, state
+from hvd_train.sweep.halving import ladder
+from hvd_train.sweep.local import STOPPED, reason
+from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.results import finish, left
+
+TRIAL = jobs.Shell('"$trial"')
+WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")
+
+
+def of(folder: Path, trials: Sequence[Trial]) -> Sweep:
+    return Sweep(folder, trials, ladder(trials, None))
+
+
+def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:
+    """sbatch's: a task for each trial that is not done, at most ``at_once`` at a time; each prints into its trial's
+    folder."""
+    numbers = [trial.number for trial in sweep.trials if state(sweep, trial).word != "done"]
+    if not numbers:
+        raise ConfigError("all trials are done", where=str(sweep.folder), fix="see hvd-train sweep --collect")
+    first, last = numbers[0], numbers[-1]
+    listed = f"{first}-{last}" if len(numbers) == last - first + 1 > 1 else ",".join(map(str, numbers))
+    output = f"{str(sweep.folder).replace('%', '%%')}/trial-%3a/{LOG}"
+    return {"array": f"{listed}%{at_once}" if at_once else listed, "output": output}
+
+
+def line(folder: Path) -> str:
+    """What tells a task its trial."""
+    return f'trial={shlex.quote(str(folder))}/trial-$(printf %03d "$SLURM_ARRAY_TASK_ID")'
+
+
+def submit(sweep: Sweep, text: str, resume: bool) -> str:
+    """The job's number. What Slurm refuses leaves no plan behind."""
+    begin(sweep, resume)
+    try:
+        return jobs.submit(text)
+    except ConfigError:
+        if not resume:
+            (sweep.folder / PLAN).unlink()
+        raise
+
+
+def ended(run_dir: Path, code: int) -> int:
+    """A task's last word: its ranks have ended with ``code``. Returns the task's exit code."""
+    sweep = load(run_dir.parent)
+    trial = next(trial for trial in sweep.trials if trial.name == run_dir.name)
+    if code not in STOPPED and state(sweep, trial).word != "done":
+        fail(trial, reason(run_dir / LOG, code), code)
+    if not left(sweep):
+        print(finish(sweep))
+    return code

@@ -289,6 +289,7 @@ def test_submit_hands_on_the_exit_code(cluster, tmp_path):
     assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line of its own
 
 
+@pytest.mark.long("five launches of two ranks")
 def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     """Four trials of two ranks, two at a time: one diverges, the others come to what a sweep within one world gives;
     the last to end writes the results, and a trial that went missing is submitted alone."""

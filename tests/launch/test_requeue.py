@@ -71,7 +71,7 @@ def test_where_slurm_does_not_take_it_back(tmp_path, asked, capsys):
 
 
 def test_the_batch_script_hands_the_code_on():
-    last = script(["train"], {"requeue": True, "signal": "USR1@9"}, [], ["again", "a b"]).splitlines()
+    last = script(["train"], {"requeue": True, "signal": "USR1@9"}, [], [["again", "a b"]]).splitlines()
     assert last[1:3] == ["#SBATCH --requeue", "#SBATCH --signal=USR1@9"] and last[-2:] == [
         "srun train",
         "exec again 'a b' $?",

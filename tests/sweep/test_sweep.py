@@ -18,8 +18,8 @@ from PIL import Image
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.local import environment
+from hvd_train.sweep import array, results
 from hvd_train.sweep import folder as sweeps
-from hvd_train.sweep import results
 from hvd_train.sweep.halving import ladder, told
 from hvd_train.sweep.plan import plan
 
@@ -172,6 +172,27 @@ def test_the_best_of_a_rung_go_on(tmp_path):
     assert [(row["state"].split(":")[0], row["rung"]) for row in rows] == [
         ("stopped", "1"), ("stopped", "1"), ("stopped", "2"), ("done", "3"), ("failed", "0"),
     ]  # fmt: skip
+
+
+def test_the_last_task_of_an_array_writes_the_results(tmp_path, capsys):
+    trials = planned("optim.lr=0.1,0.01,0.001", folder=tmp_path / "s")
+    sweep = array.of(tmp_path / "s", trials)
+    sweeps.begin(sweep, resume=False)
+    places = [Path(trial.config.run_dir) for trial in trials]
+    assert array.options(sweep, 2)["array"] == "0-2%2"
+    finished(trials[1], val_loss=0.25)
+    assert array.options(sweep, None)["array"] == "0,2"
+    assert array.ended(places[1], 0) == 0 and sweeps.state(sweep, trials[1]).word == "done"
+    (places[0] / "output.log").write_text("error[rank 1]: the training loss is nan; step 3\nsrun: error: a task\n")
+    assert array.ended(places[0], 6) == 6
+    (places[2] / "output.log").write_text("stopped by SIGUSR1")
+    assert array.ended(places[2], 75) == 75, "saved, and neither done nor failed"
+    assert capsys.readouterr().out == "" and not (tmp_path / "s" / "results.csv").exists()
+    finished(trials[2], val_loss=0.5)
+    assert array.ended(places[2], 0) == 0
+    assert "best: trial-001 (optim.lr=0.01), val_loss 0.2500" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "s" / "results.csv").open()))
+    assert [row["state"] for row in rows] == ["failed: the training loss is nan; step 3", "done", "done"]
 
 
 def run(line, cwd, seconds=150):

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
     show_default=True,
     help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
 )
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="With --max-restarts: keep a process that has loaded the framework, from which so many ranks start again.",
+)
 @hosts_options
 @click.option("--dry-run", is_flag=True, help="With -np: print the launcher's command and start nothing.")
 @verbose_option
@@ -129,6 +137,7 @@ def fit(
     seed: int | None,
     until_epoch: int | None,
     max_restarts: int,
+    spares: int,
     hosts: str | None,
     hostfile: Path | None,
     network_interfaces: str | None,
@@ -151,6 +160,8 @@ def fit(
     from hvd_train.launch.hosts import parse
 
     where = parse(hosts, hostfile, network_interfaces)
+    if spares and not max_restarts:
+        raise ConfigError("spares take the place of ranks at a restart", where="--spares", fix="give --max-restarts")
     if _starts_ranks(num_proc) or max_restarts or where or dry_run:
         if num_proc is None:
             asks = "--max-restarts" if max_restarts else "--hosts" if where else "--dry-run"
@@ -171,9 +182,11 @@ def fit(
             from hvd_train.launch import launch
 
             sys.exit(launch(num_proc, launcher, words, verbose, hosts=where))
+        from hvd_train.launch.spares import Spares
         from hvd_train.launch.supervise import supervise
 
-        sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s))
+        with closing(Spares(spares, config.framework, config.threads, num_proc, verbose)) as kept:
+            sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s, kept))
     _prepare()
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
 
@@ -216,7 +229,10 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
     sys.exit(launch(num_proc or 1, launcher, _without_launch_options(sys.argv[1:]), verbose))
 
 
-OF_LAUNCH = ("-np", "--num-proc", "--launcher", "--max-restarts", "-H", "--hosts", "--hostfile", "--network-interfaces")
+OF_LAUNCH = (
+    "-np", "--num-proc", "--launcher", "--max-restarts", "--spares", "-H", "--hosts", "--hostfile",
+    "--network-interfaces",
+)  # fmt: skip
 
 
 def _without_launch_options(arguments: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
@@ -61,6 +62,16 @@ def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = F
         "environment": {name: {"value": os.environ[name], "chosen_by": by[name]} for name in chosen},
     }
     return Rank(here, count, _load(framework, verbose, lean), settings)
+
+
+def warm(framework: str, wanted_threads: int | str, ranks: int, verbose: bool) -> None:
+    """Loads what a rank among ``ranks`` of this host loads, under its settings, in a process that is forked for it."""
+    here = World(size=ranks, local_size=ranks)
+    for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
+        os.environ.setdefault(name, value)
+    _load(framework, verbose, lean=True)
+    with _without_noise(verbose):
+        importlib.import_module(FRAMEWORKS[framework].horovod)
 
 
 def _load(framework: str, verbose: bool, lean: bool) -> FrontEndModule:

@@ -15,12 +15,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.board import Board
 from hvd_train.launch.environment import CORES
 from hvd_train.launch.hosts import Hosts, after, look, options, variables
 from hvd_train.launch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from hvd_train.launch.spares import Spares
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
@@ -137,7 +141,11 @@ def launch(
 
 
 def run(
-    line: Sequence[str], env: Mapping[str, str], board: Board | None = None, watchdog: Watchdog | None = None
+    line: Sequence[str],
+    env: Mapping[str, str],
+    board: Board | None = None,
+    watchdog: Watchdog | None = None,
+    spares: Spares | None = None,
 ) -> tuple[int, list[int], dict[int, float]]:
     """Starts the launcher and waits for its end, which is that of all its processes: (exit code, 128 + N where signal N
     ended it, -1 where it had to be ended; the signals that came meanwhile; of each rank that ended, when).
@@ -167,11 +175,11 @@ def run(
     ended: dict[int, float] = {}
     hung = False
     try:
-        child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=_end_with_parent)
+        child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=end_with_parent)
         if received:
             child.terminate() if board else child.send_signal(received[0])
         if board:
-            ended = _watch(child, board, watchdog)
+            ended = _watch(child, board, watchdog, spares)
             hung = child.poll() is None
         else:
             child.wait()
@@ -184,7 +192,7 @@ def run(
     return -1 if hung else code if code >= 0 else 128 - code, received, ended
 
 
-def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None) -> dict[int, float]:
+def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None, spares: Spares | None) -> dict[int, float]:
     """Until the launcher ends, or has not although a rank did, or a rank is stuck: {rank that ended: when}."""
     ended: dict[int, float] = {}
     poll, ranks, first = select.poll(), {}, math.inf
@@ -194,6 +202,8 @@ def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None) -> 
         board.look()
         if watchdog and watchdog.look():
             break
+        if spares:
+            spares.look(board)
         for rank, descriptor in list(board.open.items()):  # a signal may come
             if descriptor not in ranks:
                 ranks[descriptor] = rank
@@ -213,7 +223,7 @@ def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None) -> 
     return ended | dict.fromkeys(took, time.monotonic())  # which took the launcher along
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: whoever kills this process must not leave a job without an owner (Linux: prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

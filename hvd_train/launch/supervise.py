@@ -16,6 +16,7 @@ from hvd_train.core import checkpoint, faults
 from hvd_train.errors import CommunicationError, ConfigError, stopped_code
 from hvd_train.launch import local
 from hvd_train.launch.board import VARIABLE, Board, supported
+from hvd_train.launch.spares import Spares
 from hvd_train.launch.watchdog import Watchdog
 
 IDLE_RESTARTS = 2  # restarts in a row that came no further than before
@@ -44,9 +45,11 @@ def supervise(
     max_restarts: int,
     verbose: bool,
     watchdog_s: float = 0,
+    spares: Spares | None = None,
 ) -> int:
     """Trains to the end, with at most ``max_restarts`` new starts; returns the exit code, or raises what ended a rank
-    that could not say it. ``watchdog_s``: seconds without a step after which ranks are stuck; 0: they never are."""
+    that could not say it. ``watchdog_s``: seconds without a step after which ranks are stuck; 0: they never are;
+    ``spares``: which take the ranks' places at a restart."""
     if not supported():
         if max_restarts:
             raise ConfigError(
@@ -57,13 +60,16 @@ def supervise(
     known, restarts, idle = _checkpoints(run_dir), 0, 0
     furthest = (-1, -1)
     while True:
-        line = local.command(num_proc, chosen, arguments)
+        program = spares.program(arguments) if spares else []
+        line = local.command(num_proc, chosen, arguments, "hvd_train", program)
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
         killed = _out_of_memory()
         with Board(num_proc) as board:
             watchdog = Watchdog(board, watchdog_s)
-            code, received, ended = local.run(line, local.environment() | {VARIABLE: board.path}, board, watchdog)
+            code, received, ended = local.run(
+                line, local.environment() | {VARIABLE: board.path}, board, watchdog, spares
+            )
             told = [board.read(rank) for rank in range(num_proc)]
             well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
             cause = None if code == 0 and well else _cause(board, ended, code)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvd_train.launch.local import _end_with_parent, environment
+from hvd_train.launch.local import end_with_parent, environment
 from hvd_train.sweep.folder import CONFIG, LOG, Sweep, fail, state, turn
 from hvd_train.sweep.plan import Trial
 
@@ -49,7 +49,7 @@ def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -
         try:
             # A session of its own: Ctrl-C reaches it once, from here.
             child = subprocess.Popen(
-                line, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=_end_with_parent
+                line, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=end_with_parent
             )
             if received:
                 child.send_signal(received[0])

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from hvd_train.core.folder import Lock
+from hvd_train.launch import stub
 from hvd_train.launch.local import environment
 
 ROOT = Path(__file__).parents[2]
@@ -511,6 +512,36 @@ def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launch
     slow = [row for row in rows if row["event"] == "straggler"]
     assert {row["rank"] for row in slow} == {1} and slow[0]["since"] > 20, slow
     assert max(row["share"] for row in slow) > 0.4 and max(row["seconds"] for row in slow) > 0.03, slow
+
+
+SPARED = [("-np", "pytorch"), ("-np horovodrun", "pytorch"), ("-np", "tensorflow"), ("-np horovodrun", "tensorflow")]
+SPARED[1:] = [pytest.param(*case, marks=pytest.mark.long("the same places, handed over alike")) for case in SPARED[1:]]
+
+
+@pytest.mark.parametrize(("launcher", "framework"), SPARED)
+def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework):
+    """Rank 1 is slow in the first start, until the spares are ready; then it is killed, and then what stands for it."""
+    sets = [f"framework={framework}", *LONG]
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "step:1:30:delay")
+    more = ["--max-restarts", "2", "--spares", "2", "--set", OFTEN]
+    job = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more)
+
+    def find(word):
+        found = {}
+        for process in job.processes():
+            with suppress(psutil.Error):
+                found[process] = process.cmdline()
+        return [(process, line) for process, line in found.items() if word in line]
+
+    job.wait_for(lambda: find("hvd_train.cli.spare"))
+    ((spare, line),) = find("hvd_train.cli.spare")
+    job.wait_for(lambda: f"@{line[3]}" in Path("/proc/net/unix").read_text())
+    job.ranks()[1].kill()
+    job.wait_for(lambda: len(spare.children()) == 2)
+    next(process for process, line in find(stub.__file__) if line[2] == "-S").kill()
+    code, out, err = job.end()
+    assert code == 0 and err.count("restart ") == 2, err
+    assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *LONG)["weights_sha256"]
 
 
 def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):

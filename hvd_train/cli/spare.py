@@ -1,0 +1,146 @@
+"""``python -m hvd_train.cli.spare NAME FRAMEWORK THREADS RANKS COUNT``: see hvd_train/launch/spares.py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from hvd_train.launch.local import PR_SET_PDEATHSIG
+from hvd_train.launch.stub import ANSWER_SECONDS, LENGTH, STATUS, TAKEN, own
+
+NICE = 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank, which a stub hands over."""
+
+    program: list[str]
+    environment: dict[str, str]
+    folder: str
+    descriptors: list[int]
+
+    def take(self) -> None:
+        """This process is the rank from here on."""
+        for number, descriptor in enumerate(self.descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.argv = ["hvd-train", *self.program[3:]]  # python -m hvd_train ...
+        random.seed()
+        np.random.seed()
+
+
+def receive(connection: socket.socket) -> Place:
+    connection.settimeout(ANSWER_SECONDS)
+    head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
+    text = b""
+    while len(text) < LENGTH.unpack(head)[0]:
+        part = connection.recv(1 << 16)
+        if not part:
+            raise EOFError
+        text += part
+    program, environment, folder = json.loads(text)
+    return Place(program, environment, folder, descriptors)
+
+
+def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
+    """In a thread of low priority, which takes little from ranks that train; forks are of the main thread."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    for module in ("hvd_train.cli.main", "hvd_train.run", "hvd_train.core.exchange", "safetensors.numpy"):
+        import_module(module)
+    from hvd_train.frontends.rank import warm as load
+
+    load(framework, int(wanted) if wanted.isdigit() else wanted, ranks, verbose)
+
+
+def serve(listener: socket.socket, most: int) -> Place:
+    """Forks for whoever asks; returns in the fork."""
+    poll = select.poll()
+    waiting: dict[int, int] = {}  # a connection's descriptor: that of its process
+    children: dict[int, tuple[int, socket.socket]] = {}  # a process' descriptor: its pid, whom to tell of its end
+    poll.register(listener, select.POLLIN)
+    prctl: Any = ctypes.CDLL(None).prctl
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in waiting:  # the stub is gone
+                poll.unregister(descriptor)
+                signal.pidfd_send_signal(waiting.pop(descriptor), signal.SIGKILL)
+            elif descriptor in children:
+                pid, connection = children.pop(descriptor)
+                poll.unregister(descriptor)
+                if waiting.pop(connection.fileno(), None) is not None:
+                    poll.unregister(connection)
+                tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(descriptor)
+            elif descriptor == listener.fileno():
+                connection = listener.accept()[0]
+                try:
+                    place = receive(connection) if own(connection) and len(children) < most else None
+                    if place:
+                        connection.sendall(TAKEN)
+                except (OSError, ValueError, EOFError, TypeError, struct.error):
+                    place = None
+                if place is None:
+                    connection.close()
+                    continue
+                parent, pid = os.getpid(), os.fork()
+                if pid == 0:
+                    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    if os.getppid() != parent:
+                        os._exit(5)
+                    for other in (*waiting, *children):
+                        os.close(other)
+                    for _, held in children.values():
+                        held.detach()
+                    listener.close()
+                    connection.close()
+                    return place
+                for number in place.descriptors:
+                    os.close(number)
+                pidfd = os.pidfd_open(pid)
+                waiting[connection.fileno()], children[pidfd] = pidfd, (pid, connection)
+                poll.register(connection, select.POLLIN)
+                poll.register(pidfd, select.POLLIN)
+
+
+def tell(connection: socket.socket, status: int) -> None:
+    with connection, suppress(OSError):
+        connection.sendall(STATUS.pack(status))
+
+
+def main() -> None:
+    name, framework, threads, ranks, most, verbose = sys.argv[1:]
+    thread = threading.Thread(target=warm, args=[framework, threads, int(ranks), bool(verbose)])
+    thread.start()
+    thread.join()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(int(ranks))
+        place = serve(listener, int(most))
+    place.take()
+    from hvd_train.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

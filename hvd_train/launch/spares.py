@@ -1,0 +1,48 @@
+"""Spares of ``-np --max-restarts --spares``: a process that has loaded the framework and waits while the job trains.
+
+At a restart launchers start ``stub.py`` in a rank's place, which asks for one: the process forks, and the fork is the
+rank. It has no thread and has computed nothing, so that nothing of it is in the way of what its forks do.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+from hvd_train.launch import local, stub
+from hvd_train.launch.board import Board
+
+
+class Spares:
+    """``count``: how many ranks may come of it at a time, 0: none; ``ranks``: of the job."""
+
+    def __init__(self, count: int, framework: str, threads: int | str, ranks: int, verbose: bool) -> None:
+        self._count = count
+        self._words = [framework, str(threads), str(ranks), str(count), "-v" if verbose else ""]
+        self._name = ""
+        self._process: subprocess.Popen | None = None
+
+    def look(self, board: Board) -> None:
+        """Starts it when all ranks have taken a step, which it would have delayed."""
+        if self._count and self._process is None and all(board.read(rank).step for rank in range(board.ranks)):
+            self._name = f"hvd-train-{secrets.token_hex(16)}"
+            line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
+            self._process = subprocess.Popen(
+                line, env=local.environment(), start_new_session=True, preexec_fn=local.end_with_parent
+            )
+
+    def program(self, arguments: list[str]) -> list[str]:
+        """What the launcher is to start for each rank; [] where there is no spare."""
+        if self._process and self._process.poll() is not None:
+            self._process = None
+        if self._process is None:
+            return []
+        python = [sys.executable, "-I", "-S", str(Path(stub.__file__))]
+        return [*python, self._name, sys.executable, "-m", "hvd_train", *arguments]
+
+    def close(self) -> None:
+        if self._process:
+            self._process.kill()  # its forks end with it
+            self._process.wait()

@@ -24,10 +24,13 @@ from hvd_train.launch.hosts import Hosts, after, look, options, variables
 from hvd_train.launch.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    import psutil
+
     from hvd_train.launch.spares import Spares
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
+SILENCE = 0.5  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
 LOOK_MS = 100
 PR_SET_PDEATHSIG = 1
 # What launchers return for a rank that a signal ended.
@@ -196,12 +199,15 @@ def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None, spa
     """Until the launcher ends, or has not although a rank did, or a rank is stuck: {rank that ended: when}."""
     ended: dict[int, float] = {}
     poll, ranks, first = select.poll(), {}, math.inf
-    launcher = os.pidfd_open(child.pid)
+    launcher, slow = os.pidfd_open(child.pid), Path(str(child.args[0])).name == "mpirun"  # type: ignore[index]
     poll.register(launcher, select.POLLIN)
     while child.poll() is None and time.monotonic() < first + PATIENCE:
         board.look()
         if watchdog and watchdog.look():
             break
+        silent = ended and not any(board.read(rank).record for rank in ended)
+        if slow and silent and time.monotonic() > first + SILENCE:
+            board.signal(signal.SIGKILL)
         if spares:
             spares.look(board)
         for rank, descriptor in list(board.open.items()):  # a signal may come
@@ -238,13 +244,28 @@ def _end(child: subprocess.Popen, board: Board | None) -> None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
-    left = [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
+    session = [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
+    left, stop = list(filter(_lives, session)), time.monotonic() + GRACE_SECONDS
     for process in left:
-        process.terminate()
-    for process in psutil.wait_procs(left, timeout=GRACE_SECONDS if left else 0)[1]:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    while (left := list(filter(_lives, left))) and time.monotonic() < stop:
+        time.sleep(0.01)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     if child.poll() is None:
         child.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    """One that has ended may lie there for seconds, until the first process of the system asks for its code."""
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _in_session(process: object, session: int) -> bool:

@@ -57,13 +57,16 @@ num_proc_option = click.option(
     type=click.IntRange(min=1),
     help="Start this many ranks on this host (without: this process alone).",
 )
-launcher_option = click.option(
-    "--launcher",
-    type=click.Choice(["auto", "horovodrun", "mpirun"]),
-    default="auto",
-    show_default=True,
-    help="What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun --gloo.",
-)
+LAUNCHER = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun --gloo."
+
+
+def launcher_of(names: list[str], more: str = "") -> Callable:
+    return click.option(
+        "--launcher", type=click.Choice(names), default="auto", show_default=True, help=f"{LAUNCHER}{more}"
+    )
+
+
+launcher_option = launcher_of(["auto", "horovodrun", "mpirun"])
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs."
 )
@@ -91,7 +94,7 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
 @config_option
 @set_option
 @num_proc_option
-@launcher_option
+@launcher_of(["auto", "horovodrun", "mpirun", "srun"], " srun: within an allocation of Slurm.")
 @click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder: config, metrics, checkpoints, events.")
 @click.option(
     "--resume",
@@ -123,6 +126,8 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
     help="With --max-restarts: keep a process that has loaded the framework, from which so many ranks start again.",
 )
 @hosts_options
+@click.option("--nnodes", type=click.IntRange(min=1), help="The first of these hosts, or so many of Slurm's.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each host, instead of -np.")
 @click.option("--dry-run", is_flag=True, help="With -np: print the launcher's command and start nothing.")
 @verbose_option
 def fit(
@@ -141,6 +146,8 @@ def fit(
     hosts: str | None,
     hostfile: Path | None,
     network_interfaces: str | None,
+    nnodes: int | None,
+    nproc_per_node: int | None,
     dry_run: bool,
     verbose: bool,
 ) -> None:
@@ -157,11 +164,26 @@ def fit(
     from hvd_train.launch.outside import forget, listen
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
-    from hvd_train.launch.hosts import parse
+    from hvd_train.launch.hosts import parse, spread
 
     where = parse(hosts, hostfile, network_interfaces)
     if spares and not max_restarts:
         raise ConfigError("spares take the place of ranks at a restart", where="--spares", fix="give --max-restarts")
+    if launcher == "srun" and not _within_a_world():
+        if where or max_restarts:
+            fix = "leave it out: the allocation has the hosts, and 'hvd-train submit --requeue' starts again"
+            raise ConfigError("srun takes none", where="--hosts" if where else "--max-restarts", fix=fix)
+        from hvd_train.launch import allocation
+
+        program = [sys.executable, "-m", "hvd_train", *_without_launch_options(sys.argv[1:])]
+        line = allocation.command(num_proc, nnodes, nproc_per_node, program)
+        if dry_run:
+            click.echo(shlex.join(line))
+            return
+        forget()
+        sys.exit(allocation.start(line))
+    if nnodes or nproc_per_node:
+        where, num_proc = spread(where, num_proc, nnodes, nproc_per_node)
     if _starts_ranks(num_proc) or max_restarts or where or dry_run:
         if num_proc is None:
             asks = "--max-restarts" if max_restarts else "--hosts" if where else "--dry-run"
@@ -195,6 +217,12 @@ def _run() -> Any:
     from hvd_train import run
 
     return run
+
+
+def _within_a_world() -> bool:
+    from hvd_train.launch.environment import world
+
+    return bool(world().launcher)
 
 
 def _starts_ranks(num_proc: int | None) -> bool:
@@ -231,7 +259,7 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
 
 OF_LAUNCH = (
     "-np", "--num-proc", "--launcher", "--max-restarts", "--spares", "-H", "--hosts", "--hostfile",
-    "--network-interfaces",
+    "--network-interfaces", "--nnodes", "--nproc-per-node",
 )  # fmt: skip
 
 

@@ -85,6 +85,29 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
     return Hosts(found, interfaces or "")
 
 
+def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: int | None) -> tuple[Hosts, int]:
+    """The first ``nnodes`` hosts (all) with ``each`` ranks (as many as they have slots), and how many ranks that is."""
+    if hosts is None:
+        fix = "give --hosts or --hostfile, or within an allocation --launcher srun"
+        raise ConfigError("of which hosts", where="--nnodes, --nproc-per-node", fix=fix)
+    if nnodes and nnodes > len(hosts.slots):
+        raise ConfigError(f"{nnodes} of {len(hosts.slots)} hosts", where="--nnodes", fix="name more, or ask for fewer")
+    taken = dict(list(hosts.slots.items())[:nnodes])
+    for host, count in taken.items():
+        if each and each > count:
+            what = f"{host} has {count} slot{'s' * (count > 1)}, not {each}"
+            raise ConfigError(what, where="--nproc-per-node", fix=f"say {host}:{each}, or 'slots={each}' in the file")
+    taken = {host: each or count for host, count in taken.items()}
+    return Hosts(taken, hosts.interfaces), ranks_in_all(num_proc, sum(taken.values()))
+
+
+def ranks_in_all(num_proc: int | None, total: int) -> int:
+    if num_proc not in (None, total):
+        fix = "leave out -np"
+        raise ConfigError(f"-np {num_proc}, but {total} ranks", where="--nnodes, --nproc-per-node", fix=fix)
+    return total
+
+
 def options(launcher: str, hosts: Hosts) -> list[str]:
     """What ``mpirun`` or ``horovodrun`` is told of the hosts."""
     if launcher == "mpirun":

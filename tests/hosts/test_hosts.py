@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from hvd_train import __version__
+from hvd_train.cli.main import cli
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import hosts as module
 from hvd_train.launch.hosts import Hosts, after, look, options, parse
@@ -279,3 +281,49 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
     found = done.stdout.split()
     assert found[1:7] == ["-np", "3", "--gloo", "-H", "a:2,b:1", "--network-interfaces"], done.stderr
     assert found[7] == "ib0" and found[9:] == ["-m", "hvd_train", "fit", *TINY]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-H a:4,b:4,c:4 --nnodes 2 --nproc-per-node 3", "-np 6 --gloo -H a:3,b:3"),
+        ("-np 8 -H a:4,b:4,c:4 --nnodes 2", "-np 8 --gloo -H a:4,b:4"),
+        ("-H a:4,b:2 --nproc-per-node=2", "-np 4 --gloo -H a:2,b:2"),
+        ("-np 5 -H a:4,b:4 --nnodes 1", "-np 5, but 4 ranks; --nnodes, --nproc-per-node; leave out -np"),
+        ("-H a:4 --nnodes 2", "2 of 1 hosts; --nnodes; name more"),
+        ("-H a,b --nproc-per-node 2", "a has 1 slot, not 2; --nproc-per-node; say a:2"),
+        ("--nnodes 2 --nproc-per-node 2", "of which hosts; --nnodes, --nproc-per-node; give --hosts"),
+    ],
+)
+def test_nnodes_and_nproc_per_node(words, says, monkeypatch):
+    given = ["fit", "--dry-run", "--launcher", "horovodrun", *words.split()]
+    assert says in dry_run(given, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-np 4 --run-dir x", f"srun -n 4 {sys.executable} -m hvd_train fit --run-dir x"),
+        ("--nnodes 2 --nproc-per-node 4", f"srun -n 8 -N 2 --ntasks-per-node 4 {sys.executable} -m hvd_train fit"),
+        ("-np 4 --nnodes 2", f"srun -n 4 -N 2 {sys.executable}"),
+        ("-np 4 --nnodes 2 --nproc-per-node 4", "-np 4, but 8 ranks"),
+        ("--nnodes 2", "how many ranks; --launcher srun; give -np, or"),
+        ("-np 2 -H a:2", "srun takes none; --hosts"),
+        ("-np 2 --max-restarts 1", "srun takes none; --max-restarts"),
+    ],
+)
+def test_srun_within_an_allocation(words, says, monkeypatch):
+    assert says in dry_run(["fit", "--dry-run", "--launcher", "srun", *words.split()], monkeypatch)
+
+
+def test_srun_needs_an_allocation(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    says = "this is no allocation of Slurm; --launcher srun; start it with salloc, or see 'hvd-train submit'"
+    assert says in dry_run(["fit", "--launcher", "srun", "-np", "2"], monkeypatch)
+
+
+def dry_run(words: list[str], monkeypatch) -> str:
+    """What the command prints, or its error."""
+    monkeypatch.setattr(sys, "argv", ["hvd-train", *words])
+    done = CliRunner().invoke(cli, words)
+    return done.output + str(done.exception)

@@ -202,6 +202,18 @@ def test_the_guides_commands(cluster, tmp_path, expected):
     assert trained == 3 and printed.count("sum 3.0 of 2") == 4 and "module load cuda/12.4" in job_output(tmp_path, job)
 
 
+@pytest.mark.long("the step is that of a plain srun, and its command line has a test of its own")
+def test_a_step_that_fit_starts_itself(cluster, tmp_path, expected):
+    line = ["salloc", *NODES, "-n", "2", "hvd-train", "fit", "--launcher", "srun", "--nnodes", "2"]
+    line += ["--nproc-per-node", "1", *settings(tmp_path / "run", "framework=pytorch")]
+    own = variables(cluster)
+    run = subprocess.run(
+        line, cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert summary(tmp_path / "run")["weights_sha256"] == expected("pytorch")
+
+
 def job_output(folder: Path, job: str) -> str:
     return (folder / f"slurm-{job}.out").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import signal
@@ -317,7 +318,7 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     assert done.returncode == 0, done.stderr
 
     def results(folder: Path) -> list[list[str]]:
-        return [line.split(",")[:-1] for line in (folder / "results.csv").read_text().splitlines()]
+        return [row[:-1] for row in csv.reader((folder / "results.csv").open())]  # but for the speed
 
     assert results(folder) == results(tmp_path / "here")
     assert [row[2].partition(":")[0] for row in results(folder)[1:]] == ["failed", "done", "done", "done"]

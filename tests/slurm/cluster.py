@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from hvd_train.launch.local import _end_with_parent
+from hvd_train.launch.local import end_with_parent
 from hvd_train.launch.submit import RUNNING
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
@@ -95,7 +95,7 @@ class Cluster:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             )
 

@@ -128,9 +128,17 @@ def tell(connection: socket.socket, status: int) -> None:
 
 def main() -> None:
     name, framework, threads, ranks, most, verbose = sys.argv[1:]
-    thread = threading.Thread(target=warm, args=[framework, threads, int(ranks), bool(verbose)])
+    done: list[bool] = []
+
+    def load() -> None:
+        warm(framework, threads, int(ranks), bool(verbose))
+        done.append(True)
+
+    thread = threading.Thread(target=load)
     thread.start()
     thread.join()
+    if not done:  # why has been told; ranks load it for themselves
+        sys.exit(1)
     gc.freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0{name}")

@@ -31,7 +31,7 @@ from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, D
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch import peers
+from hvd_train.launch import peers, snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.outside import Ears
 from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule, one_or_all
@@ -175,7 +175,7 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         return None
     run_dir = Path(job.config.run_dir)
     if resume in ("auto", "last"):
-        snapshot = checkpoint.newest(run_dir / "checkpoints", warn)
+        snapshot = checkpoint.newest(run_dir / "checkpoints", warn, snapshots.given())
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
@@ -229,6 +229,7 @@ def fit(
             ears.seen = peers.watch(job.communicator, config.watchdog_s)
         if lock:
             ears.leaving.append(lock.release)
+        ears.leaving.append(snapshots.forget)
         try:
             train(job, resume, allow_change, overwrite, lock, outside=ears, until=until)
         except Interrupted as error:
@@ -279,7 +280,7 @@ def train(
         wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
     data = job.data.train, job.data.val
-    trainer = Trainer(config, job.frontend, *data, run_dir, log, taken, hooks, outside, until)
+    trainer = Trainer(config, job.frontend, *data, run_dir, log, taken, hooks, outside, until, snapshots.given())
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes]))
     if communicator.rank == 0 and ":" in config.model.name:

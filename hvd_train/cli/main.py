@@ -204,10 +204,12 @@ def fit(
             from hvd_train.launch import launch
 
             sys.exit(launch(num_proc, launcher, words, verbose, hosts=where))
+        from hvd_train.launch.snapshots import in_memory
         from hvd_train.launch.spares import Spares
         from hvd_train.launch.supervise import supervise
 
-        with closing(Spares(spares, config.framework, config.threads, num_proc, verbose)) as kept:
+        snapshots = in_memory(bool(max_restarts and config.checkpoint.snapshot_every_n_steps))
+        with snapshots, closing(Spares(spares, config.framework, config.threads, num_proc, verbose)) as kept:
             sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s, kept))
     _prepare()
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))

@@ -368,6 +368,9 @@ class ExchangeConfig(Section):
 class CheckpointConfig(Section):
     every_n_epochs: Count = Field(1, description="save at the end of every n-th epoch; 0: only at the end of training")
     every_n_steps: Count = Field(0, description="save also every n steps, within the epoch; 0: off")
+    snapshot_every_n_steps: Count = Field(
+        0, description="with --max-restarts: steps between two states kept in memory (/dev/shm), for restarts; 0: off"
+    )
     save_top_k: Count = Field(1, description="keep the k best by monitor")
     save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
     monitor: str = Field("val_loss", description="what 'best' means: val_NAME or train_NAME of the loss or a metric")

@@ -194,9 +194,9 @@ def find(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
-    """The newest valid one; each damaged one on the way is a warning. None: there is none at all."""
-    found = find(folder)
+def newest(folder: Path, warn: Callable[[str], None], memory: Path | None = None) -> Snapshot | None:
+    """The newest valid one, of ``memory`` too; each damaged one on the way is a warning. None: there is none at all."""
+    found = sorted([*find(folder), *(find(memory) if memory else [])])
     for _, path in reversed(found):
         try:
             return load(path)

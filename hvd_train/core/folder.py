@@ -67,7 +67,7 @@ def _job() -> str:
     return f"{number} {restarts}" if number else ""
 
 
-def _ticks(pid: int) -> int | None:
+def ticks(pid: int) -> int | None:
     """When the process began; None: there is none. proc(5): the name in brackets may hold anything."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -84,7 +84,7 @@ class Lock:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         token, pid = secrets.token_hex(8), os.getpid()
         place = {"host": platform.node(), "place": _place()}
-        self._own = Holder(token=token, pid=pid, ticks=_ticks(pid) or 0, since=since, job=_job(), **place)
+        self._own = Holder(token=token, pid=pid, ticks=ticks(pid) or 0, since=since, job=_job(), **place)
         self._made: list[Path] = []  # folders
         self._ended = threading.Event()
         self._before: Any = None
@@ -209,7 +209,7 @@ def _read(path: Path) -> Holder | None:
 
 def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
     if holder.place == _place():
-        return _ticks(holder.pid) != holder.ticks
+        return ticks(holder.pid) != holder.ticks
     if holder.job and holder.job != _job() and holder.job.split()[0] == _job().partition(" ")[0]:
         return True  # Slurm started this job again, perhaps on other hosts: what it ran before has ended
     try:

@@ -56,7 +56,9 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         outside: Outside | None = None,
         until: int | None = None,
+        memory: Path | None = None,
     ) -> None:
+        self.memory = memory  # a folder for snapshots
         self.until = until  # epochs after which the run is left, to be gone on with
         self.outside = outside or Outside()
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
@@ -226,9 +228,11 @@ class Trainer:
                 at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
                 stop = at_end or bool(c.max_steps and p.step >= c.max_steps)
                 save = not at_end and bool(c.checkpoint.every_n_steps) and p.step % c.checkpoint.every_n_steps == 0
-                told = stop or save or p.step % c.log_every_n_steps == 0
+                shots = c.checkpoint.snapshot_every_n_steps if self.memory else 0
+                shot = not (stop or save) and bool(shots) and p.step % shots == 0
+                told = stop or save or shot or p.step % c.log_every_n_steps == 0
                 every = c.agreement_every_n_steps
-                compared = stop or save or bool(every and p.step % every == 0)
+                compared = stop or save or shot or bool(every and p.step % every == 0)
                 met = self._steps.due() or told
                 if met or compared or not self._begun:
                     self.frontend.run_queued()
@@ -243,8 +247,8 @@ class Trainer:
                 if met:
                     self._heed(self._steps, told)
                 p.ending = stop or p.stopped
-                if save:
-                    self._save()
+                if save or shot:
+                    self._save(memory=self.memory if shot else None)
                 if self._asked:
                     self._interrupt()
                 if p.ending:
@@ -416,21 +420,21 @@ class Trainer:
     def folder(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def _save(self, metrics: Mapping[str, float] | None = None, keep: bool = False) -> None:
-        """``keep``: whatever the configuration says."""
+    def _save(self, metrics: Mapping[str, float] | None = None, keep: bool = False, memory: Path | None = None) -> None:
+        """``keep``: whatever the configuration says; ``memory``: there, as a snapshot."""
         rule = self.config.checkpoint
-        if rule.save_last or rule.save_top_k or keep:
+        if rule.save_last or rule.save_top_k or keep or memory:
             self._stragglers.pause()
             self._settle()
             self._converge()
             self.outside.at("saving", self.progress.step)
             try:
-                saving.save(self, metrics or {}, self._writer, keep=keep)
+                saving.save(self, metrics or {}, self._writer, keep=keep, memory=memory)
             except NonFiniteError as error:
                 self._roll_back(error)
                 return
             self._last, self._rolled_back = self._writer.path, 0
-            self._saved = rule.save_last or keep  # else it may not be kept
+            self._saved = not memory and (rule.save_last or keep)  # else it may not be kept
 
     def _settle(self) -> None:
         """Waits until what is being written is there."""
@@ -443,7 +447,8 @@ class Trainer:
     def _written(self, outcome: str) -> None:
         path, self._writer.path = self._writer.path, None
         saving.settle(outcome)
-        self._call("on_checkpoint", path)
+        if path and path.parent == self.folder:
+            self._call("on_checkpoint", path)
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.

@@ -78,11 +78,14 @@ def settle(outcome: str) -> None:
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
 
 
-def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep: bool = False) -> None:
+def save(
+    trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep: bool = False, memory: Path | None = None
+) -> None:
     """Copies what is to be saved, on rank 0, which then writes it; all ranks learn whether there is something good to
     save, so that all go on or all stop.
 
-    ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps.
+    ``keep``: the run ends here, and this checkpoint stays, whatever the configuration keeps. ``memory``: a folder of
+    its own, which keeps the newest two.
     """
     faults.at("save")
     c, communicator = trainer.config, trainer.communicator
@@ -115,24 +118,24 @@ def save(trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep
         except (CheckpointError, NonFiniteError) as error:
             outcome = _told(error)
     settle(communicator.broadcast_bytes(outcome.encode()).decode())
-    work = None
+    work, folder = None, memory or trainer.folder
     if communicator.rank == 0:
         snapshot = checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta)
         rule = c.checkpoint
         # A rollback goes back to the newest.
-        last = rule.save_last or keep or c.on_nonfinite == "rollback"
+        last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
 
         def work() -> None:
-            checkpoint.save(trainer.folder, snapshot)
+            checkpoint.save(folder, snapshot)
             checkpoint.prune(
-                trainer.folder,
-                save_top_k=rule.save_top_k,
+                folder,
+                save_top_k=0 if memory else rule.save_top_k,
                 save_last=last,
                 monitor=rule.monitor,
                 mode=rule.mode,
             )
 
-    writer.begin(checkpoint.place(trainer.folder, p.step), work)
+    writer.begin(checkpoint.place(folder, p.step), work)
 
 
 def _check_finite(tree: Tree, where: str) -> None:

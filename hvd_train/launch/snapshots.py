@@ -1,0 +1,56 @@
+"""The newest state of a job with ``--max-restarts``, in memory: checkpoints in a folder of /dev/shm, which outlive a
+rank and go with the job. What a killed job left goes with its last rank, or when the next job begins."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hvd_train.core.folder import ticks
+from hvd_train.errors import ConfigError
+
+VARIABLE = "HVD_TRAIN_SNAPSHOTS"  # the folder, set for the ranks
+PLACE, PREFIX = Path("/dev/shm"), "hvd-train-snapshots-"
+NAME = re.compile(PREFIX + r"(\d+)-(\d+)-\w+")  # its owner's pid, and when that began
+
+
+@contextmanager
+def in_memory(wanted: bool) -> Iterator[None]:
+    """Tells the ranks that are started meanwhile of the folder."""
+    if not wanted:
+        yield
+        return
+    try:
+        for old in PLACE.glob(f"{PREFIX}*"):
+            forget(old)
+        folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{ticks(os.getpid())}-", dir=PLACE)
+    except OSError as error:
+        where, fix = "checkpoint.snapshot_every_n_steps", "set it to 0, and every_n_steps for the disk"
+        raise ConfigError(f"{PLACE} cannot be written: {error.strerror}", where=where, fix=fix) from error
+    try:
+        os.environ[VARIABLE] = folder
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def given() -> Path | None:
+    """Where this rank is to keep its state."""
+    return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+
+
+def forget(folder: Path | None = None) -> None:
+    """Removes it (None: that of this rank) if its job is gone."""
+    folder = folder or given()
+    if folder is None:
+        return
+    match = NAME.fullmatch(folder.name)
+    with suppress(OSError):
+        if match and folder.lstat().st_uid == os.geteuid() and ticks(int(match[1])) != int(match[2]):
+            shutil.rmtree(folder, ignore_errors=True)

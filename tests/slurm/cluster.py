@@ -99,8 +99,8 @@ class Cluster:
                 )
             )
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        stop = time.monotonic() + START_SECONDS
+    def wait_for(self, ready: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+        stop = time.monotonic() + seconds
         while not ready():
             dead = [daemon.args[0] for daemon in self.daemons if daemon.poll() is not None]
             assert not dead and time.monotonic() < stop, f"{dead}: {(self.folder / 'daemons.log').read_text()[-3000:]}"

@@ -311,7 +311,7 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     words = [*own, "--nodes", "2", "--time", "5", "--at-once", "2", "--run-dir", "s"]
     job = submit(cluster, tmp_path, *words).stdout.strip()
     folder = tmp_path / "s"
-    cluster.wait_for(lambda: (folder / "best.yaml").exists() and not cluster.run("squeue", "-h", "-j", job))
+    cluster.wait_for(lambda: (folder / "best.yaml").exists() and not cluster.run("squeue", "-h", "-j", job), SECONDS)
     line = ["hvd-train", "sweep", *own, "-np", "2", "--ranks-per-trial", "2", "--run-dir", "here"]
     env = {**environment(), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{WHERE}"}
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -338,7 +338,7 @@ def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(c
     sets = ["optim.lr=0.01", "max_epochs=40", "log_every_n_steps=1"]
     own = settings(tmp_path / "run", *sets)
     job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()
-    cluster.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    cluster.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), SECONDS)
     cluster.run("scancel", "--signal", "USR1", job)
     cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -119,6 +119,11 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
     help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
 )
 @click.option(
+    "--min-np",
+    type=click.IntRange(min=1),
+    help="With --max-restarts: start again without the rank that was lost, down to so many ranks; else on as many.",
+)
+@click.option(
     "--spares",
     type=click.IntRange(min=0),
     default=0,
@@ -142,6 +147,7 @@ def fit(
     seed: int | None,
     until_epoch: int | None,
     max_restarts: int,
+    min_np: int | None,
     spares: int,
     hosts: str | None,
     hostfile: Path | None,
@@ -169,6 +175,8 @@ def fit(
     where = parse(hosts, hostfile, network_interfaces)
     if spares and not max_restarts:
         raise ConfigError("spares take the place of ranks at a restart", where="--spares", fix="give --max-restarts")
+    if min_np and not max_restarts:
+        raise ConfigError("nothing starts again on fewer ranks", where="--min-np", fix="give --max-restarts")
     if launcher == "srun" and not _within_a_world():
         if where or max_restarts:
             fix = "leave it out: the allocation has the hosts, and 'hvd-train submit --requeue' starts again"
@@ -210,7 +218,8 @@ def fit(
 
         snapshots = in_memory(bool(max_restarts and config.checkpoint.snapshot_every_n_steps))
         with snapshots, closing(Spares(spares, config.framework, config.threads, num_proc, verbose)) as kept:
-            sys.exit(supervise(num_proc, launcher, words, folder, max_restarts, verbose, config.watchdog_s, kept))
+            watched = max_restarts, verbose, config.watchdog_s, kept, min_np
+            sys.exit(supervise(num_proc, launcher, words, folder, *watched))
     _prepare()
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
 
@@ -260,7 +269,7 @@ def _launch_or(num_proc: int | None, launcher: str, verbose: bool, here: Any) ->
 
 
 OF_LAUNCH = (
-    "-np", "--num-proc", "--launcher", "--max-restarts", "--spares", "-H", "--hosts", "--hostfile",
+    "-np", "--num-proc", "--launcher", "--max-restarts", "--min-np", "--spares", "-H", "--hosts", "--hostfile",
     "--network-interfaces", "--nnodes", "--nproc-per-node",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ class Spares:
     """``count``: how many ranks may come of it at a time, 0: none; ``ranks``: of the job."""
 
     def __init__(self, count: int, framework: str, threads: int | str, ranks: int, verbose: bool) -> None:
-        self._count = count
+        self._count, self._ranks = count, ranks
         self._words = [framework, str(threads), str(ranks), str(count), "-v" if verbose else ""]
         self._name = ""
         self._process: subprocess.Popen | None = None
@@ -33,11 +33,12 @@ class Spares:
                 line, env=local.environment(), start_new_session=True, preexec_fn=local.end_with_parent
             )
 
-    def program(self, arguments: list[str]) -> list[str]:
-        """What the launcher is to start for each rank; [] where there is no spare."""
+    def program(self, arguments: list[str], ranks: int) -> list[str]:
+        """What the launcher is to start for each rank; [] where there is no spare for a world of so many ranks: threads
+        follow from their number."""
         if self._process and self._process.poll() is not None:
             self._process = None
-        if self._process is None:
+        if self._process is None or ranks != self._ranks:
             return []
         python = [sys.executable, "-I", "-S", str(Path(stub.__file__))]
         return [*python, self._name, sys.executable, "-m", "hvd_train", *arguments]

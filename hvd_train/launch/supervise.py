@@ -46,10 +46,12 @@ def supervise(
     verbose: bool,
     watchdog_s: float = 0,
     spares: Spares | None = None,
+    min_np: int | None = None,
 ) -> int:
     """Trains to the end, with at most ``max_restarts`` new starts; returns the exit code, or raises what ended a rank
     that could not say it. ``watchdog_s``: seconds without a step after which ranks are stuck; 0: they never are;
-    ``spares``: which take the ranks' places at a restart."""
+    ``spares``: which take the ranks' places at a restart; ``min_np``: each restart does without the rank that was lost,
+    down to so many; None: all start again."""
     if not supported():
         if max_restarts:
             raise ConfigError(
@@ -58,9 +60,9 @@ def supervise(
         return local.launch(num_proc, launcher, arguments, verbose)
     chosen = local.choose(launcher) if num_proc > 1 else ""
     known, restarts, idle = _checkpoints(run_dir), 0, 0
-    furthest = (-1, -1)
+    furthest, fewest = (-1, -1), min(min_np or num_proc, num_proc)
     while True:
-        program = spares.program(arguments) if spares else []
+        program = spares.program(arguments, num_proc) if spares else []
         line = local.command(num_proc, chosen, arguments, "hvd_train", program)
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
@@ -95,7 +97,10 @@ def supervise(
         restarts += 1
         if begun:
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
-        print(f"restart {restarts} of {max_restarts}: {_words(cause)}", file=sys.stderr, flush=True)
+        left = max(fewest, num_proc - 1)
+        on = f" on {left} rank{'s' * (left > 1)}" if left < num_proc else ""
+        num_proc = left
+        print(f"restart {restarts} of {max_restarts}{on}: {_words(cause)}", file=sys.stderr, flush=True)
 
 
 def _give_up(cause: Cause, restarts: int, idle: int) -> int:

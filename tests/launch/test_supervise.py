@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 30
 
 
-def script(folder, plan, arguments, ends=True):
-    """A shell that starts two ranks and, like a launcher, gives the code of the one that failed first. ``ends``: it
-    kills the other one then, as mpirun does; else it waits for it."""
+def script(folder, plan, arguments, ends=True, size=2):
+    """A shell that starts ``size`` ranks and, like a launcher, gives the code of the one that failed first. ``ends``:
+    it kills the other one then, as mpirun does; else it waits for it."""
     words = " ".join(map(shlex.quote, [str(folder), json.dumps(plan), *arguments]))
     lines = []
-    for rank in range(2):
-        own = f"HOROVOD_RANK={rank} HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK={rank} HOROVOD_LOCAL_SIZE=2 PYTHONPATH={ROOT}"
+    for rank in range(size):
+        own = f"HOROVOD_RANK={rank} HOROVOD_SIZE={size} HOROVOD_LOCAL_RANK={rank} HOROVOD_LOCAL_SIZE={size}"
+        own += f" PYTHONPATH={ROOT}"
         lines.append(f"{own} {sys.executable} -m tests.launch.fake_rank {words} & rank{rank}=$!")
     lines += ["wait -n; code=$?", "if [ $code != 0 ]; then"]
     lines += ["sleep 0.3; kill -KILL $rank0 $rank1 2>/dev/null"] if ends else ["true"]
@@ -67,14 +68,15 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(
         local,
         "command",
-        lambda size, launcher, arguments, *more: ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1])],
+        lambda size, launcher, arguments, *more: ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1], size)],
     )
 
-    def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0):
+    def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0, min_np=None):
         plans.append(plan)
         ends.append(end)
         try:
-            return supervise(2, "mpirun", list(arguments), tmp_path / "run", restarts, False, watchdog_s)
+            words = tmp_path / "run", restarts, False, watchdog_s, None, min_np
+            return supervise(2, "mpirun", list(arguments), *words)
         finally:
             assert not any(map(alive, pids(tmp_path))), "left behind"
 
@@ -144,6 +146,15 @@ def test_restarts_are_counted(run, tmp_path):
     plan = [[f"step:{k} sleep:60", f"step:{k} raise"] for k in range(1, 9)]
     assert run(plan, 2) == 1
     assert len(starts(tmp_path, 1)) == 3
+
+
+@pytest.mark.parametrize("fewest", [1, 2, 5])
+def test_the_ranks_that_are_left_go_on_down_to_so_many(run, tmp_path, capfd, fewest):
+    plan = [["step:7 checkpoint:5 sleep:60", "step:7 kill"], ["step:9 done", "step:9 done"]]
+    assert run(plan, 2, min_np=fewest) == 0
+    assert (len(starts(tmp_path)), len(starts(tmp_path, 1))) == ((2, 1) if fewest == 1 else (2, 2))
+    on = " on 1 rank" if fewest == 1 else ""
+    assert f"restart 1 of 2{on}: rank 1 was ended by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_mistake_starts_nothing_again(run, tmp_path):

@@ -300,9 +300,14 @@ param_option = click.option(
 random_option = click.option(
     "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
 )
-draws_seed_option = click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws of --random."
-)
+draws_seed_option = click.option("--seed", type=click.IntRange(min=0), help="Of the draws of --random (0).")
+
+
+def _seed_of(draws: int | None, seed: int | None) -> int:
+    if seed is not None and draws is None:
+        fix = f"give --random, or --set seed={seed} for the seed of the training"
+        raise ConfigError("is of the draws of --random", where="--seed", fix=fix)
+    return seed or 0
 
 
 @cli.command()
@@ -331,7 +336,7 @@ def sweep(
     sets: tuple[str, ...],
     params: tuple[str, ...],
     draws: int | None,
-    seed: int,
+    seed: int | None,
     halving: int | None,
     num_proc: int | None,
     ranks_per_trial: int | None,
@@ -365,7 +370,7 @@ def sweep(
     if here.size > 1 and ranks_per_trial is None:
         what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
-    trials = plan(path, sets, params, draws, seed, folder)
+    trials = plan(path, sets, params, draws, _seed_of(draws, seed), folder)
     whole = sweeps.Sweep(folder, trials, ladder(trials, halving))
     if ranks_per_trial == 1 and here.size == 1 and num_proc in (None, 1):
         ranks_per_trial = None  # one process, one trial at a time
@@ -447,7 +452,7 @@ def submit(
     overwrite: bool,
     params: tuple[str, ...],
     draws: int | None,
-    seed: int,
+    seed: int | None,
     at_once: int | None,
     job_name: str | None,
     output: str | None,
@@ -478,7 +483,7 @@ def submit(
     if times and overwrite:
         fix = "give another --run-dir, or remove the folder"
         raise ConfigError("each start of the job would begin anew", where="submit: --requeue --overwrite", fix=fix)
-    swept = bool(params or draws or at_once)
+    own_seed, swept = _seed_of(draws, seed), bool(params or draws or at_once)
     given = {"a script": program, "--output": output, "--follow": follow, "--overwrite": overwrite}
     given["--resume, but for auto"] = resume not in (None, "auto")
     strange = next((name for name, one in given.items() if one), None)
@@ -498,7 +503,7 @@ def submit(
         from hvd_train.sweep import array
         from hvd_train.sweep.plan import plan
 
-        sweep = array.of(folder, plan(path, sets, params, draws, seed, folder))
+        sweep = array.of(folder, plan(path, sets, params, draws, own_seed, folder))
         options |= array.options(sweep, at_once)
         words, first, place = [*start, *array.WORDS], [array.line(folder)], [array.TRIAL]
         then = [[*here, "ended", array.TRIAL]]

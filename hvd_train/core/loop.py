@@ -99,6 +99,7 @@ class Trainer:
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
         self._stragglers = Stragglers()
         self._saved = False  # whether the newest checkpoint is what this run is now
+        self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
         self._writer = saving.Writer()
         self._speed, self._lines = Speed(), Lines()
         self.samples_per_second = self._speed.median
@@ -176,7 +177,7 @@ class Trainer:
         """Saves the run as it stands, so that it goes on to the same bits."""
         while not self._saved:  # one that may not be saved may have gone back to weights that are
             self.progress.pending = [[float(x) for x in row] for row in self._gathered(self._lines.local(self))]
-            self._save(keep=True)
+            self._save(self._metrics, keep=True)
 
     def _gathered(self, own: np.ndarray) -> list[np.ndarray]:
         return [np.frombuffer(part) for part in self.communicator.allgather_bytes(own.tobytes(), "pending")]
@@ -280,7 +281,7 @@ class Trainer:
         ]
         sums.append(self.frontend.train_step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
         p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
-        self._saved = False
+        self._saved, self._metrics = False, {}
         finite = not c.checks_gradients or self.frontend.finite()
         if self.scaled:
             self._rescale(finite)
@@ -342,7 +343,7 @@ class Trainer:
         p.loss_scale, p.good_steps, self.progress = self.progress.loss_scale, 0, p
         self._lines.pending.clear()
         self.counts = np.zeros_like(self.counts)
-        self._saved = False
+        self._saved, self._metrics = False, {}
         self.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(found).name}")
 
     def _rescale(self, finite: bool) -> None:
@@ -433,7 +434,7 @@ class Trainer:
             except NonFiniteError as error:
                 self._roll_back(error)
                 return
-            self._last, self._rolled_back = self._writer.path, 0
+            self._last, self._rolled_back, self._metrics = self._writer.path, 0, metrics or {}
             self._saved = not memory and (rule.save_last or keep)  # else it may not be kept
 
     def _settle(self) -> None:
@@ -456,6 +457,7 @@ class Trainer:
         Returns what of it was left behind, a line each.
         """
         self._last = snapshot.path if snapshot else None
+        self._metrics = snapshot.meta.get("monitor", {}) if snapshot else {}
         return saving.restore(self, snapshot)
 
     # ---- summary

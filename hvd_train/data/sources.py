@@ -389,9 +389,9 @@ class Streamed(Fetched):
         missing = [name for name in ("__len__", "fingerprint") if not hasattr(own, name)]
         if missing:
             raise DataError(f"{type(own).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
-        if len(own) == 0:
-            raise DataError("the data set is empty", where=where)
         try:
+            if len(own) == 0:
+                raise DataError("the data set is empty", where=where)
             stream = Stream(own, where)
         except DataError:
             raise
@@ -408,7 +408,8 @@ class Streamed(Fetched):
 def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Source:
     """What one part of the user's pair is: arrays, an object with ``fetch``, or a stream."""
     if not isinstance(part, tuple | list | dict):
-        if hasattr(part, "fetch") or not (hasattr(part, "__iter__") or hasattr(part, "iterate")):
+        iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
+        if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
             return Fetched(part, task, where)
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")

@@ -29,6 +29,11 @@ class Stream:
         if hasattr(own, "num_classes"):
             self.num_classes = own.num_classes
         self._first = self.fetch(np.zeros(1, np.int64))
+        self._epoch = None
+        if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
+            what = "begun anew, the stream gives another first sample: ranks and resumed runs would read different ones"
+            fix = "let each iter give the same, random numbers of a fixed seed too; iterate(epoch, start) may use epoch"
+            raise DataError(what, where=where, fix=fix)
 
     def __len__(self) -> int:
         return len(self._own)
@@ -57,6 +62,10 @@ class Stream:
         jump = hasattr(self._own, "iterate")
         self._samples = iter(self._own.iterate(epoch, start) if jump else self._own)
         self._epoch, self._place = epoch, start if jump else 0
+
+
+def _bytes(part: Any) -> bytes:
+    return b"".join(map(_bytes, part.values())) if isinstance(part, dict) else part.tobytes()
 
 
 def _stacked(samples: list[Any]) -> Any:

@@ -120,6 +120,8 @@ def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
         todo = [trial for trial, one in states if one.word != "failed" and one.rung <= rung]
         if todo or rung + 1 == len(sweep.rungs):
             return todo, sweep.rungs[rung].end
+        if all(one.word == "failed" for _, one in states):
+            return [], None  # --resume tries them again
         chosen = best_first(sweep, going)[: sweep.rungs[rung + 1].size]
         decided = [*_decided(sweep), sorted(trial.number for trial in chosen)]
         put(sweep.folder / DECIDED, json.dumps(decided).encode())

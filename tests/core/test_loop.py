@@ -191,6 +191,14 @@ def test_left_at_an_epoch_and_gone_on_with_is_bit_identical(tmp_path, size, keys
     }
 
 
+def test_what_is_left_twice_stays_the_best(tmp_path):
+    """The checkpoint at which a run is left keeps the value that it is ranked by."""
+    c = config(checkpoint={"save_last": False})
+    for _ in range(2):
+        final(1, c, tmp_path, resume=True, until=1)
+        assert checkpoint.resolve(tmp_path, "best").name == "step-00000007"
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
 def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, after):
     """F21."""

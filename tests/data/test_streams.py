@@ -125,12 +125,28 @@ class Alone(Iterated):
         yield 3
 
 
+class Once(Iterated):
+    """Goes on where it was."""
+
+    def __iter__(self):
+        self.read += 1
+        return iter([({"x": np.full(3, self.read, np.float32), "again": np.int64(0)}, 0)])
+
+
+class Endless(Iterated):
+    def __len__(self):
+        raise TypeError("no length")
+
+
 @pytest.mark.parametrize(
     ("own", "more", "words"),
     [
         (Iterated(7), {}, "the stream ended before sample 7 of epoch 0, and its length is 23"),
         (Iterated(0), {}, "the stream ended before sample 0 of epoch 0"),
         (Bare(), {}, "Bare has no __len__, fingerprint"),
+        (Once(), {}, "begun anew, the stream gives another first sample: ranks and resumed runs would"),
+        (Endless(), {}, "the stream failed: TypeError: no length"),
+        (np.zeros((4, 3)), {}, "ndarray has no fetch, fingerprint, num_classes"),
         (Alone(), {}, "the stream gives a int as sample 0"),
         (Iterated(), {"workers": 2}, "a stream is read by one thread, in order; data.workers"),
     ],

@@ -174,6 +174,17 @@ def test_the_best_of_a_rung_go_on(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_rung_in_which_all_have_failed_is_tried_again(tmp_path):
+    trials = plan(TINY, ["max_epochs=2"], ["optim.lr=0.5,0.4"], None, 0, tmp_path)
+    sweep = sweeps.Sweep(tmp_path, trials, ladder(trials, 2))
+    sweeps.begin(sweep, resume=False)
+    for trial in trials:
+        sweeps.fail(trial, "no such file", 3)
+    assert sweeps.turn(sweep)[0] == []
+    sweeps.begin(sweep, resume=True)
+    assert sweeps.turn(sweep) == (trials, 1)
+
+
 def test_the_last_task_of_an_array_writes_the_results(tmp_path, capsys):
     trials = planned("optim.lr=0.1,0.01,0.001", folder=tmp_path / "s")
     sweep = array.of(tmp_path / "s", trials)

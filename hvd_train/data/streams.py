@@ -56,7 +56,7 @@ class Stream:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             what = f"the stream gives a {type(sample).__name__} as sample {index}"
             raise DataError(what, where=self._where, fix="it must give (inputs, label)")
-        return sample[0], sample[1]
+        return _copied(sample[0]), _copied(sample[1])  # it may write the next one in the same place
 
     def _open(self, epoch: int, start: int) -> None:
         jump = hasattr(self._own, "iterate")
@@ -68,7 +68,11 @@ def _bytes(part: Any) -> bytes:
     return b"".join(map(_bytes, part.values())) if isinstance(part, dict) else part.tobytes()
 
 
+def _copied(part: Any) -> Any:
+    return {name: _copied(x) for name, x in part.items()} if isinstance(part, dict) else np.asarray(part).copy()
+
+
 def _stacked(samples: list[Any]) -> Any:
     if isinstance(samples[0], dict):
         return {name: _stacked([sample[name] for sample in samples]) for name in samples[0]}
-    return np.stack([np.asarray(sample) for sample in samples])
+    return np.stack(samples)

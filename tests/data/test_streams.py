@@ -115,6 +115,17 @@ def test_an_iterable_dataset_of_pytorch():
     assert found.sample.input_shape == (1,) and found.fetch(np.array([2, 4]))[0]["input"].tolist() == [[2], [4]]
 
 
+def test_a_stream_may_write_all_samples_in_one_place():
+    class Own(Iterated):
+        def __iter__(self):
+            x = np.zeros(3, np.float32)
+            for k in range(N):
+                x[:] = k
+                yield {"x": x, "again": np.int64(k)}, k % 5
+
+    assert opened(Own()).train.fetch(np.array([1, 2, 5]))[0]["x"][:, 0].tolist() == [1, 2, 5]
+
+
 class Bare:
     def __iter__(self):
         return iter(())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.hosts import ranks_in_all
 from hvd_train.launch.local import run
 
-WHERE = "--launcher srun"
+WHERE, SIGNALS = "--launcher srun", (signal.SIGINT, signal.SIGTERM)
 
 
 def command(num_proc: int | None, nnodes: int | None, nproc_per_node: int | None, program: Sequence[str]) -> list[str]:
@@ -24,9 +25,11 @@ def command(num_proc: int | None, nnodes: int | None, nproc_per_node: int | None
 
 
 def start(line: Sequence[str]) -> int:
-    """Runs it to its end: its exit code, or 128 + signal."""
+    """Runs it to its end: its exit code, or 128 + signal; 75 where its ranks have saved, Ctrl-C: 130."""
     if shutil.which("srun") is None or "SLURM_JOB_ID" not in os.environ:
         fix = "start it with salloc, or see 'hvd-train submit'"
         raise ConfigError("this is no allocation of Slurm", where=WHERE, fix=fix)
-    code, received, _ = run(line, os.environ)
-    return 128 + received[0] if received and code else code
+    # srun keeps a first SIGINT to itself, and at SIGTERM it ends the ranks before they have saved.
+    code, received, _ = run(line, os.environ, sent=dict.fromkeys(SIGNALS, signal.SIGUSR1))
+    saved = code == 75 and received[:1] != [signal.SIGINT]
+    return 128 + received[0] if received and code and not saved else code

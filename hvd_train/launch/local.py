@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
@@ -149,12 +150,14 @@ def run(
     board: Board | None = None,
     watchdog: Watchdog | None = None,
     spares: Spares | None = None,
+    sent: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, list[int], dict[int, float]]:
     """Starts the launcher and waits for its end, which is that of all its processes: (exit code, 128 + N where signal N
     ended it, -1 where it had to be ended; the signals that came meanwhile; of each rank that ended, when).
 
-    Without a ``board`` the launcher is sent what this process is sent. With one the ranks are, and where a rank ends
-    with anything but 0, the others have ``PATIENCE`` to follow; where the ``watchdog`` finds one stuck, all are ended.
+    Without a ``board`` the launcher is sent what this process is sent, or what ``sent`` says instead. With one the
+    ranks are, and where a rank ends with anything but 0, the others have ``PATIENCE`` to follow; where the ``watchdog``
+    finds one stuck, all are ended.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -164,7 +167,7 @@ def run(
         if child is None or child.poll() is not None:
             return
         if board is None:
-            child.send_signal(number)
+            child.send_signal(sent.get(number, number))
             return
         board.look()
         board.signal(number)
@@ -180,7 +183,7 @@ def run(
     try:
         child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=end_with_parent)
         if received:
-            child.terminate() if board else child.send_signal(received[0])
+            child.terminate() if board else child.send_signal(sent.get(received[0], received[0]))
         if board:
             ended = _watch(child, board, watchdog, spares)
             hung = child.poll() is None

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvd_train.cli import guide
@@ -213,6 +214,27 @@ def test_a_step_that_fit_starts_itself(cluster, tmp_path, expected):
     )
     assert run.returncode == 0, run.stderr
     assert summary(tmp_path / "run")["weights_sha256"] == expected("pytorch")
+
+
+@pytest.mark.long("signals of ranks have tests under the other launchers")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, code):
+    """F10, F13: srun itself keeps a first Ctrl-C from the ranks."""
+    line = ["salloc", *NODES, "-n", "2", "hvd-train", "fit", "--launcher", "srun", "-np", "2"]
+    line += settings(tmp_path / "run", "max_epochs=4000", "checkpoint.every_n_epochs=0")
+    started = subprocess.Popen(
+        line, cwd=cluster.folder, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    stop = time.monotonic() + SECONDS
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
+        time.sleep(0.1)
+    (own,) = psutil.Process(started.pid).children()
+    own.send_signal(sent)
+    try:
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.terminate()
+    assert started.returncode == code and (tmp_path / "run" / "checkpoints").exists(), out + err
 
 
 def job_output(folder: Path, job: str) -> str:

@@ -50,6 +50,9 @@ def grid(others: list, launchers: list[str], is_long) -> list:
     return made
 
 
+SHARED: set[str] = set()  # files in memory of ranks that a test looked for, mostly to kill them
+
+
 class Job:
     """One launched ``hvd-train fit``; its processes carry a mark, its temporary files lie in a folder of its own."""
 
@@ -85,6 +88,9 @@ class Job:
             number = next((own[n] for n in names if n in own), None)
             if number is not None and "fit" in process.cmdline() and "sh" not in process.name():
                 found[int(number)] = process
+                with suppress(OSError):
+                    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                    SHARED.update(line.split()[-1] for line in maps if "/dev/shm/" in line and "(deleted)" not in line)
         return [found[rank] for rank in sorted(found)]
 
     def end(self) -> tuple[int, str, str]:
@@ -128,26 +134,13 @@ def settings(folder: Path, *sets: str) -> list[str]:
     return ["--run-dir", str(folder), *(word for s in words for word in ("--set", s))]
 
 
-def forgotten(since: float) -> list[str]:
-    """Files in shared memory that are newer and that no process has mapped."""
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            mapped += maps.read_text()
-    files = [path for path in Path("/dev/shm").iterdir() if str(path) not in mapped]
-    with suppress(FileNotFoundError):
-        return [str(path) for path in files if path.stat().st_mtime > since and path.exists()]
-    return ["one that is just going"]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def nothing_in_shared_memory():
-    """F40: whatever was killed here."""
-    began = time.time()
+    """F40: of the ranks that were killed here."""
     yield
     stop = time.monotonic() + SETTLE
-    while (left := forgotten(began)) and time.monotonic() < stop:
-        time.sleep(0.5)
+    while (left := [path for path in SHARED if Path(path).exists()]) and time.monotonic() < stop:
+        time.sleep(0.1)
     assert not left
 
 

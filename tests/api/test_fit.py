@@ -194,7 +194,7 @@ def greedy(framework):
             many = keras.ops.full((keras.ops.shape(x)[0], 1 << 48), x[0, 0])
             return super().call(x) + many[:, :1]
 
-    return keras.Sequential([keras.Input((6,)), Greedy(CLASSES)])
+    return keras.Sequential([keras.Input((6,)), Greedy(CLASSES, dtype="float32")])
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])

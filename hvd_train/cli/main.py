@@ -512,7 +512,7 @@ def submit(
     if times:
         options |= {"requeue": True, "signal": f"USR1@{own['save_before']}", "open-mode": "append"}
         again = [*here, "requeue", "--times", str(times), *(["--run-dir", *place] if place else [])]
-        then = [again, *then]
+        first, then = [*first, jobs.END_LINE], [again, *then]
     text = jobs.script(words, options, modules or slurm.modules, then, slurm.lines, first)
     if dry_run:
         click.echo(text, nl=False)

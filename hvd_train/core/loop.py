@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import signal
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -32,6 +33,7 @@ from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
 
+LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
 MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
 
 
@@ -149,7 +151,7 @@ class Trainer:
         """The ranks meet. A wish to ``stop`` waits for a line of the log: when a run ends must not depend on clocks."""
         looks = meetings is self._steps  # no hook is called within an evaluation
         of_steps = [self._writer.outcome(), self.frontend.waited()] if looks else [None, 0.0]
-        said = meetings.meet([self._why if told else "", self.outside.asked, *of_steps])
+        said = meetings.meet([self._why if told else "", self.outside.asked or self._late(), *of_steps])
         asked = [why for why, *_ in said if why]
         if asked:
             self.progress.stopped, self._why = True, ""
@@ -159,6 +161,11 @@ class Trainer:
             self._tell_straggler(self.progress.epoch)
         if said[0][2] is not None:
             self._written(said[0][2])
+
+    def _late(self) -> int:
+        """SIGUSR1 where what is left of the batch job is needed to save, which may take three times as long as ever."""
+        end, need = self.outside.job_end, LAST_SECONDS + 3 * self._writer.longest
+        return int(signal.SIGUSR1) if end and self.outside.begun and time.time() > end - need else 0
 
     def _tell_straggler(self, epoch: int) -> None:
         step, found = self.progress.step, self._stragglers.found

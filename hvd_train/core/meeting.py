@@ -20,6 +20,7 @@ class Outside:
     """
 
     asked = 0
+    job_end: float | None = None  # seconds since 1970, when the time of the batch job is over
     begun = False
     ended = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,10 +32,11 @@ STATISTICS = "statistics/"
 class Writer:
     """Writes a checkpoint on rank 0 while training goes on; on other ranks it knows which. Never two at once.
 
-    ``path``: what is being written, None: nothing."""
+    ``path``: what is being written, None: nothing; ``longest``: seconds that a write has taken, on rank 0."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
+        self.longest = 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -46,10 +48,12 @@ class Writer:
             self._thread.start()
 
     def _write(self, work: Callable[[], None]) -> None:
+        began = time.monotonic()
         try:
             work()
         except BaseException as error:
             self._failure = error
+        self.longest = max(self.longest, time.monotonic() - began)
 
     def wait(self) -> None:
         if self._thread:

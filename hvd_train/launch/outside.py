@@ -21,6 +21,7 @@ from hvd_train.errors import stopped_code
 from hvd_train.launch.board import Page, supported
 from hvd_train.launch.environment import World, world
 
+JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -43,6 +44,8 @@ class Ears(Outside):
     def anew(self) -> None:
         """For the next command of this process."""
         self.asked, self.begun, self.ended = 0, False, False
+        end = os.environ.get(JOB_END, "")
+        self.job_end = float(end) if end.isdigit() else None
         self.leaving: list[Callable[[], None]] = []
         self.run_dir: Path | None = None
         self.seen: Page | None = None  # which the ranks of this host read, where nobody else does

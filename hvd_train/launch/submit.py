@@ -13,11 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
+from hvd_train.launch.outside import JOB_END
 from hvd_train.launch.slurm import SECRET
 
 WHERE = "hvd-train submit"
 # A name of the user's own does not begin a line.
 SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)", r"^ +StdOut=(.*)$")
+# Nothing where the job's time has no end; a rank then waits for the signal.
+END_LINE = f'export {JOB_END}=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)'
 POLL_SECONDS = 2.0
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 

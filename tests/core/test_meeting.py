@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import pytest
 
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core import meeting
+from hvd_train.core import meeting, saving
 from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog
@@ -87,6 +88,26 @@ def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, 
         assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
         assert without_speed(again[0]) == without_speed(whole[0])
         assert rows(folder) == rows(tmp_path / "whole"), "each line of the log once, with the same bits"
+
+
+@pytest.mark.parametrize(
+    ("size", "left", "longest", "steps"), [(1, 60, 0, None), (1, 60, 20, 4), (2, 60, 0, None), (2, 5, 0, 1)]
+)
+def test_ranks_leave_while_the_batch_job_has_the_time_that_a_save_takes(
+    tmp_path, every_turn, monkeypatch, size, left, longest, steps
+):
+    """With a save of 20 s a minute is too little; what a save takes is known after the first one, in step 3."""
+    begin = saving.Writer.begin
+
+    def slow(self, path, work):
+        self.longest = longest
+        begin(self, path, work)
+
+    monkeypatch.setattr(saving.Writer, "begin", slow)
+    outside = Outside()
+    outside.number, outside.job_end = signal.SIGUSR1, time.time() + left
+    found = interrupted(size, config(checkpoint={"every_n_steps": 3}), tmp_path, outside)
+    assert found == steps and (steps is None or find(tmp_path / "checkpoints")[-1][0] == steps)
 
 
 def test_interrupted_again_and_again(tmp_path, every_turn):

@@ -67,6 +67,7 @@ def test_a_sweep_is_an_array(tmp_path):
     words += ["--at-once", "2", "--requeue", "3", "--dry-run"]
     lines = CliRunner().invoke(cli, words).output.splitlines()
     assert "#SBATCH --array=0-2%2" in lines and lines[-3].startswith("srun ")
+    assert lines[-4].startswith("export HVD_TRAIN_JOB_END=$(date ")
     assert lines[-2].endswith(' -m hvd_train requeue --times 3 --run-dir "$trial" $?')
     for more in (["--output", "x"], ["--follow"], ["--overwrite"], ["--resume", "last"], ["--", "python", "x.py"]):
         found = CliRunner().invoke(cli, ["submit", "--param", "optim.lr=1,2", *more])

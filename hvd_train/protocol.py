@@ -128,7 +128,11 @@ class Batch:
 
 
 class Source(Protocol):
-    """A finite data set with random access. ``fetch`` must be a pure function of the indices."""
+    """A finite data set with random access. ``fetch`` must be a pure function of the indices.
+
+    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in their
+    own order, by one thread.
+    """
 
     sample: Sample
     fingerprint: (

@@ -238,6 +238,9 @@ def _packed(config: DataConfig, task: TaskConfig) -> Pair:
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> packing.Manifest:
     """A data set of any kind into ``folder``, by all ranks of ``world``; transforms are left to the reading."""
     data = open_data(config.model_copy(update={"transforms": [], "target": "labels"}), task)
+    if any(getattr(part, "ordered", False) for part in (data.train, data.val)):
+        what = "a stream is read in its own order, which packed data do not keep"
+        raise DataError(what, where=f"data.name: {config.name}", fix="give it as it is, or pack what it reads")
     told = f"{config.name} {config.path or ''}".strip()
     return packing.pack(data.train, data.val, told, task, config.name not in PIXELS, folder, world)
 

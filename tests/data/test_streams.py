@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.config import DataConfig
+from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import open_data
+from hvd_train.data.sources import open_data, pack
 from hvd_train.errors import DataError
 
 N = 23
@@ -166,3 +166,12 @@ def test_faults(own, more, words):
     with pytest.raises(DataError) as told:
         list(Loader(opened(own, **more).train, global_batch=4).epoch(0))
     assert words in str(told.value)
+
+
+@pytest.mark.parametrize("own", [Iterated, Jumping])
+def test_a_stream_is_not_packed(own, tmp_path):
+    """Training from packed data shuffles: other weights, without a word."""
+    sys.modules["own_stream"] = SimpleNamespace(pair=lambda: (own(), Iterated()))
+    with pytest.raises(DataError, match="a stream is read in its own order, which packed data do not keep"):
+        pack(DataConfig(name="own_stream:pair"), TaskConfig(), tmp_path / "packed", None)
+    assert not (tmp_path / "packed").exists()

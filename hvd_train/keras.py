@@ -11,6 +11,7 @@ Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python trai
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import Any
@@ -37,6 +38,7 @@ from hvd_train.attach.keras_exchange import (
 )
 from hvd_train.attach.keras_fit import Rank
 from hvd_train.attach.recorded import recording
+from hvd_train.attach.slow import Slow
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, collectively
@@ -108,7 +110,8 @@ def distribute(
             connect(other, reduction, backend, changes, reduction.of_others(compressor, communicator))
         count_samples(model, reduction, backend, changes)
         keras_loss.share_losses(model, reduction, changes)
-        Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=agreement_every_n_steps).align()
+        every = agreement_every_n_steps
+        Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow()).align()
         if model.compiled:
             model.make_train_function(force=True)
         if record:
@@ -141,6 +144,12 @@ def reduce(values: Any, op: str = "mean") -> Any:
     Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits."""
     world, backend = _opened()
     return keras_loop.reduce(values, op, world, backend.graph())
+
+
+@functools.cache
+def _slow() -> Slow:
+    world, backend = _opened()
+    return Slow(world, lambda: world.waited + backend.waited())
 
 
 def _opened() -> tuple[Any, Any]:

@@ -243,8 +243,9 @@ class Ops(Protocol):
         """Tensors of shape () -> (len(parts),)."""
 
     def sum_of_squares(self, x: Tensor) -> Tensor: ...
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...)."""
+    def cross_entropy(self, logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
+        """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...); where ``own`` (n, ...) is 0
+        nobody asks for it."""
 
     def constant(self, x: Tensor) -> Tensor:
         """The same numbers, through which no gradient goes."""

@@ -33,6 +33,7 @@ from hvd_train.attach.pt_buffers import Buffers
 from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
 from hvd_train.attach.recorded import recording
+from hvd_train.attach.slow import Slow
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core import files
@@ -62,6 +63,11 @@ def _world() -> Communicator:
     communicator = open_world("pytorch")
     torch.set_num_threads(min(torch.get_num_threads(), threads("auto", world())))
     return communicator
+
+
+@functools.cache
+def _slow() -> Slow:
+    return Slow(_world(), lambda: _world().waited)
 
 
 def rank() -> int:
@@ -158,6 +164,7 @@ def distribute(
             buffers=Buffers(bare, communicator) if first else None,
             every=agreement_every_n_steps,
             number=len(_distributed),
+            slow=_slow(),
         )
 
     def know(parameters: dict[str, torch.nn.Parameter], reducer: Reducer | None) -> None:

@@ -70,13 +70,17 @@ class OnTensorFlow:
     """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
 
     framework = "tensorflow"
+    _waits: Any = None  # seconds within the transfers of graphs, of all models
 
     def __init__(self) -> None:
         import tensorflow as tf
 
-        from hvd_train.frontends.tf import TensorFlowOps, packing
+        from hvd_train.frontends.tf import TensorFlowOps, awaited, packing, seconds_waited
 
-        self.tf = tf
+        self.tf, self._awaited = tf, awaited
+        if OnTensorFlow._waits is None:
+            with tf.init_scope():
+                OnTensorFlow._waits = seconds_waited()
         self.ops: Ops = TensorFlowOps()
         self.packing: Callable[[Communicator], Packing] = packing
         self.lifted = tf.init_scope  # out of the graph that is traced
@@ -116,6 +120,15 @@ class OnTensorFlow:
         with self.tf.control_dependencies([g for g in gradients if g is not None]):
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
+    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
+        """What ``transfer`` gives; of a graph, the seconds that it waited are counted here."""
+        if self.eager():
+            return transfer()
+        return self._awaited(self._waits, [g for g in gradients if g is not None], transfer)
+
+    def waited(self) -> float:
+        return float(self._waits)
+
     def settle(self, optimizer: Any) -> None:
         from hvd_train.attach.keras_fused import fuse
 
@@ -151,6 +164,12 @@ class OnTorch:
 
     def dense(self, gradients: list[Any]) -> list[Any]:
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
+        return transfer()
+
+    def waited(self) -> float:
+        return 0.0  # the communicator counts all
 
     def settle(self, optimizer: Any) -> None:
         """Keras takes torch's own fused updates here."""
@@ -223,21 +242,24 @@ class Reduction:
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
         head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
         *dense, head = self._backend.dense([*given, head])
-        sent = self._communicator.allreduce_async(head, "keras.counts")
-        flats = self._exchange.join([self._own(i, g) for i, g in enumerate(dense)])
-        started = self._start(flats, part) if self._whole else []
-        sums = self._communicator.synchronize(sent)  # of parts, wishes to stop, ranks with a gradient of tensor 0, ...
-        self.stopped.assign(sums[1])
-        if self._whole:
-            joined = _times(self._finish(started), self._size / sums[0])
-        else:
-            joined = self._finish(self._start(flats, part / sums[0]))
+        joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
         pairs = zip(self._exchange.split(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         there = [g is not None for g in given]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
+
+    def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
+        """(flat gradients, of all ranks: sums of parts, wishes to stop, ranks with a gradient of tensor 0, ...)."""
+        sent = self._communicator.allreduce_async(head, "keras.counts")
+        flats = self._exchange.join([self._own(i, g) for i, g in enumerate(dense)])
+        started = self._start(flats, part) if self._whole else []
+        sums = self._communicator.synchronize(sent)
+        self.stopped.assign(sums[1])
+        if self._whole:
+            return _times(self._finish(started), self._size / sums[0]), sums
+        return self._finish(self._start(flats, part / sums[0])), sums
 
     def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
         """For an optimizer that tells its variables at its first step: variables -> their own reduction in the same

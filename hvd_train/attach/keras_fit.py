@@ -16,6 +16,7 @@ from hvd_train.attach import keras_loss
 from hvd_train.attach.draws import PIPELINE, Draws
 from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
 from hvd_train.attach.recorded import recording
+from hvd_train.attach.slow import Slow
 from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
 from hvd_train.core.mean import differing, mean, ordered_sum
 from hvd_train.data.order import mix
@@ -49,12 +50,13 @@ class Rank:
         shard: bool,
         seed: int,
         every: int,
+        slow: Slow,
     ) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.changes = optimizers_of(model)[0], changes
         self.draws = Draws(world)
         self._probed = False  # losses of the user's own
-        self._every, self._steps = every, 0
+        self._every, self._steps, self._slow = every, 0, slow
         reduction.stepped = lambda steps: self.trained(steps, "optimizer.apply")
         self._scoring = False  # evaluate runs
         self._part = self._part_of_validation = False  # what is scored is only this rank's part
@@ -168,6 +170,7 @@ class Rank:
     def trained(self, steps: int, where: str) -> None:
         """After ``steps`` more steps; now and then the ranks compare their weights."""
         before, self._steps = self._steps, self._steps + steps
+        self._slow.stepped(steps)
         if any(due(step, self._every) for step in range(before + 1, self._steps + 1)):
             self.compare(where)
         if record := recording():
@@ -192,8 +195,13 @@ class Rank:
         """Whether any rank wants to stop."""
         return any(part == b"1" for part in self.world.allgather_bytes(b"1" if own else b"0"))
 
+    def pause(self) -> None:
+        """What follows is no step."""
+        self._slow.pause()
+
     def _begin(self, where: str) -> None:
         """All ranks make the same call: what one of them asks for here, another might give for something else."""
+        self.pause()
         try:
             agree(self.world, {"call": where}, "fit_evaluate_predict")
         except LostRankError as error:
@@ -293,6 +301,7 @@ class _Alike(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._batch = -1
+        self._rank.pause()  # an evaluation lies between
         if isinstance(self._parts, data.Epochs):
             self._parts.epoch = epoch
         elif data.kind_of(self._parts) == "loader" and self._rank.shard:

@@ -12,9 +12,10 @@ import torch
 from hvd_train.attach import pt_backward, pt_passes
 from hvd_train.attach.pt_buffers import Buffers, bits
 from hvd_train.attach.pt_residuals import Residuals
+from hvd_train.attach.slow import Slow
 from hvd_train.attach.world import Named
 from hvd_train.core.agreement import agree_on_weights, due
-from hvd_train.core.exchange import Exchange
+from hvd_train.core.exchange import Exchange, Overlap
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
@@ -51,6 +52,7 @@ class Reducer:
         buffers: Buffers | None = None,
         every: int = 0,
         number: int = 0,
+        slow: Slow | None = None,
     ) -> None:
         self.reducing, self.unreduced = True, False  # outside of no_sync; gradients that this rank alone has
         self.failed = False  # an error ended the last pass
@@ -59,7 +61,7 @@ class Reducer:
         self.passes = self.steps = 0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self.stepping = False  # within a step that calls backward() itself
-        self._communicator, self._buffers, self._every = communicator, buffers, every
+        self._communicator, self._buffers, self._every, self._slow = communicator, buffers, every, slow
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._mean = 1.0 / communicator.size
         self._average, self._lossy, self._overlap = average, lossy, overlap
@@ -81,18 +83,15 @@ class Reducer:
         self._residuals = Residuals(self._exchange.buckets, self._sizes, state)
         # A gradient lies in memory as its parameter does (channels last, transposed, ...).
         self._strides = [torch.empty_like(x).stride() for x in self._tensors]
-        buckets = self._exchange.buckets
-        self._bucket = {i: b for b, members in enumerate(buckets) for i in members}
+        self._sent = Overlap(self._exchange, self._start)  # riders never arrive: their buckets go at the end
         self._flats: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._holders: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
-        for b in range(len(buckets)):
+        for b in range(len(self._exchange.buckets)):
             self._renew(b)
         self._owner = self._references(0)
         self._begun, self._settled, self._weight = False, -1, 1.0
-        self._waiting: list[set[int]] = []
-        self._started: dict[int, Any] = {}
         self._broken = False
         self._arrivals: dict[int, int] = {}
         self._weights: dict[int, int] = {}  # bits of parameters that no optimizer has stepped so far
@@ -119,7 +118,7 @@ class Reducer:
         if not self._begun:
             self._begun, self._broken = True, False
             self._weight = pt_passes.weight() if self._average else 1.0
-            self._waiting = [set(members) for members in self._exchange.buckets]  # riders among them never arrive
+            self._sent.begin()
             pt_backward.join(self)
             if self.frozen:
                 self.frozen.arrived()
@@ -128,13 +127,9 @@ class Reducer:
             what = "backward(create_graph=True) keeps a graph of this rank's gradient, and no other rank's"
             fix = "take the gradients for a penalty from torch.autograd.grad(..., create_graph=True)"
             raise ConfigError(what, where=self._name(i), fix=fix, common=True)
-        if self._overlap:
-            b = self._bucket[i]
-            self._waiting[b].discard(i)
-            if not self._waiting[b] and b not in self._started:
-                self._start(b)
-                for k in self._exchange.buckets[b]:  # what comes now must not reach what travels
-                    self._parameters[k - len(self._riders)].grad = None
+        if self._overlap and (b := self._sent.arrived(i)) is not None:
+            for k in self._exchange.buckets[b]:  # what comes now must not reach what travels
+                self._parameters[k - len(self._riders)].grad = None
 
     def _name(self, i: int) -> str:
         return self._names[i - len(self._riders)]
@@ -142,7 +137,7 @@ class Reducer:
     def _gradient(self, i: int) -> Any:
         return self._parameters[i - len(self._riders)].grad
 
-    def _start(self, b: int) -> None:
+    def _start(self, b: int) -> Any:
         """Brings the bucket's members into its flat tensor, divided by the world's size and weighted, and sends it."""
         riders, members = len(self._riders), self._exchange.buckets[b]
         sources = {i: self._riders[i] if i < riders else self._gradient(i) for i in members}
@@ -166,7 +161,7 @@ class Reducer:
                 else:
                     view.copy_(source)
                 self._parameters[i - riders].grad = view
-        self._send(b)
+        return self._send(b)
 
     def _again(self, i: int, view: torch.Tensor) -> None:
         """A gradient that lies where the last one lay: with that one in it, or in its place."""
@@ -177,14 +172,14 @@ class Reducer:
             fix = "put all but the last into ht.no_sync, or clear the gradients before"
             raise ConfigError(what, where="ht.distribute(average=False)", fix=fix, common=True)
 
-    def _send(self, b: int) -> None:
+    def _send(self, b: int) -> Any:
         flat = self._flats[b]
         if self._lossy and not torch.isfinite(flat).all():  # a compressor would hide it and keep it
             self._broken = True
             flat.nan_to_num_(0.0, 0.0, 0.0)
-        if self._broken and b == self._bucket[0]:
+        if self._broken and b == self._sent.bucket[0]:
             self._views[0][len(self._parameters) + BROKEN] = self._mean
-        self._started[b] = self._exchange.start(b, flat, self._residuals.state[b])
+        return self._exchange.start(b, flat, self._residuals.state[b])
 
     def finish(self) -> None:
         """The end of a backward pass: what has not travelled yet does so, and gradients become the ranks' mean."""
@@ -201,14 +196,14 @@ class Reducer:
         """An error ended this rank's backward pass; the others wait for it. All ranks must have failed alike."""
         self._begun, self.failed = False, True
         for b in range(len(self._flats)):
-            if b not in self._started:
+            if b not in self._sent.started:
                 self._renew(b)  # the gradients that are there are not touched
         self._end(failed=True)
 
     @torch.no_grad()
     def _end(self, failed: bool = False) -> None:
         count = len(self._parameters)
-        early = {i for b in self._started for i in self._exchange.buckets[b]}
+        early = {i for b in self._sent.started for i in self._exchange.buckets[b]}
         late = {i: g for i in early if (g := self._gradient(i)) is not None}
         missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
         self.passes += 1
@@ -219,16 +214,9 @@ class Reducer:
             self._flags[missing] = 0
         if late or failed or any(changed):
             self._flags[count:] = torch.tensor([0.0, bool(late), failed, *changed])
-        last = self._bucket[0]  # that of the flags
-        for b in [*(b for b in range(len(self._flats)) if b != last), last]:
-            if b not in self._started:
-                if failed:
-                    self._views[0].copy_(self._flags * self._mean)
-                    self._send(b)
-                else:
-                    self._start(b)
-        gradients, state = self._exchange.finish([self._started[b] for b in range(len(self._flats))])
-        self._started = {}
+        if failed:
+            self._views[0].copy_(self._flags * self._mean)
+        gradients, state = self._sent.finish(self._sent.bucket[0], self._send if failed else None)  # flags go last
         told = self._views[0]
         for b, gradient in enumerate(gradients):
             if gradient.data_ptr() != self._flats[b].data_ptr():
@@ -387,6 +375,8 @@ class Reducer:
 
     def compare(self) -> None:
         """Now and then, on all ranks together: their weights must be the same."""
+        if self._slow:
+            self._slow.stepped()
         if not due(self.passes, self._every):
             return
         totals = torch.stack([bits(p) for p in self._parameters]).tolist()

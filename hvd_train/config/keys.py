@@ -454,7 +454,9 @@ class Config(Section):
         description="NaN or infinity: end with code 6, leave the step out, or take the last checkpoint's weights",
     )
     watchdog_s: float = Field(
-        600, ge=0, description="seconds without a step after which ranks are stuck and all are ended; 0: never"
+        600,
+        ge=0,
+        description="seconds without a step, or of a save without a byte, after which all are ended; 0: never",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
     devices: list[Count] | None = Field(

@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from hvd_train.config import Config
 from hvd_train.core import faults
 from hvd_train.core.files import sync, write
 from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
-from hvd_train.core.state_dict import pack, unpack, without_slots
+from hvd_train.core.state_dict import packed, unpack, without_slots
 from hvd_train.errors import CheckpointError
 
 STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
@@ -75,7 +75,7 @@ def preflight(folder: Path) -> None:
     probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(probe, b"probe")
+        write(probe, [b"probe"])
         probe.unlink()
     except OSError as error:
         raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(folder)) from error
@@ -85,11 +85,12 @@ def place(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save(folder: Path, snapshot: Snapshot) -> Path:
-    """Commits ``folder/step-N``; one of the same step is replaced. Old ones are not touched."""
+def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: None) -> Path:
+    """Commits ``folder/step-N``; one of the same step is replaced. Old ones are not touched. ``moved()`` is called
+    whenever some of it is written."""
     final = place(folder, snapshot.step)
     try:
-        return _once_more(lambda: _commit(folder, final, snapshot))
+        return _once_more(lambda: _commit(folder, final, snapshot, moved))
     except OSError as error:
         needed = sum(array.nbytes for array in snapshot.tree.values())
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
@@ -108,7 +109,7 @@ def _once_more(work: Callable[[], Path]) -> Path:
         return work()
 
 
-def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
+def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], None]) -> Path:
     slots = {key: array for key, array in snapshot.tree.items() if key.startswith("slots/")}
     parts = {"weights": without_slots(snapshot.tree), "optimizer": slots}
     if any(snapshot.local):
@@ -116,12 +117,12 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for part, tree in parts.items():
-            content = pack(tree)
             faults.at("write")
-            write(temporary / f"{part}.safetensors", content)
-            files[f"{part}.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            entry = files[f"{part}.safetensors"] = {"bytes": 0, "sha256": ""}
+            write(temporary / f"{part}.safetensors", _noted(packed(tree), entry, moved))
+            moved()
         manifest = {
             "format": FORMAT,
             "step": snapshot.step,
@@ -132,7 +133,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
             "files": files,
         }
         faults.at("manifest")
-        write(temporary / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode())
+        write(temporary / MANIFEST, [json.dumps(manifest, sort_keys=True, indent=1).encode()])
         sync(temporary)
         before = [final] if final.exists() else []
         if before:
@@ -148,6 +149,19 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def _noted(
+    pieces: Iterable[bytes | memoryview], entry: dict[str, Any], moved: Callable[[], None]
+) -> Iterator[bytes | memoryview]:
+    """The same; in the end ``entry`` has their length and hash."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        entry["bytes"] += len(piece)
+        yield piece
+        moved()
+    entry["sha256"] = digest.hexdigest()
 
 
 def _remove(path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
+
+PART_BYTES = 256 << 20
 
 
 def put(path: Path, content: bytes) -> None:
     """``path`` with this content, in place of what was there. Raises OSError, and then leaves nothing behind."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write(temporary, content)
+        write(temporary, [content])
         os.replace(temporary, path)
         sync(path.parent)
     except BaseException:
@@ -19,10 +22,17 @@ def put(path: Path, content: bytes) -> None:
         raise
 
 
-def write(path: Path, content: bytes) -> None:
-    """A new file, which is on the disk when this returns."""
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """A new file, which is on the disk when this returns, and part by part before: each piece asked for tells that the
+    disk answers, however much memory the kernel would take first."""
+    waiting = 0
     with open(path, "xb") as stream:
-        stream.write(content)
+        for piece in pieces:
+            waiting += stream.write(piece)
+            if waiting >= PART_BYTES:
+                stream.flush()
+                os.fdatasync(stream.fileno())
+                waiting = 0
         stream.flush()
         os.fsync(stream.fileno())
 

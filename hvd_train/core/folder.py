@@ -128,7 +128,7 @@ class Lock:
     def _ticket(self) -> Path:
         """The lock's content under a name of its own; its time is the file system's."""
         ticket = self.path.with_name(f"{NAME}.{self._own.token}")
-        files.write(ticket, self._own.model_dump_json().encode())
+        files.write(ticket, [self._own.model_dump_json().encode()])
         return ticket
 
     def _take(self, path: Path, ticket: Path) -> Holder | None:

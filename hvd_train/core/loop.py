@@ -102,7 +102,7 @@ class Trainer:
         self._stragglers = Stragglers()
         self._saved = False  # whether the newest checkpoint is what this run is now
         self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
-        self._writer = saving.Writer()
+        self._writer = saving.Writer(config.watchdog_s)
         self._speed, self._lines = Speed(), Lines()
         self.samples_per_second = self._speed.median
         self._agreement = Agreement(self._lines)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,42 +29,65 @@ if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
 
 STATISTICS = "statistics/"
+WRITER_NICENESS = 10  # a tenth of what a step gets, where a core has both
 
 
 class Writer:
     """Writes a checkpoint on rank 0 while training goes on; on other ranks it knows which. Never two at once.
 
-    ``path``: what is being written, None: nothing; ``longest``: seconds that a write has taken, on rank 0."""
+    ``path``: what is being written, None: nothing; ``longest``: seconds that a write has taken, on rank 0; ``limit``:
+    seconds after which one that has not ``moved`` is given up (0: never), for a server of files may be gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = 0.0) -> None:
         self.path: Path | None = None
         self.longest = 0.0
+        self._limit, self._last, self._looked = limit, 0.0, 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def begin(self, path: Path, work: Callable[[], None] | None) -> None:
         """``work``: what rank 0 does, in a thread of its own."""
         self.path, self._failure = path, None
+        self.moved()
+        self._looked = self._last
         if work:
             self._thread = threading.Thread(target=self._write, args=[work], name="saving", daemon=True)
             self._thread.start()
 
     def _write(self, work: Callable[[], None]) -> None:
         began = time.monotonic()
+        with suppress(OSError):  # of this thread alone: it takes what the step leaves of the core
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         try:
             work()
         except BaseException as error:
             self._failure = error
         self.longest = max(self.longest, time.monotonic() - began)
 
+    def moved(self) -> None:
+        """The thread has come further."""
+        self._last = time.monotonic()
+
     def wait(self) -> None:
-        if self._thread:
-            self._thread.join()
+        while self._thread and self._thread.is_alive() and not self._hangs():
+            self._thread.join(min(1.0, self._limit / 4) or None)
+
+    def _hangs(self) -> bool:
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > self._limit / 2:  # this process was stopped itself, and the thread with it
+            self.moved()
+        return bool(self._limit) and now - self._last > self._limit
 
     def outcome(self) -> str | None:
         """What rank 0 tells all: None while it writes, "" when it has written, or why it could not."""
-        if self._thread is None or self._thread.is_alive():
+        if self._thread is None or (self._thread.is_alive() and not self._hangs()):
             return None
+        if self._thread.is_alive():
+            self._thread = None
+            what = f"the checkpoint cannot be written: nothing has moved for {self._limit:g} s"
+            fix = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
+            return _told(CheckpointError(what, where=str(self.path), fix=fix))
         self._thread = None
         if isinstance(self._failure, CheckpointError):
             return _told(self._failure)
@@ -130,7 +155,7 @@ def save(
         last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
 
         def work() -> None:
-            checkpoint.save(folder, snapshot)
+            checkpoint.save(folder, snapshot, writer.moved)
             checkpoint.prune(
                 folder,
                 save_top_k=0 if memory else rule.save_top_k,

@@ -1,9 +1,14 @@
-"""State dicts (name: array) as bytes (safetensors: nothing is ever unpickled) and as one hash."""
+"""State dicts (name: array) as bytes (safetensors: nothing is ever unpickled) and as one hash.
+
+safetensors: the header's length (8 bytes, little-endian), the header (JSON), then the arrays, without gaps, those of
+wider numbers first (https://github.com/huggingface/safetensors#format).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -11,12 +16,42 @@ import numpy as np
 from hvd_train.protocol import Communicator, Tree
 
 PIECE_BYTES = 32 << 20
+KINDS = {"bool": "BOOL", "bfloat16": "BF16"}  # others: I64, U8, F32, ...
+COLUMNS = 32
+CACHED_BYTES = 1 << 20  # what a core's own cache holds, so that a piece is laid out, hashed and written there
 
 
 def pack(tree: Mapping[str, np.ndarray]) -> bytes:
-    from safetensors.numpy import save
+    return b"".join(packed(tree))
 
-    return save({key: np.asarray(array, order="C") for key, array in tree.items()})
+
+def packed(tree: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The bytes of ``pack`` in pieces of about ``CACHED_BYTES``: no second copy of the tree."""
+    header, at = {}, 0
+    order = sorted(tree, key=lambda key: (-tree[key].dtype.itemsize, key))
+    for key in order:
+        x = tree[key]
+        kind = KINDS.get(x.dtype.name, f"{x.dtype.kind}{8 * x.dtype.itemsize}".upper())
+        header[key] = {"dtype": kind, "shape": x.shape, "data_offsets": (at, at := at + x.nbytes)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for key in order:
+        x = tree[key] if tree[key].ndim > 1 and not tree[key].flags.c_contiguous else tree[key].reshape(-1)
+        rows = max(1, CACHED_BYTES * len(x) // max(x.nbytes, 1))
+        for first in range(0, len(x), rows):
+            yield _laid_out(x[first : first + rows]).reshape(-1).view(np.uint8).data
+
+
+def _laid_out(x: np.ndarray) -> np.ndarray:
+    """``x``, or a copy that is contiguous. In narrow columns: those of a transposed array lie a power of two apart, and
+    so share few places of a cache (three times as fast for 4096 x 4096)."""
+    if x.flags.c_contiguous:
+        return x
+    found = np.empty(x.shape, x.dtype)
+    for first in range(0, x.shape[-1], COLUMNS):
+        found[..., first : first + COLUMNS] = x[..., first : first + COLUMNS]
+    return found
 
 
 def unpack(data: bytes) -> Tree:

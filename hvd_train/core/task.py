@@ -307,7 +307,7 @@ class Task:
                 z, y = self._beside(term, *given)
             else:
                 z, y, own = self._fitting(term, *given)
-                values = term.function(z, y, ops)
+                values = term.function(z, y, ops) if own is None else ops.cross_entropy(z, y, own)
             total, count = self._sum(values, own, weights, term.own)
             # What is only told needs no graph for gradients.
             scalars += [ops.constant(total)] if count is None else [ops.constant(total), count]

@@ -348,7 +348,9 @@ class ImageFiles:
 
         out = np.empty((len(rows), *self.shape[1:]), np.uint8)
         for k, row in enumerate(rows):
-            image = self._open(self._paths[row]).convert(self._mode)
+            image = self._open(self._paths[row])
+            if image.mode != self._mode:  # else ``convert`` copies
+                image = image.convert(self._mode)
             if image.size != self._size:
                 if not self._side:
                     what = f"an image of {image.size} pixels, the first one has {self._size}"

@@ -64,10 +64,16 @@ def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarr
     """padding pixels on each side, then a part of the images' size; fill: 0, padding_mode: constant"""
     height, width = images.shape[1:3]
     around = config.padding or 0
-    values: dict[str, Any] = {"constant_values": config.fill} if config.padding_mode == "constant" else {}
-    padded = np.pad(images, ((0, 0), (around, around), (around, around), (0, 0)), config.padding_mode, **values)
-    for k, (top, left) in enumerate(_below(draws.bits(2), 2 * around + 1).tolist()):
-        images[k] = padded[k, top : top + height, left : left + width]
+    places = _below(draws.bits(2), 2 * around + 1).tolist()
+    if config.padding_mode == "constant":  # one image at a time, which stays in the cache
+        padded = np.full((height + 2 * around, width + 2 * around, *images.shape[3:]), config.fill, images.dtype)
+        for image, (top, left) in zip(images, places, strict=True):
+            padded[around : around + height, around : around + width] = image
+            image[...] = padded[top : top + height, left : left + width]
+        return images
+    padded = np.pad(images, ((0, 0), (around, around), (around, around), (0, 0)), config.padding_mode)
+    for image, window, (top, left) in zip(images, padded, places, strict=True):
+        image[...] = window[top : top + height, left : left + width]
     return images
 
 

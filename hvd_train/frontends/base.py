@@ -56,7 +56,7 @@ class Layout:
         return cls(name, own, view, tuple(axes or range(len(view))), tuple(shape))
 
     def to_neutral(self, x: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(x.reshape(self.view).transpose(self.axes)).reshape(self.shape)
+        return x.reshape(self.view).transpose(self.axes).reshape(self.shape)  # who writes it lays it out
 
     def from_neutral(self, x: np.ndarray) -> np.ndarray:
         permuted = tuple(self.view[axis] for axis in self.axes)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hvd_train.config import Config
+from hvd_train.core.exchange import Overlap
 from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
@@ -130,8 +131,14 @@ class TorchOps:
     def stack(self, parts):
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
 
-    def cross_entropy(self, logits, labels):
-        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    def cross_entropy(self, logits, labels, own=None):
+        rows, flat = logits.flatten(0, -2), labels.flatten()
+        if own is None or rows.is_cuda:  # a GPU would have to tell how many there are
+            losses = F.cross_entropy(rows, flat, reduction="none")
+        else:  # BERT's logits are large, and one place in seven has a label
+            there = own.flatten().nonzero().flatten()
+            found = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
+            losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
         return losses if labels.dim() == 1 else losses.view(labels.shape)
 
     def constant(self, x):
@@ -386,18 +393,15 @@ class PyTorchFrontEnd(StateTree):
         self._optimizer = make_optimizer(self.config, self._flats)
         self._update = inspect.unwrap(type(self._optimizer).step)  # its wrappers load the compiler, too
         self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.init_state()]
-        # Per bucket, the gradients that backward still owes; None outside of a step's last backward.
-        self._waiting: list[int] | None = None
-        self._started: dict[int, Any] = {}
+        self._sent, self._last = Overlap(exchange, self._start), False  # within a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite = True
         # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
         self._overlapping = None if (overlap := self._overlap()) and self.config.exchange.overlap == "auto" else overlap
         self._arrivals = Counter[int]()
         if overlap:
-            for b, members in enumerate(exchange.buckets):
-                for i in members:
-                    parameters[i].register_post_accumulate_grad_hook(lambda _, b=b, i=i: self._arrived(b, i))
+            for i, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
 
     def _overlap(self) -> bool:
         """Whether exchanges start within backward; where gradients are looked at first, all are awaited."""
@@ -406,27 +410,25 @@ class PyTorchFrontEnd(StateTree):
         gpu = self.device.type == "cuda"
         return overlaps(self.config.exchange.overlap, self.communicator, gpu, torch.get_num_threads())
 
-    def _arrived(self, bucket: int, i: int) -> None:
-        """Gradient ``i`` of this bucket is final; the last one starts the exchange."""
-        if self._waiting is None or self._overlapping is False:
+    def _arrived(self, i: int) -> None:
+        """Gradient ``i`` is final; the last one of a bucket starts the exchange."""
+        if not self._last or self._overlapping is False:
             return
         if self._overlapping is None:
             self._arrivals[i] += 1
-            return
-        self._waiting[bucket] -= 1
-        if self._waiting[bucket] == 0:
-            self._start(bucket)
-        elif self._waiting[bucket] < 0:
+        elif self._sent.bucket[i] in self._sent.started:
             what = "a gradient changed after its exchange had begun: the model runs a part of its backward twice"
             raise ConfigError(what, where="exchange.overlap", fix="set exchange.overlap: false")
+        else:
+            self._sent.arrived(i)
 
     def _decide(self) -> None:
         """After the first step's backward, on all ranks alike."""
         own = bytes([max(self._arrivals.values(), default=0) > 1])
         self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(own))
 
-    def _start(self, bucket: int) -> None:
-        self._started[bucket] = self.exchange.start(bucket, self._gradient(bucket), self._exchange_state[bucket])
+    def _start(self, bucket: int) -> Any:
+        return self.exchange.start(bucket, self._gradient(bucket), self._exchange_state[bucket])
 
     def _gradient(self, bucket: int) -> torch.Tensor:
         """Of this step, joined once."""
@@ -459,7 +461,8 @@ class PyTorchFrontEnd(StateTree):
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
             # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
-            placed = placed.to(torch.float32) / torch.tensor(field.divisor, device=self.device)
+            divisor = torch.tensor(field.divisor, device=self.device)
+            placed = placed.to(torch.float32, copy=True).div_(divisor)
         if field.mean:
             mean, std = (torch.tensor(x, dtype=torch.float32, device=self.device) for x in (field.mean, field.std))
             placed = placed.sub(mean).div_(std)
@@ -483,9 +486,10 @@ class PyTorchFrontEnd(StateTree):
         return sums
 
     def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
-        self._waiting, self._started = [len(members) for members in self.exchange.buckets], {}
+        self._sent.begin()
+        self._last = True
         sums = self.add_gradients(placed, scale, seed)
-        self._waiting = None
+        self._last = False
         if self._overlapping is None:
             self._decide()
         if self._scaled(unscale):
@@ -508,11 +512,7 @@ class PyTorchFrontEnd(StateTree):
         return self._finite
 
     def _reduce(self) -> None:
-        for b in range(len(self._flats)):
-            if b not in self._started:  # no overlap, or a gradient that this step's backward did not reach
-                self._start(b)
-        started = [self._started[b] for b in range(len(self._flats))]
-        gradients, self._exchange_state = self.exchange.finish(started)
+        gradients, self._exchange_state = self._sent.finish()
         for flat, gradient in zip(self._flats, gradients, strict=True):
             flat.weight.grad = gradient
 

@@ -9,7 +9,7 @@ import time
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -133,8 +133,13 @@ class TensorFlowOps:
     def stack(self, parts):
         return tf.stack(parts)
 
-    def cross_entropy(self, logits, labels):
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    def cross_entropy(self, logits, labels, own=None):
+        if own is None:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+        there = tf.reshape(tf.where(tf.reshape(own, (-1,)) != 0), (-1,))
+        rows, flat = tf.reshape(logits, (-1, logits.shape[-1])), tf.reshape(labels, (-1,))
+        found = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
+        return tf.reshape(tf.scatter_nd(there[:, None], found, tf.shape(flat, tf.int64)), tf.shape(labels))
 
     def constant(self, x):
         return tf.stop_gradient(x)
@@ -266,6 +271,7 @@ class TensorFlowFrontEnd(StateTree):
         keras.utils.set_random_seed(config.seed)
         options, facts = dict(config.model.options), (sample.input_shape, sample.num_classes)
         with tf.device(self._device):
+            self._one = tf.Variable(1.0, trainable=False)
             self.model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, *facts)
             self._try()
         if not self.model.trainable_variables:
@@ -327,8 +333,7 @@ class TensorFlowFrontEnd(StateTree):
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
             ]
-        with tf.device("/CPU:0"):
-            self._waits = tf.Variable(0.0, trainable=False, dtype=tf.float64)  # within steps
+        self._waits = seconds_waited()  # within steps
         self._accumulate = _graph(self._traced_accumulate)
         self._step = _graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
@@ -345,26 +350,27 @@ class TensorFlowFrontEnd(StateTree):
         self._predict = _graph(self._evaluated)
 
     def to_device(self, batch: Batch):
+        """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
         with tf.device(self._device):
-            inputs = {name: self._placed(batch.inputs[name], field) for name, field in self._sample.inputs.items()}
+            inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
             return inputs, *self._judged(batch)
 
     def _judged(self, batch: Batch):
         with tf.device(self._device):
-            labels = {name: self._placed(batch.labels[name], field) for name, field in self._sample.labels.items()}
+            labels = {name: self._ready(batch.labels[name], field) for name, field in self._sample.labels.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
     def add_gradients(self, placed, scale: Scale, seed: int):
         return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
 
     def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
-        rates = tf.constant(learning_rate, self.dtype), tf.constant(unscale, self.dtype)
-        given = (*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64), *rates)
+        rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
+        numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
         if self._alone:
-            sums, self._failures = self._step(*given)
+            sums, self._failures = self._step(*placed, *map(tf.constant, numbers))
             return sums
         later = _Later(self.run_queued)
-        self.queued.append((given, later))
+        self.queued.append(((*placed, *numbers), later))
         if len(self.queued) == self._per_call:
             self.run_queued()
         return later
@@ -378,7 +384,7 @@ class TensorFlowFrontEnd(StateTree):
         if first[0].shape not in self._steps:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
             self._steps[first[0].shape] = _graph(self._traced_steps).get_concrete_function(*like)
-        columns = [tf.stack(x) if len(x) > 1 else x[0][None] for x in zip(*flat, strict=True)]
+        columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
         started = time.perf_counter()
         sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
         for (_, later), own in zip(steps, tf.unstack(sums), strict=True):
@@ -386,7 +392,7 @@ class TensorFlowFrontEnd(StateTree):
         if self.config.steps_per_execution == "auto":
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
-            fits = CALL_BYTES // sum(column.shape.num_elements() * column.dtype.size for column in first)
+            fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in first if tf.is_tensor(x))
             self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
@@ -423,20 +429,21 @@ class TensorFlowFrontEnd(StateTree):
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
     def _outputs(self, inputs, training: bool):
-        found = checked(self.model(one_or_all(inputs), training=training), self.config.model.name)
+        ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
+        found = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), found)
 
     def _evaluated(self, inputs):
         return self._outputs(inputs, training=False)
 
-    def _placed(self, x, field: Field):
-        """As stored to the device, there as its field tells. Not within a graph, which makes a multiplication of the
-        division, and other bits."""
-        x = tf.constant(x)
+    def _ready(self, x, field: Field):
+        """As its field tells. A graph makes a multiplication of a division by a constant, and other bits: what is
+        multiplied by a variable is none."""
+        x = tf.convert_to_tensor(x)
         if field.divisor != 1:
-            x = tf.cast(x, tf.float32) / field.divisor
+            x = tf.cast(x, tf.float32) / (field.divisor * self._one)
         if field.mean:
-            x = (x - tf.constant(field.mean, tf.float32)) / tf.constant(field.std, tf.float32)
+            x = (x - tf.constant(field.mean, tf.float32)) / (tf.constant(field.std, tf.float32) * self._one)
         return tf.cast(x, self.dtype) if x.dtype.is_floating else x if x.dtype.is_bool else tf.cast(x, tf.int64)
 
     def _traced_accumulate(self, inputs, labels, weights, scale, seed):
@@ -489,15 +496,7 @@ class TensorFlowFrontEnd(StateTree):
         self._optimizer.apply(self.exchange.split(reduced), list(self._trainable.values()))
 
     def _awaited(self, gradients, transfer: Callable[[], Any]) -> Any:
-        """What ``transfer`` gives; the seconds from the last gradient to its end are counted."""
-        if self.communicator.size == 1:
-            return transfer()
-        with tf.device("/CPU:0"), tf.control_dependencies(gradients):
-            began = tf.timestamp()
-        found = transfer()
-        with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(found)):
-            self._waits.assign_add(tf.timestamp() - began)
-        return found
+        return transfer() if self.communicator.size == 1 else awaited(self._waits, gradients, transfer)
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed):
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
@@ -544,6 +543,22 @@ class TensorFlowFrontEnd(StateTree):
         variables = self._variables()
         for key, array in arrays.items():
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
+
+
+def seconds_waited() -> tf.Variable:
+    """For ``awaited``."""
+    with tf.device("/CPU:0"):
+        return tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+
+def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
+    """In a graph: what ``transfer`` gives; ``waits`` counts the seconds from the last gradient to its end."""
+    with tf.device("/CPU:0"), tf.control_dependencies(gradients):
+        began = tf.timestamp()
+    found = transfer()
+    with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(found)):
+        waits.assign_add(tf.timestamp() - began)
+    return found
 
 
 def _view(variable) -> np.ndarray:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
-SILENCE = 0.5  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
-LOOK_MS = 100
+SILENCE = 0.25  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
+LOOK_MS, CLOSE_MS = 100, 20  # while all is well, and from the first end on
+DIRECT = "gloo"  # instead of horovodrun, on this host: launch/gloo.py
 PR_SET_PDEATHSIG = 1
 # What launchers return for a rank that a signal ended.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
@@ -83,6 +84,8 @@ def command(
     program = list(program) or [sys.executable, "-m", module, *arguments]
     if num_proc == 1 and not hosts:
         return program
+    if launcher == DIRECT:
+        return [sys.executable, "-m", "hvd_train.launch.gloo", str(num_proc), *program]
     tool = find_tool(launcher) or launcher
     if launcher == "mpirun":
         # Ranks bind themselves (environment.bind): mpirun would give each one core, however many there are.
@@ -218,7 +221,9 @@ def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None, spa
                 ranks[descriptor] = rank
                 poll.register(descriptor, select.POLLIN)
         gone = list(board.gone - ended.keys())
-        for descriptor, _ in poll.poll(0 if gone else LOOK_MS):
+        if slow and len(ended) == board.ranks:
+            child.send_signal(signal.SIGCHLD)  # wakes it: between two signals to its ranks it sleeps for a second
+        for descriptor, _ in poll.poll(0 if gone else CLOSE_MS if ended else LOOK_MS):
             if descriptor in ranks:
                 poll.unregister(descriptor)
                 gone.append(ranks[descriptor])

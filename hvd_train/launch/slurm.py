@@ -114,23 +114,30 @@ def meet(here: World) -> None:
     step, seconds = Step.of(os.environ), number(os.environ, START, START_SECONDS)
     _met = met = (_receive if here.rank == 0 else _join)(here, step, seconds)
     per_node, local = step.per_node, here.local_rank
-    os.environ.update(
-        HOROVOD_CONTROLLER="gloo",
-        HOROVOD_CPU_OPERATIONS="gloo",
-        # Horovod asks for http://ADDR:PORT/scope/key.
-        HOROVOD_GLOO_RENDEZVOUS_ADDR=f"{met.address}:{met.port}/{met.token}",
-        HOROVOD_GLOO_RENDEZVOUS_PORT=str(met.port),
-        HOROVOD_HOSTNAME=step.own,
-        HOROVOD_RANK=str(here.rank),
-        HOROVOD_SIZE=str(here.size),
-        HOROVOD_LOCAL_RANK=str(local),
-        HOROVOD_LOCAL_SIZE=str(here.local_size),
-        HOROVOD_CROSS_RANK=str(sum(count > local for count in per_node[: step.node])),
-        HOROVOD_CROSS_SIZE=str(sum(count > local for count in per_node)),
-    )
+    cross = sum(count > local for count in per_node[: step.node]), sum(count > local for count in per_node)
+    os.environ.update(over_gloo(here, step.own, cross, met.address, met.port, met.token))
     if met.interface:
         os.environ.setdefault("HOROVOD_GLOO_IFACE", met.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", met.interface)
+
+
+def over_gloo(here: World, host: str, cross: tuple[int, int], address: str, port: int, token: str) -> dict[str, str]:
+    """What Horovod reads in a rank on ``host`` that finds the others at a desk; ``cross``: (its place among the ranks
+    of its local rank, their number)."""
+    return {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        # Horovod asks for http://ADDR:PORT/scope/key.
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{token}",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_RANK": str(here.rank),
+        "HOROVOD_SIZE": str(here.size),
+        "HOROVOD_LOCAL_RANK": str(here.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(here.local_size),
+        "HOROVOD_CROSS_RANK": str(cross[0]),
+        "HOROVOD_CROSS_SIZE": str(cross[1]),
+    }
 
 
 def prepare(here: World) -> None:

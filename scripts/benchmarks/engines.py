@@ -137,6 +137,8 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     batches = []
     for step in loader.epoch(0):
         inputs, labels, _ = frontend.to_device(step.micro_batches[0])
+        if framework == "tensorflow":  # ours does it in its graph
+            inputs = {name: frontend._ready(x, data.sample.inputs[name]) for name, x in inputs.items()}
         batches.append((one_or_all(inputs), one_or_all(labels)))
         if len(batches) == count:
             break

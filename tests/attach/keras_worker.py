@@ -6,10 +6,13 @@ every world size.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import io
 import random
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -21,6 +24,7 @@ with swift(FRAMEWORKS["tensorflow"].beside):
     import keras
 
 import hvd_train.keras as hk
+from hvd_train.core import meeting
 from hvd_train.data.formats import read_digits
 from hvd_train.errors import TrainError
 from tests.seconds import counted
@@ -816,6 +820,25 @@ def apart():
     return {f"own/{name}": np.array(text) for name, text in told.items()}
 
 
+def slow():
+    """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
+    steps = 0
+
+    def wait(batch, logs=None):
+        nonlocal steps
+        steps += 1
+        time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
+
+    hk._slow.cache_clear()
+    own, meeting.SECONDS = meeting.SECONDS, 0.04
+    model = hk.distribute(compiled())
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+    with contextlib.redirect_stderr(told := io.StringIO()):
+        fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
+    meeting.SECONDS = own
+    return {"own/told": np.array(told.getvalue())}
+
+
 class Fixed(keras.layers.Layer):
     """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, and ``own``."""
 
@@ -892,6 +915,7 @@ CASES = {
     "saved": saved,
     "fine_tuning": fine_tuning,
     "frozen": frozen,
+    "slow": slow,
     "summed": summed,
     "masked": reading(cross_entropy, weights=True),
     "masked_own_step": reading(cross_entropy, OwnStep),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.ranks.conftest import ROOT, world_command
 
 HERE = Path(__file__).parent
 SECONDS = 600  # of a whole world; a case has its own limit
+SLOW = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
 CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
     "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
@@ -32,7 +34,7 @@ SIBLINGS = [
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
 ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "loop"]
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
-NOT_ALONE = ["stops", "compressed", "gan_compressed", "draws", "batchnorm_and_dropout", "frozen"]
+NOT_ALONE = ["stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
 THREE_NOT_ALONE = ["stops", "gan_compressed", "frozen"]
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
@@ -55,7 +57,7 @@ def results(tmp_path_factory, request):
     def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:4]]
+            cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:5]]
             if size == 1:
                 cases = [case for case in cases if case not in NOT_ALONE]
             else:
@@ -129,6 +131,13 @@ def test_ranks_stay_together(results, case, size, launcher, backend):
             np.testing.assert_array_equal(rank[key], value, err_msg=key)
     if case == "stops":  # the wish of step 2 (NaN: 0) holds after the next step
         assert list(ranks[0]["steps"]) == [4, 2]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_slow_rank_is_named(results, backend):
+    """F15"""
+    told = [str(rank["own/told"]) for rank in results(2, "mpirun", backend)["slow"]]
+    assert re.search(SLOW, told[0]) and not told[1], told
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend"), [WORLDS[0], pytest.param(*WORLDS[1], marks=LONG)])

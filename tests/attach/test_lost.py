@@ -16,7 +16,7 @@ ROOT = HERE.parents[1]
 LIMIT = 3
 SECONDS = 90
 # What rank 0 and rank 1 wait for when they come apart.
-WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("fit_evaluate_predict", r"\.counts")}
+WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("fit_evaluate_predict", r"(meeting|\.counts)")}
 OTHER = pytest.mark.long("under the other launcher, or in another framework, it runs in every run")
 CASES = [
     ("torch", "leaves", "mpirun"),

@@ -192,6 +192,14 @@ def test_draws_differ_between_ranks_and_repeat(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_slow_rank_is_named(cases, world):
+    """F15"""
+    told = [own["slow"] for own in cases(*world)[1]]
+    line = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
+    assert re.search(line, told[0]) and not any(told[1:]), told
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_barrier_waits(cases, world):
     assert all(own["waits"] == ["1.bias", "1.weight", "4.bias", "4.weight"] for own in cases(*world)[1])
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import faulthandler
 import hashlib
+import io
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
+from hvd_train.core import meeting
 from hvd_train.data.formats import read_digits
 from hvd_train.errors import TrainError
 from tests.seconds import counted
@@ -665,6 +667,19 @@ def transfers():
     return found
 
 
+def slow():
+    """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
+    ht._slow.cache_clear()
+    own, meeting.SECONDS = meeting.SECONDS, 0.04
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    with contextlib.redirect_stderr(told := io.StringIO()):
+        for step in range(80):
+            time.sleep(0.02 if ht.rank() == 1 and step >= 20 else 0)
+            fit(model, optimizer, batches=[digits(8)[:]])
+    meeting.SECONDS = own
+    return told.getvalue()
+
+
 def masks():
     torch.manual_seed(0)
     model = mlp(dropout=0.5)
@@ -960,6 +975,7 @@ def main(folder: Path) -> None:
         facts["residual by hand"] = residual_by_hand()
         facts["pickled"] = pickled(folder)
         facts["transfers"] = transfers()
+        facts["slow"] = slow()
         facts["sampled"] = sampled()
         facts["errors"] = errors(folder)
     (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))

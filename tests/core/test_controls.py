@@ -72,8 +72,8 @@ def test_f04_a_power_cut_at_any_moment_leaves_valid_checkpoints_alone(tmp_path, 
     assert Disk(tmp_path, monkeypatch).lost == []
 
 
-def unsynced(path, content):
-    path.write_bytes(content)
+def unsynced(path, pieces):
+    path.write_bytes(b"".join(pieces))
 
 
 @pytest.mark.parametrize("missing", ["fsync of files", "fsync of the folder", "the rename"])

@@ -8,7 +8,7 @@ import pytest
 from hvd_train.compression import make
 from hvd_train.compression.lowrank import PowerSGD
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core.exchange import Clip, Exchange, plan
+from hvd_train.core.exchange import Clip, Exchange, Overlap, plan
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
 from tests.numpy_frontend import NumpyOps, run_ranks
@@ -121,6 +121,33 @@ def test_order_of_starts_does_not_matter(name):
     forward, backward = (exchanged(Serial(), COMPRESSORS[name](), PACKINGS[2], reverse=r)[1] for r in (False, True))
     for a, b in zip(forward, backward, strict=True):
         assert all((a[i] == b[i]).all() for i in a)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bucket_starts_with_its_last_gradient_or_at_the_end(packing, seed):
+    exchange = Exchange(SPECS, packing, make("none"), Serial(), NumpyOps())
+    states, rng = exchange.init_state(), np.random.default_rng(seed)
+    flats = [rng.normal(size=sum(SPECS[i].size for i in members)) for members in exchange.buckets]
+    began: list[int] = []
+    overlap = Overlap(exchange, lambda b: (began.append(b), exchange.start(b, flats[b], states[b]))[1])
+    last = overlap.bucket[0]
+    for reached in (len(SPECS), 4, 0):  # once more after each pass: gradients that come twice, some that never do
+        there, began[:] = set(), []
+        for i in rng.permutation(len(SPECS))[:reached].tolist() * 2:
+            there.add(i)
+            complete = there >= set(exchange.buckets[overlap.bucket[i]]) and overlap.bucket[i] not in overlap.started
+            assert overlap.arrived(i) == (overlap.bucket[i] if complete else None)
+        early = list(began)
+        assert set(early) == {b for b, members in enumerate(exchange.buckets) if there >= set(members)}
+        reduced, _ = overlap.finish(last)
+        late = [b for b in range(len(flats)) if b not in early]
+        assert began == early + sorted(late, key=lambda b: b == last) and not overlap.started
+        assert all((a == b).all() for a, b in zip(reduced, flats, strict=True))
+    overlap.arrived(0)
+    overlap.begin()  # an error ended that pass
+    reduced, _ = overlap.finish(start=lambda b: exchange.start(b, 2 * flats[b], states[b]))
+    assert all((a == 2 * b).all() for a, b in zip(reduced, flats, strict=True))
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 1e6])

@@ -453,7 +453,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tm
     """The write ends only when three more steps were taken; the one that is asked for meanwhile waits for it."""
     three_more, real, writing, most = threading.Event(), checkpoint.save, [], []
 
-    def slow(folder, snapshot):
+    def slow(folder, snapshot, moved):
         writing.append(snapshot.step)
         most.append(len(writing))
         assert snapshot.step != 5 or three_more.wait(30)
@@ -479,7 +479,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tm
 
 @pytest.mark.parametrize("error", [CheckpointError("the disk is full", where="disk"), RuntimeError("a bug")])
 def test_f07_a_write_that_fails_ends_all_ranks(tmp_path, monkeypatch, error):
-    def fails(folder, snapshot):
+    def fails(folder, snapshot, moved):
         raise error
 
     monkeypatch.setattr(checkpoint, "save", fails)

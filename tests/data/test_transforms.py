@@ -173,9 +173,15 @@ def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
     (batch,) = Loader(data.train, global_batch=6).evaluation()
     config = Config(framework=framework, model={"name": "mlp", "hidden": [2]}, device="cpu")
     frontend = module(framework).open_frontend(config, Serial(), data.sample)
-    placed = np.asarray(frontend.to_device(batch)[0]["input"])
+    placed = frontend.to_device(batch)[0]["input"]
     if framework == "pytorch":
-        placed = placed.transpose(0, 2, 3, 1)
+        placed = placed.permute(0, 2, 3, 1)
+    else:  # within a graph, which would multiply by the inverse if it could
+        from hvd_train.frontends.tf import _graph
+
+        (field,) = data.sample.inputs.values()
+        placed = _graph(lambda x: frontend._ready(x, field))(placed)
+    placed = np.asarray(placed)
     values = images / np.float32(255) if kind == np.uint8 else images
     assert (placed == (values - np.float32(mean)) / np.float32(std)).all()
     assert (batch.inputs["input"] == images).all(), "what the loader holds is not written into"

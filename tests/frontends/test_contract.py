@@ -763,6 +763,33 @@ def test_orthonormal_basis_spans_the_columns(framework):
 
 
 @pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_cross_entropy_of_some_places_has_the_bits_of_all(framework, share):
+    ops, rng = OPS[framework](), np.random.default_rng(0)
+    z, y, own = rng.normal(size=(5, 7, 40)), rng.integers(0, 40, (5, 7)), 1.0 * (rng.random((5, 7)) < share)
+    some, whole = (
+        ops.to_numpy(ops.cross_entropy(ops.from_numpy(z), ops.from_numpy(y), *map(ops.from_numpy, given)))
+        for given in ([own], [])
+    )
+    assert some.shape == whole.shape == own.shape and (some[own == 1] == whole[own == 1]).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_pytorch_takes_the_gradient_of_the_places_that_count(share):
+    import torch
+
+    ops, rng = OPS["pytorch"](), torch.Generator().manual_seed(0)
+    x, table = torch.randn(4, 9, 16, generator=rng), torch.randn(300, 16, generator=rng)
+    y, own = torch.randint(0, 300, (4, 9), generator=rng), (torch.rand(4, 9, generator=rng) < share).float()
+    found = []
+    for given in ([own], []):
+        parts = x.clone().requires_grad_(), table.clone().requires_grad_()
+        values = ops.cross_entropy(parts[0] @ parts[1].T, y, *given)
+        found.append(torch.autograd.grad(torch.where(own != 0, values, 0.0).flatten().dot(own.flatten()), parts))
+    assert all((a == b).all() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("framework", ALL)
 @pytest.mark.parametrize("name", ["float16", "float32", "float64", "int8", "int32"])
 def test_types_have_numpys_names(framework, name):
     ops = OPS[framework]()

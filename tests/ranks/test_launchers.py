@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -507,6 +508,23 @@ def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launch
     assert max(row["share"] for row in slow) > 0.4 and max(row["seconds"] for row in slow) > 0.03, slow
 
 
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    [("-np", "pytorch"), pytest.param("horovodrun", "tensorflow", marks=pytest.mark.long("the other launcher"))],
+)
+def test_a_save_that_hangs_ends_the_job(tmp_path, monkeypatch, launcher, framework):
+    """The second one, at its first file; the third one waits for it."""
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "write:0:3:hang")
+    rule = ["checkpoint.every_n_steps=20", "checkpoint.every_n_epochs=0", "watchdog_s=2"]
+    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, *rule)
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    told = re.findall(r"error\[rank 0\]: (.*)", out + err)
+    where = re.escape(str(tmp_path / "run" / "checkpoints" / "step-00000040"))
+    assert code == 4 and len(told) == 1, out + err
+    assert re.match(f"the checkpoint cannot be written: nothing has moved for 2 s; {where}; look for a disk", told[0])
+    assert "step-00000020" in os.listdir(tmp_path / "run" / "checkpoints")
+
+
 SPARED = [("-np", "pytorch"), ("-np horovodrun", "pytorch"), ("-np", "tensorflow"), ("-np horovodrun", "tensorflow")]
 SPARED[1:] = [pytest.param(*case, marks=pytest.mark.long("the same places, handed over alike")) for case in SPARED[1:]]
 
@@ -531,6 +549,7 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
     job.wait_for(lambda: find("hvd_train.cli.spare"))
     ((spare, line),) = find("hvd_train.cli.spare")
     job.wait_for(lambda: f"@{line[3]}" in Path("/proc/net/unix").read_text())
+    job.wait_for(lambda: job.ranks()[1].status() == psutil.STATUS_STOPPED)
     job.ranks()[1].kill()
     job.wait_for(lambda: len(spare.children()) == 2)
     next(process for process, line in find(stub.__file__) if line[2] == "-S").kill()

@@ -1,0 +1,33 @@
+"""Says which rank of a user's own script is slow: the ranks meet about four times a second, whatever a step takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from hvd_train.core.meeting import Meetings
+from hvd_train.core.straggler import Stragglers
+from hvd_train.protocol import Communicator
+
+
+class Slow:
+    """Of all models of a process. ``waited``: seconds in which this rank has waited for transfers so far."""
+
+    def __init__(self, communicator: Communicator, waited: Callable[[], float]) -> None:
+        self._communicator, self._waited = communicator, waited
+        self._meetings, self._stragglers = Meetings(communicator), Stragglers()
+        self._step = 0
+
+    def stepped(self, steps: int = 1) -> None:
+        """After so many more steps, on all ranks together. Rank 0 tells what is new."""
+        self._step += steps
+        if self._communicator.size == 1 or not self._meetings.due():
+            return
+        if self._stragglers.look(self._step, self._meetings.meet(self._waited())) and self._communicator.rank == 0:
+            found = self._stragglers.found or "no rank is slow any more"
+            print(f"step {self._step}: {found}", file=sys.stderr, flush=True)
+
+    def pause(self) -> None:
+        """What follows is no step: an evaluation, a save. On all ranks together."""
+        self._stragglers.pause()
+        self._meetings.begin()

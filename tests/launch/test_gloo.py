@@ -30,7 +30,7 @@ try:
     http.urlopen(f"http://{address.partition('/')[0]}/{'0' * 64}/global/0")
 except urllib.error.HTTPError as error:
     assert error.code == 403
-    print("met", rank, flush=True)
+    os.write(1, f"met {rank}\\n".encode())  # at once: lines of three ranks in one pipe
 """
 
 

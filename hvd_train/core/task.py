@@ -75,7 +75,8 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _r2_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
-    """[W, sum of y, of y^2, of (z - y)^2]."""
+    """[W, sum of y, of y^2, of (z - y)^2]; in 64 bits, for the squares cancel where the labels' mean is large."""
+    z, y, w = (ops.cast(x, "float64") for x in (z, y, w))
     return ops.stack([ops.add_rows(w * x) for x in (w * 0 + 1, y, y**2, (z - y) ** 2)])
 
 
@@ -89,10 +90,9 @@ def _f1_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
     """Per class: found rightly, found, there."""
     there = ops.cast(y, "int64")
     classes, found = length // 3, ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
-    right = w * ops.cast(found == there, ops.dtype(w))
-    return ops.join(
-        [ops.scatter(classes, there, right), ops.scatter(classes, found, w), ops.scatter(classes, there, w)]
-    )
+    right, known = w * ops.cast(found == there, ops.dtype(w)), found < classes  # there may be more logits
+    told = ops.scatter(classes, ops.where(known, found, 0), ops.where(known, w, 0.0))
+    return ops.join([ops.scatter(classes, there, right), told, ops.scatter(classes, there, w)])
 
 
 def _f1(sums: np.ndarray) -> float:
@@ -166,6 +166,15 @@ class Term:
         self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
         self.ignore = ignore
         self.counted = self.masked
+        if loss == "cross_entropy":
+            self.check_classes(self.field.classes or 0 if self.field else 0)
+
+    def check_classes(self, count: int) -> None:
+        """What metrics look at: of more than two classes there is no one AUC."""
+        for kind in self.metrics:
+            if (kind == "auc" or (kind == "f1" and self.own)) and count > 2:
+                fix = "leave it out, or give a metric of your own"
+                raise refused(f"{count} classes, and it is of two", f"task.metrics: {kind}", fix)
 
     def part(self, given: Any) -> Any:
         """What of the outputs or labels belongs to this term."""
@@ -327,9 +336,8 @@ class Task:
             else:
                 values = metric.function(z, y, ops)
             scalars += [x for x in self._sum(values, own, weights, ":" in metric.kind) if x is not None]
-        sums = ops.stack([*scalars, ops.add_rows(weights)])
-        sums = ops.join([sums, *wide]) if wide else sums
-        return loss, ops.cast(sums, "float64")
+        sums = [ops.cast(x, "float64") for x in (ops.stack([*scalars, ops.add_rows(weights)]), *wide)]
+        return loss, ops.join(sums) if wide else sums[0]
 
     def _fitting(self, term: Term, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs and labels of shapes that belong together, and the weights of places if some do not count."""
@@ -362,6 +370,7 @@ class Task:
                 fix = "give a loss for each output, or a metric of your own"
                 raise refused("the loss takes several outputs or labels together", where, fix)
             classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
+            term.check_classes(z.shape[-1] if classes else 0)
             if kind in ("cross_entropy", "top5") and not classes:
                 raise unfit(tuple(z.shape), tuple(y.shape), 2)
             if kind not in OF_CLASSES or not classes:

@@ -129,6 +129,31 @@ def test_results_are_their_formulas():
     assert found["f1"] == pytest.approx(metrics.f1_score(y, z > 0), rel=1e-12)
 
 
+def test_r2_of_labels_far_from_zero_in_32_bits():
+    """Years, prices: their squares take all the digits that there are."""
+    task, z, y = made("mse", ["r2"], "numbers", ())
+    z, y = (2000 + z / 4 + y).astype(np.float32), (2000 + y).astype(np.float32)
+    parts = np.array_split(RNG.permutation(N), 2)
+    sums = sum(task(z[rows], {"label": y[rows]}, np.ones(len(rows), np.float32))[1] for rows in parts)
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert task.results(sums)["r2"] == pytest.approx(metrics.r2_score(y.astype(float), z.astype(float)), rel=1e-6)
+
+
+def test_auc_of_more_than_two_classes_is_refused():
+    with pytest.raises(ConfigError, match="7 classes, and it is of two; task.metrics: auc"):
+        made("cross_entropy", ["auc"], "classes", ())
+
+
+def test_f1_of_a_model_with_more_logits_than_classes():
+    """As vocabularies that are rounded up: a class that is none is no hit."""
+    task, z, y = made("cross_entropy", ["f1"], "classes", ())
+    wide = np.concatenate([z, RNG.normal(size=(N, 3))], axis=1)
+    found, told = task.results(task(wide, {"label": y}, np.ones(N))[1])["f1"], wide.argmax(1)
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert (told >= CLASSES).any()
+    assert found == pytest.approx(metrics.f1_score(y, told, labels=range(CLASSES), average="macro"), rel=1e-12)
+
+
 def test_several_outputs_are_added_each_by_its_own_count():
     """A masked loss per place and one per sample."""
     fields = {"words": Field((PLACES,), "int64", classes=CLASSES, masked=True), "next": Field((), "int64", classes=2)}
@@ -280,6 +305,8 @@ def test_built_in_and_own_metrics_stand_beside_any_loss(monkeypatch, loss):
     [
         ("mae", np.zeros((N, 3)), r"outputs of shape \(23, 3\) for labels of shape \(23,\); task.metrics: mae"),
         ("top5", np.zeros((N, 1)), r"logits of shape \(23, 1\) for labels of shape \(23,\)"),
+        ("f1", np.zeros((N, 3)), "3 classes, and it is of two; task.metrics: f1"),
+        ("auc", np.zeros((N, 3)), "3 classes, and it is of two; task.metrics: auc"),
         ("mae", {"a": np.zeros(N), "b": np.zeros(N)}, "the loss takes several outputs or labels together"),
     ],
 )

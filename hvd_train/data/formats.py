@@ -316,27 +316,29 @@ def list_images(folder: Path) -> list[tuple[Path, str]]:
 
 
 class ImageFiles:
-    """Decodes files by index to (k, side, side, c) uint8; c is 1 or 3 as in the first file."""
+    """Decodes files by index to (k, side, side, c) uint8; c is 3 if any of some evenly spread files has colors, else
+    1."""
 
     dtype = np.dtype(np.uint8)
 
     def __init__(self, paths: list[Path], side: int | None) -> None:
         self._paths, self._side = paths, side
-        first = self._open(paths[0])
-        self._mode = "L" if first.mode in ("L", "1", "LA") else "RGB"
-        self._size = (side, side) if side else first.size
+        picked = np.unique(np.linspace(0, len(paths) - 1, 64).astype(np.int64))
+        self._mode = "L" if all(self._open(paths[k], decode=False).mode in ("L", "1", "LA") for k in picked) else "RGB"
+        self._size = (side, side) if side else self._open(paths[0]).size
         self.shape = (len(paths), self._size[1], self._size[0], 1 if self._mode == "L" else 3)
         self.names = " ".join(f"{path.parent.name}/{path.name}" for path in paths)  # for the fingerprint
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def _open(self, path: Path) -> Any:
+    def _open(self, path: Path, decode: bool = True) -> Any:
         from PIL import Image
 
         try:
             with Image.open(path) as image:
-                image.load()
+                if decode:
+                    image.load()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise unreadable(path, error, "image") from error
         if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255

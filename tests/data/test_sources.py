@@ -474,6 +474,16 @@ def test_imagefolder(tmp_path, mode, channels):
     assert opened("imagefolder", tmp_path, image_size=6).sample.input_shape == (6, 6, channels)
 
 
+def test_one_gray_image_makes_no_others_gray(tmp_path):
+    """Collections from the web have some, and one may come first."""
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path)
+    image.new("L", (9, 7)).save(tmp_path / "cat" / "0.png")
+    data = opened("imagefolder", tmp_path)
+    assert data.sample.input_shape == (7, 9, 3)
+    assert all(part.fetch(np.arange(len(part)))[0]["input"].shape[-1] == 3 for part in (data.train, data.val))
+
+
 def test_imagefolder_split_and_jpeg(tmp_path):
     data = opened("imagefolder", pictures(tmp_path / "all", n=10, suffix="jpg"), image_size=8)
     assert (len(data.train), len(data.val)) == (16, 4)

@@ -208,6 +208,20 @@ def find(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
+def leave(folder: Path, step: int) -> Path | None:
+    """Moves checkpoints of later steps into ``left-XXXX``, for a run that goes on from ``step``: they are not of it,
+    and would be its newest, which stay. None: there are none."""
+    later = [path for path in folder.iterdir() if (name := NAME.match(path.name)) and int(name.group(1)) > step]
+    if not later:
+        return None
+    aside = folder / f"left-{secrets.token_hex(4)}"
+    aside.mkdir()
+    for path in sorted(later, reverse=True):  # the newest first: what a kill leaves is older
+        os.rename(path, aside / path.name)
+    sync(folder)
+    return aside
+
+
 def newest(folder: Path, warn: Callable[[str], None], memory: Path | None = None) -> Snapshot | None:
     """The newest valid one, of ``memory`` too; each damaged one on the way is a warning. None: there is none at all."""
     found = sorted([*find(folder), *(find(memory) if memory else [])])

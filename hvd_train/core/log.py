@@ -58,7 +58,7 @@ class RunLog:
 
     Nothing of the run folder is touched before ``begin``, which a training calls when its first step has been taken:
     it then writes ``files`` (name -> text or JSON), sets an old run aside (``replace``) or drops the lines after
-    ``resumed_at``, for a resumed run repeats the steps after its checkpoint.
+    ``resumed_at`` and sets later checkpoints aside, for a resumed run repeats the steps after its checkpoint.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class RunLog:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             aside = folder.set_aside(self.run_dir) if self.replace else None
             checkpoint.preflight(self.run_dir / "checkpoints")
+            left = None
             if self.resumed_at is not None:
+                left = checkpoint.leave(self.run_dir / "checkpoints", self.resumed_at)
                 self._truncate_after(self.resumed_at)
             for name, content in self.files.items():
                 folder.put(self.run_dir / name, content)
@@ -90,6 +92,8 @@ class RunLog:
             self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
             if aside:
                 folder.drop(aside)
+            if left:
+                self.message(f"checkpoints after step {self.resumed_at} are not of this run any more: now in {left}")
         except (OSError, CheckpointError) as error:
             folder.bring_back(self.run_dir)
             if isinstance(error, CheckpointError):

@@ -34,6 +34,7 @@ from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
+SETTLE_SECONDS = 10.0  # between two words of the rank that writes to those that wait for it
 MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
 
 
@@ -126,12 +127,12 @@ class Trainer:
                 self._epoch()
                 if self._asked and not self._finished():
                     self._interrupt()
+            self._begin()
             if self.paused:
                 self._keep()
             self._settle()
         finally:  # what ends the training is no reason to lose a checkpoint
             self._writer.wait()
-        self._begin()
         summary = self._summary()
         self._call("on_end", summary)
         return summary
@@ -224,7 +225,7 @@ class Trainer:
         at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
         if p.ending:
             self._begin()
-            self._end_epoch(self._rate(done_in_epoch - 1), 0.0, complete=at_end)
+            self._end_epoch(self._rate(done_in_epoch - 1, p.step - 1), 0.0, complete=at_end)
             return
         self.outside.at("training", p.step)
         self._steps.begin()
@@ -272,7 +273,7 @@ class Trainer:
         counts = self.counts
         if self.frontend.task.counted:
             scale = self._shares(step)
-        rate = self._rate(p.consumed // self.global_batch)
+        rate = self._rate(p.consumed // self.global_batch, p.step)
         *earlier, last = step.micro_batches
         seeds = [
             forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
@@ -308,9 +309,11 @@ class Trainer:
             counts = ordered_sum(counts, self.communicator)
         return [self.progress.loss_scale / count if count else 0.0 for count in counts.tolist()]
 
-    def _rate(self, place: int) -> float:
+    def _rate(self, place: int, step: int) -> float:
         """The learning rate follows the place in the epoch, so that it means the same after a resume on another world
-        size."""
+        size; the step where the training's length is told in steps, and no drop in epochs."""
+        if self._total() == self.config.max_steps and self.config.optim.schedule in ("constant", "cosine"):
+            return self.schedule.rate(step)
         return self.schedule.rate(self.progress.epoch * self.schedule.steps_per_epoch + place)
 
     def _looked_at(self, finite: bool, sums: list[Any], kept: Tree, counts: np.ndarray) -> list[Any]:
@@ -448,9 +451,12 @@ class Trainer:
         """Waits until what is being written is there."""
         if self._writer.path:
             self.outside.at("saving", self.progress.step)
-            self._writer.wait()
-            outcome = self._writer.outcome() or ""
-            self._written(self.communicator.broadcast_bytes(outcome.encode()).decode())
+            outcome = None
+            while outcome is None:  # Horovod takes ranks that wait for one for long to have diverged
+                self._writer.wait(SETTLE_SECONDS)
+                own = json.dumps(self._writer.outcome()).encode()
+                outcome = json.loads(self.communicator.broadcast_bytes(own))
+            self._written(outcome)
 
     def _written(self, outcome: str) -> None:
         path, self._writer.path = self._writer.path, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -68,9 +69,11 @@ class Writer:
         """The thread has come further."""
         self._last = time.monotonic()
 
-    def wait(self) -> None:
-        while self._thread and self._thread.is_alive() and not self._hangs():
-            self._thread.join(min(1.0, self._limit / 4) or None)
+    def wait(self, seconds: float = math.inf) -> None:
+        """For its end, at most so long."""
+        stop = time.monotonic() + seconds
+        while self._thread and self._thread.is_alive() and not self._hangs() and time.monotonic() < stop:
+            self._thread.join(min(1.0, self._limit / 4 or 1.0, seconds))
 
     def _hangs(self) -> bool:
         now, before = time.monotonic(), self._looked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, loop
 from hvd_train.core.exchange import Exchange
 from hvd_train.core.hooks import Hook, Speed
 from hvd_train.core.log import NullLog, RunLog
@@ -213,12 +214,67 @@ def test_resumed_on_another_world_the_same_samples_follow(tmp_path, before, afte
             np.testing.assert_allclose(again[1][key], array, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_resumed_on_another_world_a_schedule_over_steps_goes_on(tmp_path, before, after):
+    """The place in the epoch is another number of steps there: the rate would leap to the end, or back."""
+    c = config(global_batch_size=None, batch_size=4, max_epochs=None, max_steps=20, log_every_n_steps=1)
+    c = c.model_copy(update={"optim": c.optim.model_copy(update={"schedule": "cosine", "warmup_steps": 3})})
+    with pytest.raises(Stop):
+        run_ranks(before, lambda com: trainer(com, c, tmp_path, KillingLog(16)).fit())
+    log = Recorder()
+    summary, _, _, made = final(after, c, tmp_path, log=log, resume=True)
+    told = {step: rate for _, step, _, rate, _ in log.trains}
+    assert summary["steps"] == 20 and min(told) == 15
+    assert told == {step: made.schedule.rate(step - 1) for step in told}
+
+
 def test_stopped_by_max_steps_and_gone_on_is_the_run(tmp_path):
     whole = final(1, config(), tmp_path / "whole")
     for steps in range(1, whole[0]["steps"]):
         final(1, config(max_steps=steps), tmp_path / str(steps))
         again = final(1, config(), tmp_path / str(steps), resume=True)
         assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0])
+
+
+def test_ranks_that_wait_for_a_save_meet_meanwhile(tmp_path, monkeypatch):
+    """Horovod ends ranks that wait for one another for ten minutes, and a large checkpoint may take longer."""
+    monkeypatch.setattr(loop, "SETTLE_SECONDS", 0.02)
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *given: (time.sleep(0.4), real(*given)))
+    meetings = []
+
+    def work(communicator):
+        made = trainer(communicator, config(max_steps=1), tmp_path)
+        send = communicator.broadcast_bytes
+        communicator.broadcast_bytes = lambda data, root=0: (meetings.append(communicator.rank), send(data, root))[1]
+        return made.fit()["steps"]
+
+    assert run_ranks(2, work) == [1, 1]
+    assert meetings.count(0) == meetings.count(1) > 10
+    assert checkpoint.newest(tmp_path / "checkpoints", pytest.fail).step == 1
+
+
+def test_gone_on_from_an_older_checkpoint_its_own_are_the_newest(tmp_path, capsys):
+    """Later ones are of the run that was left: none of its own would stay beside them, and --resume auto take them."""
+
+    def run(c, start=None, until=None):
+        log = RunLog(tmp_path, tensorboard=False, total_epochs=3)
+        made = trainer(Serial(), c, tmp_path, log, until=until)
+        log.resumed_at = start and start.step
+        made.restore(start)
+        made.fit()
+        log.close()
+
+    folder = tmp_path / "checkpoints"
+    run(config(checkpoint={"save_top_k": 9}))
+    assert [step for step, _ in checkpoint.find(folder)] == [7, 14, 21]
+    run(config(max_steps=9), checkpoint.load(folder / "step-00000007"))
+    assert [step for step, _ in checkpoint.find(folder)] == [7, 9]
+    (left,) = folder.glob("left-*")
+    assert str(left) in capsys.readouterr().out
+    assert [checkpoint.load(path).step for _, path in checkpoint.find(left)] == [14, 21]
+    run(config(), checkpoint.load(folder / "step-00000007"), until=1)
+    assert [step for step, _ in checkpoint.find(folder)] == [7]
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):

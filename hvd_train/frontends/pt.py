@@ -206,7 +206,7 @@ class Flat:
     """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
 
     Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
-    gradient's memory, which saves a zeroing, an addition and a copy. ``channels_last``: convolution kernels lie as
+    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one. ``channels_last``: convolution kernels lie as
     (out, height, width, in) in memory.
     """
 
@@ -225,7 +225,10 @@ class Flat:
         gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self._parameters]
         if self._joined is None:
             (alone,) = gradients
-            return torch.zeros_like(self.weight.data) if alone is None else self._stored(alone).reshape(-1)
+            if alone is None:
+                return torch.zeros_like(self.weight.data)
+            flat = self._stored(alone).reshape(-1)
+            return flat if users(alone) == 1 else flat.clone()
         pairs = list(zip(self.views(self._joined), gradients, strict=True))
         there = [(view, g) for view, g in pairs if g is not None]
         if there:
@@ -246,6 +249,11 @@ class Flat:
         parts = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
+
+
+def users(x: torch.Tensor) -> int:
+    """How many tensors lie in the memory of ``x``, which is one of them."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
 
 def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:

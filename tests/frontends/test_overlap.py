@@ -52,6 +52,13 @@ def test_auto_falls_back_where_gradients_come_twice():
         trained(True, packing=Packing(0, 0))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_share_memory(overlap):
+    """Each alone in its bucket, which lends its gradient's memory where nobody else has a part of it."""
+    model = "tests.own_models:aliased"
+    close(trained(overlap, model, Packing(0, 0))[0], trained(False, model)[0])
+
+
 def test_auto_overlaps_elsewhere():
     model = "tests.own_models:pytorch_dropout"
     (auto, early), (plain, never) = trained("auto", model), trained(False, model)

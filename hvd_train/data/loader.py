@@ -123,13 +123,14 @@ class Loader:
         asked = indices if count else np.zeros(1, np.int64)
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
         if count < self.length:
-            inputs, labels = ({k: self._padded(x[:count]) for k, x in each.items()} for each in (inputs, labels))
+            inputs, labels = ({k: self._padded(x) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
-        """(count, ...) -> (length, ...), zeros at the end."""
-        out = np.zeros((self.length, *x.shape[1:]), x.dtype)
-        out[: len(x)] = x
+        """(count, ...) -> (length, ...). The first again: a model may make NaN of what no sample is, log 0, and 0 times
+        that is NaN."""
+        out = np.empty((self.length, *x.shape[1:]), x.dtype)
+        out[: len(x)], out[len(x) :] = x, x[0]
         return out
 
 

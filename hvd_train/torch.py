@@ -180,11 +180,12 @@ def distribute(
     place, reducer = next(iter(parameters.values())).device, None
     if communicator.size > 1:
         if sync_batchnorm:
-            _synchronize_batchnorm(bare, communicator, TorchOps(place))
+            _synchronize_batchnorm(bare, communicator, TorchOps(place), average)
         reducer = reducer_of(parameters, True)
         frozen = {name: p for name, p in bare.named_parameters() if not p.requires_grad and p.is_floating_point()}
         reducer.frozen = Frozen(frozen, reducer, unfreeze)
-    know(parameters, reducer)
+    # Alone, what is frozen is known by now: steps of what is unfrozen later count as they do in a world.
+    know(parameters if reducer else dict(bare.named_parameters()), reducer)
     if record:
         pt_recorded.add(bare, record)
     pt_draws.set_apart(communicator.rank)
@@ -294,6 +295,9 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             raise CheckpointError(what, where=str(path), common=True) from error
         if isinstance(part, torch.optim.Optimizer):
             _lay_slots(part)
+        if isinstance(part, torch.nn.Module):
+            for reducer in {reducer for _, reducer in _distributed if reducer}:
+                reducer.loaded(part)
     return {name: value for name, value in found.items() if name not in parts}
 
 
@@ -417,10 +421,12 @@ def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[torch.Tens
     return [x for layer in layers for x in (layer.running_mean, layer.running_var) if x is not None]
 
 
-def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, ops: TorchOps) -> None:
+def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, ops: TorchOps, average: bool) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     counts = [layer.num_batches_tracked for layer in layers]
-    pt_batchnorm.prepare(model, communicator, ops, True)
+    context = pt_batchnorm.prepare(model, communicator, ops, True)
+    if average:
+        context.weight = pt_passes.weight
     for layer, count in zip(layers, counts, strict=True):
         layer.num_batches_tracked = count  # it belongs to the user's state_dict
 
@@ -428,16 +434,26 @@ def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, o
 def _stepped(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Parameter]]:
     """The optimizer's parameters, by who reduces their gradients."""
     found: dict[Reducer, list[torch.nn.Parameter]] = {}
+    late: list[torch.nn.Parameter] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             _, reducer = _known.get(id(p), (p, None))
             if reducer is not None:
                 found.setdefault(reducer, []).append(p)
-            elif p.grad is not None and optimizer in _ours and size() > 1:
-                what = f"a parameter of shape {tuple(p.shape)} came to the model after ht.distribute"
-                fix = "call ht.distribute when all parameters are there, and have requires_grad"
-                raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+            elif p.grad is not None and id(p) not in _known:
+                late.append(p)
+    # An optimizer may be this rank's own, but not over what is trained together.
+    if late and size() > 1 and (found or optimizer in _ours or _of_models(late)):
+        what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"
+        fix = "call ht.distribute when all parameters are there; one of this rank alone wants its own optimizer"
+        raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
     return found
+
+
+def _of_models(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether one of them is in a model that is distributed."""
+    wanted = {id(p) for p in parameters}
+    return any(id(p) in wanted for model, _ in _distributed for p in model.parameters())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
@@ -451,6 +467,9 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: d
         pt_backward.after_failure()
     for reducer, parameters in found.items():
         reducer.stepping = True  # should it call backward() itself
+        if reducer.begun:  # also where the gradients are under way, and not to be seen
+            what, fix = "the gradients of this backward() are not reduced yet", "call it when backward() has returned"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
         if reducer.unreduced and any(p.grad is not None for p in parameters):
             what = "the gradients of the last backward() were not reduced"
             fix = "call the last backward() before a step outside of ht.no_sync"

@@ -96,6 +96,7 @@ class Sharded(data.DataLoader):
 
     def __iter__(self) -> Any:
         share = self.share
+        pt_share.check_count(share, self.dataset)
         key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
         counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
@@ -154,16 +155,16 @@ def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> pt_share
     sampler, batch_size = loader.sampler, loader.batch_size
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
         return pt_own.OwnBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
-    if type(sampler) is data.SequentialSampler or _plain(sampler, loader.dataset):
+    if _plain(sampler, loader.dataset):
         shuffle = type(sampler) is data.RandomSampler
         return pt_share.Share(len(loader.dataset), batch_size, shuffle=shuffle, **given)
     return pt_own.OwnOrder(sampler, batch_size, **given)
 
 
 def _plain(sampler: Any, samples: Any) -> bool:
-    """Whether it gives each sample once, in an order drawn at random."""
-    whole = type(sampler) is data.RandomSampler and not sampler.replacement
-    return whole and sampler.num_samples == len(samples)
+    """Whether it gives each sample once, in their order or in one drawn at random."""
+    drawn = type(sampler) is data.RandomSampler and not sampler.replacement
+    return (drawn or type(sampler) is data.SequentialSampler) and len(sampler) == len(samples)
 
 
 def orders() -> dict[str, str]:

@@ -87,13 +87,16 @@ class Reducer:
         self._flats: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # where views lie
         self._holders: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
         for b in range(len(self._exchange.buckets)):
             self._renew(b)
         self._owner = self._references(0)
-        self._begun, self._settled, self._weight = False, -1, 1.0
+        self.begun = False  # a backward pass that has not ended
+        self._settled, self._weight = -1, 1.0
         self._broken = False
         self._arrivals: dict[int, int] = {}
+        self._summed: set[int] = set()  # without ``average``: gradients that no step has used
         self._weights: dict[int, int] = {}  # bits of parameters that no optimizer has stepped so far
         self._stepped: set[int] = set()
         self._numbered = list(enumerate(self._parameters, len(self._riders)))
@@ -115,8 +118,8 @@ class Reducer:
         if not self.reducing:
             return
         pt_backward.enter()
-        if not self._begun:
-            self._begun, self._broken = True, False
+        if not self.begun:
+            self.begun, self._broken = True, False
             self._weight = pt_passes.weight() if self._average else 1.0
             self._sent.begin()
             pt_backward.join(self)
@@ -141,8 +144,12 @@ class Reducer:
         """Brings the bucket's members into its flat tensor, divided by the world's size and weighted, and sends it."""
         riders, members = len(self._riders), self._exchange.buckets[b]
         sources = {i: self._riders[i] if i < riders else self._gradient(i) for i in members}
-        if self._held(b, [i for i in members if i >= riders and sources[i] is not self._views[i]]):
+        again = {i: self._again(i) for i in members if i >= riders and sources[i] is self._views[i]}
+        others = [i for i in members if i >= riders and i not in again]
+        # After ``p.grad.data = x`` a view lies elsewhere, and who has the bucket's memory cannot be told.
+        if not all(map(self._at_home, members)) or self._held(b, others):
             self._renew(b)
+        own = self._mean * self._weight if self._average else 1.0
         for i, source in sources.items():
             view = self._views[i]
             if i < riders:
@@ -150,27 +157,28 @@ class Reducer:
                 view.mul_(self._mean)
             elif source is None:
                 view.zero_()
-            elif source is view:
-                self._again(i, view)
+            elif source.is_sparse:
+                fix = "make its layer with sparse=False"
+                raise ConfigError("its gradient is sparse", where=self._name(i), fix=fix, common=True)
             else:
-                if source.is_sparse:
-                    fix = "make its layer with sparse=False"
-                    raise ConfigError("its gradient is sparse", where=self._name(i), fix=fix, common=True)
-                if self._average:
-                    torch.mul(source, self._mean * self._weight, out=view)
-                else:
-                    view.copy_(source)
-                self._parameters[i - riders].grad = view
+                torch.mul(source, again.get(i, own), out=view)
+                if source is not view:
+                    self._parameters[i - riders].grad = view
         return self._send(b)
 
-    def _again(self, i: int, view: torch.Tensor) -> None:
-        """A gradient that lies where the last one lay: with that one in it, or in its place."""
-        if self._average or view._version == self._versions[i]:
-            view.mul_(self._mean * self._weight)
-        elif view._version == self._versions[i] + self._arrivals.get(i, 0):  # nothing but additions
+    def _again(self, i: int) -> float:
+        """The factor of a gradient that lies where the last one lay: with that one in it, or in its place."""
+        if self._average:
+            return self._mean * self._weight
+        changes = self._views[i]._version - self._versions[i]
+        if changes and changes == self._arrivals.get(i, 0):  # nothing but additions
             what = "a second backward() before the step would count the first one's sum once more for each rank"
             fix = "put all but the last into ht.no_sync, or clear the gradients before"
             raise ConfigError(what, where="ht.distribute(average=False)", fix=fix, common=True)
+        return 1.0 if changes else self._mean
+
+    def _at_home(self, i: int) -> bool:
+        return self._views[i].data_ptr() == self._places[i]
 
     def _send(self, b: int) -> Any:
         flat = self._flats[b]
@@ -183,7 +191,7 @@ class Reducer:
 
     def finish(self) -> None:
         """The end of a backward pass: what has not travelled yet does so, and gradients become the ranks' mean."""
-        self._begun = False
+        self.begun = False
         self._end()
 
     def adopt(self) -> None:
@@ -194,7 +202,7 @@ class Reducer:
     @torch.no_grad()
     def abandon(self) -> None:
         """An error ended this rank's backward pass; the others wait for it. All ranks must have failed alike."""
-        self._begun, self.failed = False, True
+        self.begun, self.failed = False, True
         for b in range(len(self._flats)):
             if b not in self._sent.started:
                 self._renew(b)  # the gradients that are there are not touched
@@ -235,18 +243,19 @@ class Reducer:
         elif self._lossy:
             self._residuals.passed(state)
         self._broken = False
-        if any_late:
-            self._once_more(late)
-            return
         if missing:
             elsewhere = (told[:count] != 0).tolist()
             missing = [k for k in missing if not elsewhere[k]]
         nowhere = set(missing)
+        if any_late:
+            self._once_more(late, nowhere)
+            return
         for k, (i, p) in enumerate(self._numbered):
             if k not in nowhere and p.grad is not self._views[i]:
                 p.grad = self._views[i]
         if not self._average:
             self._arrivals = {}
+            self._summed = {i for i, p in self._numbered if p.grad is not None}
             self._versions |= {i: self._views[i]._version for i, _ in self._numbered}
         if self._lossy:
             self._residuals.settle({self._numbered[k][0]: False for k in missing})
@@ -257,11 +266,13 @@ class Reducer:
         pt_passes.exchanged()
         self.compare()
 
-    def _once_more(self, late: Mapping[int, torch.Tensor]) -> None:
+    def _once_more(self, late: Mapping[int, torch.Tensor], nowhere: Collection[int]) -> None:
         """A part of the model ran twice in a pass: from now on nothing travels before the pass is over."""
         self._overlap = False
-        for i, p in self._numbered:
+        for k, (i, p) in enumerate(self._numbered):
             view = self._views[i]
+            if k in nowhere:
+                continue
             if i in late:
                 view = view * self._mean + late[i] if not self._average else view + late[i]
                 p.grad = view
@@ -289,7 +300,7 @@ class Reducer:
         for i, part in zip(members, flat.split([self._sizes[i] for i in members]), strict=True):
             # ``data``: each with a count of changes of its own.
             self._views[i] = part.as_strided(self._tensors[i].shape, self._strides[i]).data
-            self._versions[i] = -1
+            self._versions[i], self._places[i] = -1, self._views[i].data_ptr()
         del part
         self._holders[b] = self._uses(b)
 
@@ -305,6 +316,14 @@ class Reducer:
     def _references(self, i: int) -> int:
         return sys.getrefcount(self._views[i])
 
+    @torch.no_grad()
+    def loaded(self, model: torch.nn.Module) -> None:
+        """All ranks have loaded its statistics: what they have in common, to the bit."""
+        theirs = {id(x) for x in model.buffers()}
+        for rider, common in zip(self._riders, self._common, strict=True):
+            if id(rider) in theirs:
+                common.copy_(rider)
+
     # ---- steps
 
     def used(self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
@@ -312,9 +331,12 @@ class Reducer:
         self.steps += 1
         if all(optimizer is not known() for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        if not self._lossy:
+        if self._average and not self._lossy:
             return
         members = {self.index[id(p)] for p in parameters}
+        self._summed -= members
+        if not self._lossy:
+            return
         self._stepped |= members
         self._residuals.settle(dict.fromkeys(members, True))
 
@@ -348,10 +370,14 @@ class Reducer:
     @torch.no_grad()
     def by_hand(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a step with gradients that are no backward pass's: set by the user, they become the ranks' mean."""
-        members = [self.index[id(p)] for p in parameters]
-        if all(self._gradient(i) is None or self._gradient(i) is self._views[i] for i in members):
+        there = [self.index[id(p)] for p in parameters if p.grad is not None]
+        own = [i for i in there if self._gradient(i) is not self._views[i] or not self._at_home(i)]
+        if not own:
             return
-        own = [i for i in members if self._gradient(i) is not None and self._gradient(i) is not self._views[i]]
+        if self._summed.intersection(own):
+            what = "a gradient was replaced after backward() had summed it, and would be summed again"
+            where, fix = "ht.distribute(average=False)", "change it in its place, as in p.grad /= n"
+            raise ConfigError(what, where=where, fix=fix, common=True)
         everyone = self._communicator.allgather_bytes(",".join(map(str, own)).encode())
         chosen = sorted({int(i) for part in everyone for i in part.decode().split(",") if i})
         for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):

@@ -140,6 +140,7 @@ class Share(Passes, data.Sampler):
     """
 
     plan: Plan  # of the pass that began last
+    count: int | None = None  # samples; None: the order is asked anew for each pass
 
     def __init__(
         self, count: int, batch_size: int, *, shuffle: bool, drop_last: bool, seed: int, rank: int, size: int
@@ -159,7 +160,7 @@ class Share(Passes, data.Sampler):
     def planned(self, epoch: int) -> Plan:
         def batch(k: int) -> list:
             places = self._even.places(k)
-            return (permute(places, self.count, self.seed, epoch) if self.shuffle else places).tolist()
+            return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
 
         return Plan(len(self._even), batch, self.weight)
 
@@ -195,6 +196,13 @@ def check(loader: data.DataLoader) -> None:
     inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(inner, data.DistributedSampler):
         refuse("the loader has a DistributedSampler", "take it out, and give the DataLoader shuffle=True")
+
+
+def check_count(passes: Passes, samples: Any) -> None:
+    """Raises DataError where batches were planned of another number of samples: some would never come."""
+    if isinstance(passes, Share) and passes.count is not None and passes.count != len(samples):
+        what = f"the data set has {len(samples)} samples, and had {passes.count}"
+        raise DataError(what, where=WHERE, fix="shard a new DataLoader of it, on all ranks", common=True)
 
 
 def facts(loader: data.DataLoader) -> dict[str, str]:

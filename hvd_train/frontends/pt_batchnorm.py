@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+from collections.abc import Callable
 
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -20,6 +21,7 @@ class Context:
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops, self.empty = ops, False
+        self.weight: Callable[[], float] = lambda: 1.0  # by which this rank's gradients will count
 
     def take(self, weights: torch.Tensor) -> None:
         """A rank without samples computes on one row of padding; else a batch holds samples alone."""
@@ -97,9 +99,10 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, weight_gradient = gradient.sum(_others(x)), (gradient * normal).sum(_others(x))
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([bias_gradient, weight_gradient])
+            share = ctx.layer._context.weight()  # the others' gradients reach them through this one's
+            sums = torch.stack([bias_gradient, weight_gradient]) * share
             handle = communicator.allreduce_async(sums, f"{ctx.layer._wire}.backward")
-            first, second = communicator.synchronize(handle) / total.clamp(min=1)
+            first, second = communicator.synchronize(handle) / (total.clamp(min=1) * share)
             factor = _along(inverse if weight is None else inverse * weight, x)
             means = _along(first, x), _along(second, x)
             x_gradient = input_gradient(gradient, normal, factor, ctx.counted, means).to(x.dtype)

@@ -231,6 +231,9 @@ ERRORS = {
     "drift": "CommunicationError: the weights of rank 1 differ from those of ranks? 0.*, first in 4.bias; .* pass 4 ",
     "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
     "twice summed": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
+    "summed again": r"ConfigError: a gradient was replaced after backward\(\) had summed it",
+    "replaced": "ConfigError: a parameter of shape .7, 32. came to the model after ht.distribute",
+    "within": r"ConfigError: the gradients of this backward\(\) are not reduced yet; SGD.step",
     "alone failed": "CommunicationError: an error ended backward.* on this rank alone",
     "mode": "ConfigError: mode, local_steps: for hvd-train fit alone; ht.distribute; of exchange, it takes compression",
     "damaged": "CheckpointError: it is damaged",
@@ -435,6 +438,28 @@ def test_steps_within_a_compiled_function_count(backend):
     for _ in range(12):
         step()
     assert pt_share.steps() == before + 12
+
+
+def test_steps_of_what_was_frozen_count():
+    """Alone as in a world, where the optimizer of what is unfrozen later is known by its parameters."""
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    ht.distribute(model)
+    model.bias.requires_grad_(True)
+    before = pt_share.steps()
+    torch.optim.SGD([model.bias]).step()
+    assert pt_share.steps() == before + 1
+
+
+def test_a_sampler_of_a_part_and_a_data_set_that_grows():
+    samples = list(range(20))
+    (part,) = world_of(lambda: data.DataLoader(samples, batch_size=5, sampler=data.SequentialSampler(range(7))), 1)
+    assert torch.cat(list(part)).tolist() == list(range(7))
+    (loader,) = world_of(lambda: data.DataLoader(samples, batch_size=5, shuffle=True), 1)
+    assert len(list(loader)) == 4
+    samples.append(20)
+    with pytest.raises(DataError, match="the data set has 21 samples, and had 20; ht.shard"):
+        list(loader)
 
 
 def test_passes_of_another_thread_are_counted_by_themselves():

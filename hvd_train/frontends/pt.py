@@ -206,8 +206,8 @@ class Flat:
     """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
 
     Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
-    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one. ``channels_last``: convolution kernels lie as
-    (out, height, width, in) in memory.
+    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
+    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory.
     """
 
     def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool) -> None:

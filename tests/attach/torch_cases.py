@@ -352,7 +352,7 @@ def by_hand():
 
 
 def other_data():
-    """``p.grad.data = g``: the gradient stays the same tensor, and lies elsewhere; it is the mean or this rank's own."""
+    """``p.grad.data = g``: the gradient stays the same tensor and lies elsewhere; it is the mean or this rank's own."""
     model = mlp()
     model, optimizer = ht.distribute(model, sgd(model))
     for step, (x, y) in enumerate(loader()):

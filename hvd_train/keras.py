@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from typing import Any
 
 from hvd_train.frameworks import KERNELS
@@ -35,6 +36,7 @@ from hvd_train.attach.keras_exchange import (
     connect,
     count_samples,
     optimizers_of,
+    with_rates,
 )
 from hvd_train.attach.keras_fit import Rank
 from hvd_train.attach.recorded import recording
@@ -46,6 +48,7 @@ from hvd_train.errors import ConfigError
 
 WHERE = "hk.distribute"
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
+_scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, whose learning rate is multiplied once
 
 
 def distribute(
@@ -67,7 +70,8 @@ def distribute(
 
     After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
     (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
-    comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks.
+    comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks,
+    once for an optimizer.
     ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, topk, threshold
     or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never), at an
     epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
@@ -88,6 +92,7 @@ def distribute(
     optimizer, *others = optimizers = optimizers_of(model)
     for x in optimizers:
         changes.put(x, MARK, changes)
+    keras_loop.follow(optimizers)
     record = recording()
     if communicator.size == 1 and not record:
         return model
@@ -98,8 +103,9 @@ def distribute(
         optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
         agree(communicator, _facts(model, **given))
         if lr_scaling == "linear":
-            for x in optimizers:
+            for x in set(with_rates(optimizers)) - set(_scaled):
                 x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
+                _scaled.add(x)
         if model.compiled and model.jit_compile:
             model.jit_compile = False
             if communicator.rank == 0:
@@ -187,8 +193,8 @@ def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
     if lr_scaling not in ("none", "linear"):
         raise _error(f"lr_scaling={lr_scaling!r}", "it is none or linear")
-    schedule = keras.optimizers.schedules.LearningRateSchedule
-    if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in optimizers):
+    schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
+    if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
     if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
         raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")

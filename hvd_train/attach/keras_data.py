@@ -297,6 +297,33 @@ class SequenceRange(keras.utils.PyDataset):
         return self._data[self._start + index]
 
 
+def in_order(data: Any) -> Any:
+    """A tf.data.Dataset that gives the same order on all ranks. Raises ConfigError where a part of it must not."""
+    import tensorflow as tf
+
+    if _any_order(data):
+        what = "the data set is free to give its samples in any order, and would in another one on each rank"
+        raise ConfigError(what, where="tf.data", fix="leave deterministic=False out of its map, interleave and batch")
+    if data.options().deterministic is not False:
+        return data
+    options = tf.data.Options()
+    options.deterministic = True
+    return data.with_options(options)
+
+
+def _any_order(data: Any) -> bool:
+    """Whether a step of the pipeline has deterministic=False."""
+    import tensorflow as tf
+
+    if type(data).__name__ == "_ParallelInterleaveDataset":  # which alone does not keep what it was told
+        graph = data._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+        nodes = tf.compat.v1.GraphDef.FromString(graph.numpy()).node
+        own = any(x.op.startswith("ParallelInterleave") and x.attr["deterministic"].s == b"false" for x in nodes)
+    else:
+        own = getattr(data, "_deterministic", "") == "false"
+    return own or any(map(_any_order, data._inputs()))
+
+
 def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
     """A tf.data.Dataset of batches of ``batch`` samples -> this rank's parts of global batches."""
     import tensorflow as tf
@@ -371,6 +398,7 @@ def training(
         return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": None}, facts
     if kind == "loader":
         return _loader(x, steps, seed, together, world)
+    x = in_order(x) if kind == "dataset" else x
     known = steps_of(kind, x, batch)
     if known is None and not steps:
         raise ConfigError("nobody knows how many batches the data set has", where=where, fix="give steps_per_epoch=")
@@ -437,6 +465,7 @@ def scoring(
     Too few samples or batches, or an unknown number of them, are scored whole on every rank.
     """
     kind = kind_of(x)
+    x = in_order(x) if kind == "dataset" else x
     if kind == "arrays":
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)

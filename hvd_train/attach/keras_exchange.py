@@ -66,6 +66,13 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(x): x for x in found}.values())
 
 
+def with_rates(optimizers: Sequence[Any]) -> list[Any]:
+    """Those within them that have a learning rate: the inner one of loss scaling, the several of a MultiOptimizer."""
+    inner = [getattr(x, "inner_optimizer", x) for x in optimizers]
+    found = [x for own in inner for x in getattr(own, "optimizers", [own])]
+    return list({id(x): x for x in found}.values())
+
+
 class OnTensorFlow:
     """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
 
@@ -211,6 +218,7 @@ class Reduction:
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
+        self.parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # of data that are scored
         self.losses = 0  # of this step that asked for those of the other ranks
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
@@ -290,6 +298,10 @@ class Reduction:
         if weight is not None:
             factor = factor * keras.ops.divide_no_nan(own[1], total[1])
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
+
+    def scored(self, value: Any) -> Any:
+        """``value``, a sum over a batch that is scored, as one over the global batch that one process would take."""
+        return value * keras.ops.cast(_tensor(self.parts), value.dtype)
 
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:

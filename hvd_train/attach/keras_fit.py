@@ -14,7 +14,7 @@ import numpy as np
 from hvd_train.attach import keras_data as data
 from hvd_train.attach import keras_loss
 from hvd_train.attach.draws import PIPELINE, Draws
-from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of
+from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of, with_rates
 from hvd_train.attach.recorded import recording
 from hvd_train.attach.slow import Slow
 from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
@@ -106,10 +106,12 @@ class Rank:
             call["callbacks"] = self._callbacks(call["callbacks"])
             call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         self._scoring = True
+        self.reduction.parts.assign(self.world.size if self._part else 1)
         try:
             return self._evaluate(**call)
         finally:
             self._scoring = False
+            self.reduction.parts.assign(1)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._check("model.train_on_batch")
@@ -130,9 +132,12 @@ class Rank:
     def logs(self, logs: Any) -> Any:
         """At the end of an epoch or an evaluation: metrics of all samples on all ranks.
 
-        Metrics' variables are sums over samples (and counts), so they are added; logs that are not metrics are
-        averaged over ranks.
+        Metrics' variables are sums over samples (and counts), so they are added; what a step of the user's own gives
+        besides its metrics' results is averaged over ranks.
         """
+        own = self._logs(logs) is logs and isinstance(logs, dict)
+        results = self.model.get_metrics_result() if own else {}
+        alone = {k: _numpy(x) for k, x in results.items() if k in logs}  # of this rank's samples
         if not self._scoring:
             self._average_statistics()
         if self._scoring and not self._part:
@@ -143,9 +148,12 @@ class Rank:
         found = self._logs(logs)
         if found is not logs:
             return found
-        own = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
-        means = [(x / self.world.size).tolist() for x in self._sum(own)]
-        return keras.tree.pack_sequence_as(logs, means)
+        values = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
+        means = keras.tree.pack_sequence_as(logs, [(x / self.world.size).tolist() for x in self._sum(values)])
+        # Under a metric's name a step may give something else.
+        same = self._sum([np.array(np.allclose(_numpy(logs[k]), x, 1e-5, 0), np.float64) for k, x in alone.items()])
+        whole = self.model.get_metrics_result()
+        return means | {k: whole[k] for k, ranks in zip(alone, same, strict=True) if ranks == self.world.size}
 
     def align(self) -> None:
         """Gives every rank what rank 0 has: weights, statistics, the optimizer's slots, the epoch to begin with.
@@ -175,7 +183,7 @@ class Rank:
             self.compare(where)
         if record := recording():
             for _ in range(steps):
-                record.step(float(_numpy(self.optimizer.learning_rate)), self.world)
+                record.step(float(_numpy(with_rates([self.optimizer])[0].learning_rate)), self.world)
 
     def compare(self, where: str) -> None:
         """Raises the same error on all ranks where their weights or learning rates differ."""
@@ -187,7 +195,7 @@ class Rank:
             sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
         settings = {
             f"learning rate of {type(x).__name__}{f' {k}' * (k > 0)}": f"{float(_numpy(x.learning_rate)):.9g}"
-            for k, x in enumerate(optimizers_of(self.model))
+            for k, x in enumerate(with_rates(optimizers_of(self.model)))
         }
         agree_on_weights(self.world, sums, where, settings=settings, fix=APART_FIX)
 

@@ -20,14 +20,27 @@ WHERE = "hk.shard"
 WIRE = ("float16", "float32", "float64", "int32", "int64")  # what Horovod can add of what Keras has
 # Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_iterations: dict[int, Any] = {}  # of all optimizers that this process has distributed; when one goes is chance
+
+
+def follow(optimizers: Iterable[Any]) -> None:
+    """Their steps give loops other orders; also in a world of one."""
+    counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
+    _iterations.update((id(count), count) for count in counts)
+
+
+def _steps() -> int:
+    """All steps so far, on all ranks alike."""
+    return sum(int(keras.ops.convert_to_numpy(count)) for count in _iterations.values())
 
 
 class Batches:
-    """Each ``for`` gives one epoch of this rank's batches; the next order comes when an epoch has been gone through to
-    its end, so a look at a batch shifts nothing. A batch counts in the mean over ranks by its samples."""
+    """Each ``for`` gives an epoch of this rank's batches. Another order comes after an optimizer's step or when one has
+    been gone through to its end: a look at a batch shifts nothing, on one rank or on all, and a loop that is left early
+    does not begin with the same samples again. A batch counts in the mean over ranks by its samples."""
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
-        self._epoch, self._steps, self._batch_size, self._number = epoch, steps, batch_size, 0
+        self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, -_steps()
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -35,18 +48,18 @@ class Batches:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._epoch(self._number):
+        for batch in self._epoch(self._first + _steps()):
             Reduction.hear()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
             Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
             yield batch
         Reduction.hear()
         Reduction.counts(1.0)
-        self._number += 1
+        self._first += 1
 
     def set_epoch(self, number: int) -> None:
         """Which order comes next; on all ranks."""
-        self._number = number
+        self._first = number - _steps()
 
 
 def shard(

@@ -17,6 +17,7 @@ from hvd_train.attach.keras_exchange import Changes, Reduction
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 
+TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # Keras' own that compare samples of a batch
 SAMPLES = 8  # that show what a loss of the user's own is
 FOUND = ("unknown", "mean", "sum", "neither")  # from the least certain on
 
@@ -34,7 +35,7 @@ class _Ones(keras.losses.Loss):
 
 
 class Shared:
-    """Stands for a loss of ``compile``. ``kind``: of one that gives a number for a whole batch, as ``probe`` finds."""
+    """Stands for a loss of ``compile``. ``kind``: what it is over samples, as ``probe`` finds."""
 
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
@@ -44,13 +45,16 @@ class Shared:
         values, value = self._observed(y_true, y_pred, sample_weight)
         opaque = values is None or tuple(values.shape) == ()
         if self.probing:
-            self.kind = _kind(self.loss, value, y_true, y_pred, sample_weight) if opaque else "mean"
+            masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
+            weights = None if self.loss.reduction == "mean_with_sample_weight" else sample_weight
+            self.kind = "mean" if masked else _kind(self.loss, y_true, y_pred, weights)
+        summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
         if self._reduction.count is None:  # outside of a training step
-            return value
-        if opaque:
-            return self._reduction.whole(value) if self.kind == "sum" else value
-        if self.loss.reduction == "sum":
+            return self._reduction.scored(value) if summed else value
+        if summed:
             return self._reduction.whole(value)
+        if opaque:
+            return value
         weights = sample_weight if self.loss.reduction == "mean_with_sample_weight" else None
         if weights is None and _mask(y_pred) is None and _mask(values) is None:
             return value
@@ -107,15 +111,17 @@ def check(model: Any) -> None:
 
 
 def needs_probe(model: Any) -> bool:
-    """Whether there are functions or classes of the user's own among the losses, which may give a number a batch."""
+    """Whether there are losses that may be no mean over samples: the user's own functions or classes, some of Keras."""
     found = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    found = [keras.losses.get(x) if isinstance(x, str) else x for x in found]
     kinds = [getattr(x, "fn", x if callable(x) and not isinstance(x, keras.losses.Loss) else type(x)) for x in found]
-    return any(not str(getattr(kind, "__module__", "")).startswith(("keras.", "builtins")) for kind in kinds)
+    strange = [k for k in kinds if not str(getattr(k, "__module__", "")).startswith(("keras.", "builtins"))]
+    return bool(strange) or any(kind in TOGETHER for kind in kinds)
 
 
 def probe(model: Any, batch: Any, world: Communicator) -> None:
-    """Finds by trying on samples of ``batch`` whether losses that give a number for a batch are means or sums over
-    samples; on all ranks. What is neither is told by a warning on rank 0."""
+    """Finds by trying on samples of ``batch`` whether losses are means or sums over samples; on all ranks. What is
+    neither is told by a warning on rank 0."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
     )
@@ -143,7 +149,7 @@ def probe(model: Any, batch: Any, world: Communicator) -> None:
             )
 
 
-def _kind(loss: Any, whole: Any, *batch: Any) -> str:
+def _kind(loss: Any, *batch: Any) -> str:
     """What ``loss`` is by its values on a whole batch and on two parts of it."""
     count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
     if count < 2:
@@ -153,7 +159,11 @@ def _kind(loss: Any, whole: Any, *batch: Any) -> str:
     def part(rows: slice) -> float:
         return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: None if a is None else a[rows], batch))))
 
-    first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
+    whole = loss(*batch)
+    try:
+        first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
+    except Exception:  # pairs of samples, a batch of a fixed length
+        return "neither"
     # On PyTorch Keras 3.15 takes some losses in 32 bits, whatever their type is afterwards.
     bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
     if not abs(both) + abs(first) + abs(last) > 0:

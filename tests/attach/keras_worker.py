@@ -137,6 +137,31 @@ def own_step():
     return trained(model, {k: v for k, v in fit(model, *digits(), epochs=2).items() if k != "loss"})
 
 
+class OwnLogs(OwnStep):
+    """Its step gives more than the metrics' results, and something else than the result of one of them."""
+
+    def train_step(self, data):
+        found = super().train_step(data)
+        return found | {"accuracy": found["accuracy"] * 0 + 2, "more": found["loss"] * 0 + 3}
+
+
+def own_logs():
+    x, y = digits()
+    inputs = keras.Input((64,))
+    model = OwnLogs(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
+    model.compile(SGD(0.1), "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")])
+    return trained(model, fit(hk.distribute(model), x, (y % 2)[:, None], validation_data=(x[:99], y[:99, None] % 2)))
+
+
+def rates():
+    """A learning rate is multiplied once, however often its optimizer is compiled again."""
+    model, optimizer = network(), Adam(0.01 / hk.size())
+    for _ in range(2):
+        hk.distribute(compiled(model, optimizer), lr_scaling="linear")
+        history = fit(model, *digits(), epochs=1)
+    return trained(model, history)
+
+
 def two_inputs():
     x, y = digits()
     model = TwoInputs()
@@ -160,8 +185,9 @@ def summed():
     model = keras.Model(inputs, [keras.layers.Dense(10, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
     losses = [cross_entropy(reduction="sum"), keras.losses.MeanSquaredError()]
     model.compile(SGD(0.001), loss=losses, loss_weights=[0.5, 2.0])
-    history = fit(hk.distribute(model), x, [y, x[:, :1]] if hk.size() == 1 else (y, x[:, :1]))
-    return trained(model, {"loss": history["loss"]})
+    targets = [y, x[:, :1]] if hk.size() == 1 else (y, x[:, :1])
+    history = fit(hk.distribute(model), x, targets, validation_data=(x[:96], [t[:96] for t in targets]))
+    return trained(model, {key: history[key] for key in ("loss", "val_loss")})
 
 
 def sequences():
@@ -211,10 +237,15 @@ def own_root(y, found):
     return keras.ops.sqrt(own_mean(y, found))
 
 
+def own_pairs(y, found):
+    return keras.ops.logsumexp(found @ keras.ops.transpose(found), -1) / 100
+
+
 def own_losses():
-    """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told."""
+    """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
+    compare the samples of a batch."""
     found = {}
-    for loss in (own_mean, own_sum, own_root):
+    for loss in (own_mean, own_sum, own_root, own_pairs):
         keras.utils.set_random_seed(3)
         model = network()
         model.compile(SGD(0.02), loss)
@@ -224,7 +255,7 @@ def own_losses():
             history = fit(model, *digits(), epochs=1)
         told = [str(w.message) for w in told if "over samples" in str(w.message)]
         found[f"own/{loss.__name__}"] = np.array(told)
-        if loss is not own_root:
+        if loss in (own_mean, own_sum):
             found |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
     return found
 
@@ -895,6 +926,8 @@ CASES = {
     "nothing_left_out": simple(lambda: Adam(0.01), WIDE, {"compression": "topk", "ratio": 1.0}),
     "run_eagerly": simple(lambda: SGD(0.1), run_eagerly=True),
     "own_step": own_step,
+    "own_logs": own_logs,
+    "rates": rates,
     "two_inputs": two_inputs,
     "class_weight": class_weight,
     "py_dataset": py_dataset,

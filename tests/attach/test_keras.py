@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 SECONDS = 600  # of a whole world; a case has its own limit
 SLOW = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
 CASES = [
-    "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "two_inputs",
+    "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "own_logs",
+    "rates", "two_inputs",
     "class_weight", "py_dataset", "self_shuffled", "overflow", "undivided", "callbacks", "backup", "tf_data",
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
@@ -244,8 +245,9 @@ def test_weights_that_are_not_trained(results, size, launcher, backend):
 def test_a_loss_that_cannot_be_joined_is_told(results):
     for backend in ("tensorflow", "torch"):
         first, second = results(2, "mpirun", backend)["own_losses"]
-        (line,) = first["own/own_root"]
-        assert line.startswith("the loss own_root is neither a mean nor a sum over samples")
+        for name in ("own_root", "own_pairs"):
+            (line,) = first[f"own/{name}"]
+            assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
 
 

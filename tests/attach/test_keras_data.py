@@ -11,8 +11,10 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 
 from hvd_train.attach import keras_data as data
+from hvd_train.attach import keras_loop
 from hvd_train.attach.draws import Draws
 from hvd_train.errors import ConfigError, DataError
+from hvd_train.frontends.serial import Serial
 
 
 def world(size: int) -> list[SimpleNamespace]:
@@ -134,6 +136,43 @@ def test_ranks_with_other_arrays_are_told_apart():
 def test_refused(x, kind):
     with pytest.raises(kind):
         data.training(x, None, None, batch=2, steps=None, seed=None, draws=Draws(world(3)[0]))
+
+
+def test_a_pipeline_in_any_order_is_refused_or_put_in_order():
+    plain = tf.data.Dataset.range(8)
+    free: dict = {"num_parallel_calls": 2, "deterministic": False}
+    for loose in (
+        plain.map(lambda x: x, **free),
+        plain.interleave(lambda x: tf.data.Dataset.from_tensors(x), **free),
+        plain.batch(2, **free).unbatch(),
+    ):
+        with pytest.raises(ConfigError, match="deterministic=False"):
+            data.training(loose.batch(2), None, None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))
+        with pytest.raises(ConfigError, match="deterministic=False"):
+            data.scoring(loose.batch(2), None, None, None, world(2)[0])
+    ordered = plain.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2).map(
+        lambda x: x, num_parallel_calls=2
+    )
+    options = tf.data.Options()
+    options.deterministic = False
+    assert data.in_order(ordered) is ordered and data.in_order(ordered.with_options(options)).options().deterministic
+
+
+def test_a_loop_that_is_left_goes_on_in_another_order_and_a_look_shifts_nothing():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    keras_loop.follow([optimizer])
+    batches = keras_loop.shard(np.arange(60), None, None, batch_size=4, shuffle=True, seed=0, world=Serial())
+
+    def first() -> list:
+        return np.asarray(next(iter(batches))).tolist()
+
+    before, look = first(), first()
+    optimizer.inner_optimizer._iterations.assign_add(1)
+    after = first()
+    list(batches)
+    ended = first()
+    batches.set_epoch(0)
+    assert before == look == first() and after not in (before, ended) and ended != before
 
 
 X, Y, W = np.ones((8, 3)), np.arange(8), np.linspace(0, 1, 8)

@@ -227,8 +227,9 @@ class Flat:
             (alone,) = gradients
             if alone is None:
                 return torch.zeros_like(self.weight.data)
+            lent = users(alone) == 1  # before there is a view of it
             flat = self._stored(alone).reshape(-1)
-            return flat if users(alone) == 1 else flat.clone()
+            return flat if lent else flat.clone()
         pairs = list(zip(self.views(self._joined), gradients, strict=True))
         there = [(view, g) for view, g in pairs if g is not None]
         if there:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hvd_train.compression import make
 from hvd_train.config import Config
@@ -57,6 +58,14 @@ def test_gradients_that_share_memory(overlap):
     """Each alone in its bucket, which lends its gradient's memory where nobody else has a part of it."""
     model = "tests.own_models:aliased"
     close(trained(overlap, model, Packing(0, 0))[0], trained(False, model)[0])
+
+
+def test_a_gradient_alone_lends_its_memory():
+    """No copy where autograd gave it to nobody else: that is a pass over all gradients."""
+    layer = torch.nn.Linear(3, 2)
+    flat = pt.Flat(["weight"], [layer.weight], False)
+    layer(torch.ones(4, 3)).sum().backward()
+    assert flat.gather().data_ptr() == layer.weight.grad.data_ptr()
 
 
 def test_auto_overlaps_elsewhere():

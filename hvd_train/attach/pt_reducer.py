@@ -17,7 +17,7 @@ from hvd_train.attach.world import Named
 from hvd_train.core.agreement import agree_on_weights, due
 from hvd_train.core.exchange import Exchange, Overlap
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
+from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps, users
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
 
 # Behind the flags of the parameters; on how many ranks:
@@ -302,16 +302,13 @@ class Reducer:
             self._views[i] = part.as_strided(self._tensors[i].shape, self._strides[i]).data
             self._versions[i], self._places[i] = -1, self._views[i].data_ptr()
         del part
-        self._holders[b] = self._uses(b)
+        self._holders[b] = users(self._flats[b])
 
     def _held(self, b: int, members: Sequence[int]) -> bool:
         """Whether someone has a gradient of the bucket, or a view of one, that is no parameter's any more."""
         if not members:
             return False
-        return self._uses(b) > self._holders[b] or any(self._references(i) > self._owner for i in members)
-
-    def _uses(self, b: int) -> int:
-        return torch._C._storage_Use_Count(self._flats[b].untyped_storage()._cdata)
+        return users(self._flats[b]) > self._holders[b] or any(self._references(i) > self._owner for i in members)
 
     def _references(self, i: int) -> int:
         return sys.getrefcount(self._views[i])

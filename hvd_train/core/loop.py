@@ -461,7 +461,7 @@ class Trainer:
     def _written(self, outcome: str) -> None:
         path, self._writer.path = self._writer.path, None
         saving.settle(outcome)
-        if path and path.parent == self.folder:
+        if path and path.parent == self.folder and outcome != saving.NOT_KEPT:
             self._call("on_checkpoint", path)
 
     def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
 
 STATISTICS = "statistics/"
+NOT_KEPT = "not kept"  # what was written was not among those that stay, and is gone again
 WRITER_NICENESS = 10  # a tenth of what a step gets, where a core has both
 
 
@@ -45,22 +46,23 @@ class Writer:
         self._limit, self._last, self._looked = limit, 0.0, 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._kept: bool | None = None
 
-    def begin(self, path: Path, work: Callable[[], None] | None) -> None:
-        """``work``: what rank 0 does, in a thread of its own."""
-        self.path, self._failure = path, None
+    def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
+        """``work``: what rank 0 does, in a thread of its own; False: ``path`` was not kept."""
+        self.path, self._failure, self._kept = path, None, None
         self.moved()
         self._looked = self._last
         if work:
             self._thread = threading.Thread(target=self._write, args=[work], name="saving", daemon=True)
             self._thread.start()
 
-    def _write(self, work: Callable[[], None]) -> None:
+    def _write(self, work: Callable[[], bool | None]) -> None:
         began = time.monotonic()
         with suppress(OSError):  # of this thread alone: it takes what the step leaves of the core
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         try:
-            work()
+            self._kept = work()
         except BaseException as error:
             self._failure = error
         self.longest = max(self.longest, time.monotonic() - began)
@@ -83,7 +85,7 @@ class Writer:
         return bool(self._limit) and now - self._last > self._limit
 
     def outcome(self) -> str | None:
-        """What rank 0 tells all: None while it writes, "" when it has written, or why it could not."""
+        """What rank 0 tells all: None while it writes, "" or NOT_KEPT when it has written, or why it could not."""
         if self._thread is None or (self._thread.is_alive() and not self._hangs()):
             return None
         if self._thread.is_alive():
@@ -96,7 +98,7 @@ class Writer:
             return _told(self._failure)
         if self._failure:
             raise self._failure
-        return ""
+        return NOT_KEPT if self._kept is False else ""
 
 
 def _told(error: TrainError) -> str:
@@ -105,7 +107,7 @@ def _told(error: TrainError) -> str:
 
 def settle(outcome: str) -> None:
     """The same on all ranks: all go on, or all stop."""
-    if outcome:
+    if outcome and outcome != NOT_KEPT:
         kind, what, where, fix = json.loads(outcome)
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
 
@@ -157,7 +159,7 @@ def save(
         # A rollback goes back to the newest.
         last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
 
-        def work() -> None:
+        def work() -> bool:
             checkpoint.save(folder, snapshot, writer.moved)
             checkpoint.prune(
                 folder,
@@ -166,6 +168,7 @@ def save(
                 monitor=rule.monitor,
                 mode=rule.mode,
             )
+            return checkpoint.place(folder, snapshot.step).exists()
 
     writer.begin(checkpoint.place(folder, p.step), work)
 

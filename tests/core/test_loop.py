@@ -505,6 +505,16 @@ def test_hooks_see_all_that_happens_in_order(tmp_path, size):
     assert [hook.evaluated for hook in hooks] == [[False, True, True]] * size
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_hooks_see_no_checkpoint_that_was_not_kept(tmp_path, size):
+    """The loss falls: by "max" the first one stays the best, and no other stays at all."""
+    rule = {"save_last": False, "monitor": "train_loss", "mode": "max"}
+    hooks, _ = watched(size, config(checkpoint=rule), tmp_path)
+    for hook in hooks:
+        assert [k for event, k in hook.seen if event == "checkpoint"] == [7]
+    assert steps_saved(tmp_path) == [7]
+
+
 def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tmp_path, monkeypatch):
     """The write ends only when three more steps were taken; the one that is asked for meanwhile waits for it."""
     three_more, real, writing, most = threading.Event(), checkpoint.save, [], []

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core import meeting, saving
+from hvd_train.core import checkpoint, meeting, saving
 from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog
@@ -60,6 +60,11 @@ def interrupted(size, c, folder, outside, resume=False, **options):
     return steps[0]
 
 
+def ranked(folder):
+    """The checkpoints that are kept for their value, best first."""
+    return [(value, step) for value, step, _ in checkpoint._ranked(folder / "checkpoints", "val_loss", "min")]
+
+
 def rows(folder):
     """What was logged, but for the speed."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -87,6 +92,7 @@ def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, 
         assert same(again[1], whole[1]), f"{phase} {after}"
         assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
         assert without_speed(again[0]) == without_speed(whole[0])
+        assert ranked(folder) == ranked(tmp_path / "whole") and len(ranked(folder)) >= 2
         assert rows(folder) == rows(tmp_path / "whole"), "each line of the log once, with the same bits"
 
 

@@ -101,7 +101,13 @@ class Arrays:
     """
 
     def __init__(
-        self, inputs: Any, labels: Any, where: str, num_classes: int | None = None, task: TaskConfig | None = None
+        self,
+        inputs: Any,
+        labels: Any,
+        where: str,
+        num_classes: int | None = None,
+        task: TaskConfig | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.where, self.rows = where, None
         named = isinstance(inputs, Mapping), isinstance(labels, Mapping)
@@ -137,7 +143,8 @@ class Arrays:
             {name: column.field for name, column in self._labels.items()},
         )
         divided = [column for column in self._labels.values() if column.field.divisor != 1]
-        self.note = "; ".join(filter(None, (column.note for column in (*self._inputs.values(), *divided))))
+        told = (column.note for column in (*self._inputs.values(), *divided))
+        self.note = "; ".join(filter(None, (*notes, *told)))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all

@@ -172,16 +172,16 @@ def _of_table(
             loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
             found[name] = table.numbers(name, keep_whole=":" in loss)
     if isinstance(task.loss, dict):
-        return Arrays(inputs, found, str(table.path), config.num_classes, task)
+        return Arrays(inputs, found, str(table.path), config.num_classes, task, table.notes)
     if task.loss == "cross_entropy" and len(labels) > 1:
         fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
         raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
     stacked = np.stack(list(found.values()), axis=1) if len(labels) > 1 else found[labels[0]]
     named = words.get(labels[0])
-    made = Arrays(inputs, stacked, str(table.path), len(named) if named else config.num_classes, task)
     if named:
-        made.note = f"labels '{labels[0]}': " + ", ".join(f"{name} {k}" for k, name in enumerate(named[:20]))
-    return made
+        table.notes.append(f"labels '{labels[0]}': " + ", ".join(f"{name} {k}" for k, name in enumerate(named[:20])))
+    classes = len(named) if named else config.num_classes
+    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes)
 
 
 def _synthetic(config: DataConfig, task: TaskConfig) -> Pair:

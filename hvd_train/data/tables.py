@@ -4,7 +4,7 @@ after the header."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
-NUMBER = {"int64": "whole number", "float64": "number"}
+NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
 def find(folder: Path, part: str) -> Path:
@@ -62,10 +62,11 @@ def _cells(path: Path, broken: Callable[[Any], str]) -> Any:
 
 @dataclass(frozen=True)
 class Table:
-    """Some columns of a file, in memory."""
+    """Some columns of a file, in memory. ``notes``: what a user should know of the numbers that were taken."""
 
     path: Path
     columns: dict[str, ChunkedArray]
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str]) -> Table:
@@ -99,21 +100,40 @@ class Table:
         """(n,) float32; or, with ``keep_whole``, int64 where all are whole."""
         found = self._filled(name)
         kind = str(found.type)
-        if keep_whole and (kind.startswith(("int", "uint")) or (kind == "string" and _castable(found, "int64"))):
+        if keep_whole and kind.startswith(("int", "uint", "string")) and _castable(found, "int64"):
             return np.asarray(found.cast("int64"))
         if kind == "string":
             values = self._parsed(name, found, "float64")
         elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-            values = np.asarray(found.cast("float64"))
+            values = np.asarray(found.cast("float64", safe=False))  # ids may have more than its 53 bits
         else:
             what = f"column '{name}' of type {kind} holds no numbers"
             raise DataError(what, where=str(self.path), fix="name others in data.features and data.labels")
         with np.errstate(over="ignore"):
-            values = values.astype(np.float32)
-        good = np.isfinite(values)
+            taken = values.astype(np.float32)
+        good = np.isfinite(taken)
         if not good.all():
             raise self._fault(name, int(np.argmin(good)), found, "is NaN, infinite or too large for 32 bits")
-        return values
+        self._note_rounded(name, found, values, taken)
+        return taken
+
+    def _note_rounded(self, name: str, found: ChunkedArray, values: np.ndarray, taken: np.ndarray) -> None:
+        """Whole numbers, as ids are, that are not what they were; of others nobody expects all digits."""
+        if not len(values) or np.abs(values).max() <= 2**24:
+            return
+        kind, exact = str(found.type), values
+        if kind.startswith(("int", "uint")):
+            exact = np.asarray(found)
+        elif kind == "string" and _castable(found, "int64"):
+            exact = np.asarray(found.cast("int64"))
+        elif np.abs(values).max() > 2**53 or (values != np.rint(values)).any():
+            return
+        with np.errstate(invalid="ignore"):
+            rounded = taken.astype(exact.dtype) != exact
+        if rounded.any():
+            row = int(np.argmax(rounded))
+            what = f"column '{name}' holds whole numbers that 32 bits round: {found[row].as_py()} -> {taken[row]:.0f}"
+            self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
     def classes(
         self, name: str, known: Sequence[str] | None, count: int | None, ignore: int
@@ -142,7 +162,7 @@ class Table:
         if not str(found.type).startswith(("int", "uint")):
             what = f"column '{name}' of type {found.type}, and task.loss: cross_entropy wants classes"
             raise DataError(what, where=str(self.path), fix="store whole numbers or words; or set task.loss: mse")
-        return self._checked(name, found, np.asarray(found.cast("int64")), count, ignore), ()
+        return self._checked(name, found, self._parsed(name, found, "int64"), count, ignore), ()
 
     def _checked(
         self, name: str, found: ChunkedArray, values: np.ndarray, count: int | None, ignore: int

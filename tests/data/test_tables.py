@@ -129,6 +129,24 @@ def test_a_dictionary_a_boolean_and_whole_numbers_are_numbers_or_classes(tmp_pat
     assert opened(path, labels="flag", features=["count"], task=TaskConfig()).sample.num_classes == 2
 
 
+def test_whole_numbers_that_32_bits_round_are_told(tmp_path, suffix):
+    """An id or a time above 2^24 came to the model as another number, and nobody said so."""
+    columns = {
+        "id": 2**24 + np.arange(9),
+        "long": 2**60 + np.arange(9),
+        "km": 1e8 + np.arange(9) / 2,
+        "y": np.arange(9),
+    }
+    data = opened(write(tmp_path / f"d{suffix}", columns))
+    assert data.train.note.count("holds whole numbers") == 2 and "km" not in data.train.note
+    assert "column 'id' holds whole numbers that 32 bits round: 16777217 -> 16777216 (leave" in data.train.note
+    assert f"{2**60 + 1} -> {2**60}" in data.train.note
+    small = {"a": np.arange(9) * 2**20, "far": 2**40 * np.arange(9), "y": np.arange(9)}
+    assert opened(write(tmp_path / f"e{suffix}", small)).train.note == ""
+    own = opened(tmp_path / f"d{suffix}", labels="id", features=["y"], task=TaskConfig(loss={"id": "mse"}))
+    assert "16777217 -> 16777216" in own.train.note
+
+
 def test_the_fingerprint_is_the_contents(tmp_path):
     prints = [opened(write(tmp_path / f"d{suffix}", diabetes())).fingerprint for suffix in (".csv", ".parquet")]
     other = diabetes() | {"bmi": DIABETES.data[:, 2] + 1}
@@ -184,6 +202,9 @@ def test_faults_of_parquet_files(tmp_path):
     columns = {"a": [1.0, None, 3.0], "y": [1.0, 2.0, 3.0], "day": np.array(["2020-01-01"] * 3, "datetime64[D]")}
     write(path, columns)
     assert "column 'a', row 2" in fault(path, features=["a"])
+    huge = write(tmp_path / "f.parquet", {"a": [1, 2], "y": np.array([1, 2**63], np.uint64)})
+    assert "'9223372036854775808' is no whole number of 64 bits; " in fault(huge, task=TaskConfig())
+    assert opened(huge, task=TaskConfig(loss="mine:loss")).sample.labels["label"].dtype == "float32"
     assert "column 'day' of type date32[day] holds no numbers" in fault(path, features=["day"])
     assert "of type double, and task.loss: cross_entropy wants classes" in fault(
         write(tmp_path / "e.parquet", {"a": [1.0, 2.0], "y": [1.0, 2.0]}), task=TaskConfig()

@@ -218,8 +218,9 @@ def shard(loader: DataLoader) -> DataLoader:
     loader's generator's, or torch's), of how many loaders were sharded before, and of the steps made, or of what
     ``loader.set_epoch(number)`` says. So a look at a batch shifts nothing, on one rank or on all.
 
-    Passes leave torch's generator alone. When a pass in which steps were made comes to its end, the generators of
-    torch, NumPy and ``random`` go on from (seed, epoch, rank), as they do in a run that resumes there.
+    When a pass in which steps were made comes to its end, and when the next one begins, the generators of torch, NumPy
+    and ``random`` go on from (seed, epoch, rank), as they do in a run that resumes there; workers' begin each batch
+    from (seed, epoch, rank, batch). Other passes leave torch's generator alone.
 
     The last batch, which may differ in length by one between ranks, counts by its samples (pt_passes.weight).
     On all ranks. Raises ConfigError or DataError on all of them.

@@ -313,7 +313,7 @@ class _Alike(keras.callbacks.Callback):
         if isinstance(self._parts, data.Epochs):
             self._parts.epoch = epoch
         elif data.kind_of(self._parts) == "loader" and self._rank.shard:
-            self._parts.set_epoch(mix(self._rank.changes.fits, epoch))
+            self._parts.share.renumber(mix(self._rank.changes.fits, epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A rank that stopped here alone would leave the others waiting: its wish travels with the next step."""

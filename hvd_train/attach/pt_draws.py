@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from hvd_train.data.order import mix
 
 _own: int | None = None  # torch's seed as it was set here; another one is the script's
 _epoch: tuple[int, int] | None = None  # of the last end of an epoch: the key that draws follow from, the steps made
+_pass: int | None = None  # in a worker: the key of the pass over a stream, where it is told
 
 
 def set_apart(rank: int) -> None:
@@ -23,9 +24,11 @@ def set_apart(rank: int) -> None:
 
     Once for each seed that the script sets: data and first weights that were drawn before are the same on all ranks.
     """
+    global _own
     if rank and torch.initial_seed() != _own:
         numpys, pythons = np.random.randint(2**63, dtype=np.int64), random.getrandbits(64)
         _set(*(mix(int(seed), rank) for seed in (torch.initial_seed(), numpys, pythons)))
+    _own = torch.initial_seed()
 
 
 def start_epoch(key: int, steps: int, rank: int) -> None:
@@ -42,6 +45,13 @@ def state(key: int, steps: int) -> int:
     return mix(key, steps - start)
 
 
+def start_pass(key: int, rank: int) -> None:
+    """At the beginning of a later pass of training, so that what was drawn since the last one, as in a validation that
+    a resumed run does not repeat, shifts nothing. A script that has seeded torch in between keeps its own draws."""
+    if torch.initial_seed() == _own:
+        resume(mix(key, -1), rank)
+
+
 def resume(state: int, rank: int) -> None:
     own = mix(state, rank)
     _set(own, mix(own, 1), mix(own, 2))  # of one number NumPy and random would draw the same
@@ -53,6 +63,40 @@ def _set(torchs: int, numpys: int, pythons: int) -> None:
     np.random.seed([numpys & 0xFFFFFFFF, numpys >> 32])
     random.seed(pythons)
     _own = torch.initial_seed()
+
+
+class Told(list):
+    """The samples of a batch as a loader's worker is told them. When they arrive there, its generators follow from
+    ``key`` and not from what it drew before: a worker that persists has a past, which a resumed run's has not. No
+    samples: of a stream, which goes on drawing until it begins anew."""
+
+    def __init__(self, samples: Iterable, key: int) -> None:
+        super().__init__(samples)
+        self._key = key
+
+    def __reduce__(self) -> tuple:
+        return _arrived, (list(self), self._key)
+
+
+def _arrived(samples: list, key: int) -> list:
+    global _pass
+    if get_worker_info():
+        _pass = key
+        if samples:
+            _seed(key)
+    return samples
+
+
+def start_stream(worker: int) -> None:
+    """In a worker, at the beginning of its part: the same on all ranks."""
+    if _pass is not None:
+        _seed(mix(_pass, worker))
+
+
+def _seed(key: int) -> None:
+    torch.default_generator.manual_seed(key)
+    np.random.seed([mix(key, 1) & 0xFFFFFFFF, mix(key, 1) >> 32])
+    random.seed(mix(key, 2))
 
 
 class Alike:
@@ -67,9 +111,7 @@ class Alike:
     def drawing(self) -> Iterator[None]:
         mine = _states()
         if self._states is None:
-            torch.default_generator.manual_seed(self._key)
-            np.random.seed([mix(self._key, 1) & 0xFFFFFFFF, mix(self._key, 1) >> 32])
-            random.seed(mix(self._key, 2))
+            _seed(self._key)
         else:
             _put(self._states)
         try:

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from torch.utils import data
+
 from hvd_train.attach import pt_draws
 from hvd_train.attach.pt_share import WHERE, Even, Passes, Plan, Share, part
 from hvd_train.data.order import mix
@@ -23,15 +25,24 @@ class OwnOrder(Share):
         Passes.__init__(self, seed, rank, size)
         self._batch_size, self._drop_last = batch_size, drop_last
         self._sampler, self._held = sampler, pt_draws.Held(sampler)
-        self._last: tuple[int, Plan] | None = None
+        self._last: tuple[int, list, Plan] | None = None
 
     def planned(self, epoch: int) -> Plan:
-        if self._last is None or self._last[0] != epoch:
+        """Drawn once for each number, unless the script has told its sampler something since."""
+        if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
             key = mix(self.seed, epoch)
             with pt_draws.Alike(key).drawing():
                 self._held.seed(key)
-                self._last = epoch, self.cut(list(self._sampler))
-        return self._last[1]
+                plan = self.cut(list(self._sampler))
+            self._last = epoch, _attributes(self._sampler), plan
+        return self._last[2]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Also the sampler's own, which a script reached through the loader before."""
+        super().set_epoch(epoch)
+        for sampler in _within(self._sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def cut(self, order: list) -> Plan:
         even = Even(len(order), self._batch_size, self._drop_last, self.rank, self.size)
@@ -62,6 +73,22 @@ class OwnBatches(OwnOrder):
             raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
         weights = [len(own) * size / total for own, total in found]
         return Plan(len(found), lambda k: found[k][0], lambda k: weights[k], _digest(order))
+
+
+def _within(sampler: Any) -> list[Any]:
+    """A sampler and those in it."""
+    inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
+    return [sampler, *(found for x in inner for found in _within(x))]
+
+
+def _attributes(sampler: Any) -> list[Any]:
+    return [x for each in _within(sampler) for x in getattr(each, "__dict__", {}).values()]
+
+
+def _same(ones: list[Any], others: list[Any]) -> bool:
+    plain = (int, float, str, bytes)
+    pairs = zip(ones, others, strict=False)
+    return len(ones) == len(others) and all(x is y or (isinstance(x, plain) and x == y) for x, y in pairs)
 
 
 def _digest(order: list) -> str:

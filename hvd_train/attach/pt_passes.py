@@ -32,11 +32,13 @@ class Pass:
 
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
+        if training and pt_share.steps() > self._steps:
+            self._share.trained = True
         try:
             batch = next(self._batches)
         except StopIteration:
             _open.discard(self)
-            if training and self._share.shuffle:
+            if training:
                 self._end()
             raise
         self._batch += 1
@@ -84,7 +86,7 @@ class Pass:
             if isinstance(share, pt_stream.Stream):
                 share.ended(self._batch + 1)
             pt_draws.start_epoch(mix(share.seed, share.epoch), pt_share.steps(), share.rank)
-        elif share.repeated() and share.rank == 0:
+        elif share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
             warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another one", stacklevel=3)
 
@@ -97,11 +99,13 @@ class Sharded(data.DataLoader):
     def __iter__(self) -> Any:
         share = self.share
         pt_share.check_count(share, self.dataset)
+        share.start()
         key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
         counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
-        # Workers' seeds come from here, and torch's generator is left alone.
-        self.generator.manual_seed(key if isinstance(self.dataset, pt_stream.Part) else mix(key, share.rank))
+        # Workers' first seeds come from here, and torch's generator is left alone. Those that persist are asked once.
+        first = share.seed if self.persistent_workers else key
+        self.generator.manual_seed(first if isinstance(self.dataset, pt_stream.Part) else mix(first, share.rank))
         if isinstance(self.dataset, pt_stream.Part):
             self.dataset.key = key
         batches = iter(inner())
@@ -136,13 +140,16 @@ def shared(
     own: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if isinstance(loader.dataset, data.IterableDataset):
         part = pt_stream.Part(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
-        own |= {"share": pt_stream.Stream(seed, rank, size, ended), "dataset": part, "batch_sampler": None}
+        stream = pt_stream.Stream(seed, rank, size, ended)
+        own |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": pt_stream.Told(stream)}
         own["collate_fn"] = pt_stream.Collate(loader.collate_fn)
     elif together > 1:
         own["share"] = pt_share.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
     else:
         own["share"] = _share(loader, seed, rank, size)
     own["share"].number = number
+    # The script may seed workers itself; it has its say once in those that persist.
+    own["share"].told = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
     kind = type(loader)
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids to set these one by one.

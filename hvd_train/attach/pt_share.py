@@ -64,6 +64,8 @@ class Passes:
 
     shuffle = True  # whether passes differ
     number = 0  # of the loader
+    told = False  # whether workers are told what to draw from
+    trained = False  # whether steps were made in a pass over this loader
 
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
@@ -82,9 +84,19 @@ class Passes:
         self._aside += 1
         return -self._aside
 
-    def set_epoch(self, epoch: int) -> None:
+    def start(self) -> None:
+        """At the beginning of a pass: draws of one of training follow from its number. The first goes on as the script
+        seeded it; no pass moves the generators under the feet of another thread."""
+        if self.trained and torch.is_grad_enabled() and threading.get_ident() == self._thread:
+            pt_draws.start_pass(mix(self.seed, self.epoch), self.rank)
+
+    def renumber(self, epoch: int) -> None:
         """The number of the next pass; later passes count on from it, by steps. On all ranks."""
         self._offset = epoch - steps()
+
+    def set_epoch(self, epoch: int) -> None:
+        """``renumber``, as a script says it."""
+        self.renumber(epoch)
 
     def repeated(self) -> bool:
         """At the end of a whole pass without a step: whether it is the second one of this order."""
@@ -94,12 +106,14 @@ class Passes:
 
     def state_dict(self) -> dict[str, int]:
         draws = pt_draws.state(self.seed, steps())
-        return {"seed": self.seed, "epoch": self.epoch, "aside": self._aside, "draws": draws}
+        counts = {"epoch": self.epoch, "aside": self._aside, "trained": int(self.trained)}
+        return {"seed": self.seed, **counts, "draws": draws}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Also lets this rank's generators go on from there."""
         self.seed, self._aside = state["seed"], state.get("aside", 0)
-        self.set_epoch(state["epoch"])
+        self.renumber(state["epoch"])
+        self.trained = bool(state.get("trained", 1))
         pt_draws.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
 
 
@@ -154,8 +168,12 @@ class Share(Passes, data.Sampler):
         return self.planned(self.epoch).count
 
     def __iter__(self) -> Iterator[list]:
-        self.plan = plan = self.planned(self.begin())
-        return (plan.batch(k) for k in range(plan.count))
+        epoch = self.begin()
+        self.plan = plan = self.planned(epoch)
+        if not self.told:
+            return (plan.batch(k) for k in range(plan.count))
+        key = mix(mix(self.seed, epoch), self.rank)
+        return (pt_draws.Told(plan.batch(k), mix(key, k)) for k in range(plan.count))
 
     def planned(self, epoch: int) -> Plan:
         def batch(k: int) -> list:
@@ -171,6 +189,11 @@ class Joined(Share):
     def __init__(self, shares: Sequence[Share], seed: int) -> None:
         Passes.__init__(self, seed, 0, 1)
         self._shares = shares
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        for each in self._shares:
+            each.set_epoch(epoch)
 
     def planned(self, epoch: int) -> Plan:
         plans = [share.planned(epoch) for share in self._shares]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.utils import data
 
 from hvd_train.attach import pt_draws
 from hvd_train.attach.pt_share import WHERE, Even, Passes, part
+from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 
 
@@ -29,11 +30,22 @@ class Stream(Passes):
         self.ended = ended
 
 
+class Told(data.Sampler):
+    """Tells workers what the draws of a pass follow from, if they are told; which samples come, the stream decides."""
+
+    def __init__(self, share: Stream) -> None:
+        self._share = share
+
+    def __iter__(self) -> Iterator[list]:
+        key = mix(self._share.seed, self._share.epoch)
+        return repeat(pt_draws.Told([], key) if self._share.told else [])
+
+
 class Part(data.IterableDataset):
     """Gives (weight, digest of what was read so far, samples) of each batch of this rank; see pt_share.Plan.
 
     A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
-    from, the same on all ranks (workers are seeded by their loader).
+    from, the same on all ranks (workers are told it).
     """
 
     key = 0
@@ -68,7 +80,10 @@ class Part(data.IterableDataset):
             yield self._own(held, digest)
 
     def _blocks(self) -> Iterator[list]:
-        drawing: Any = nullcontext if data.get_worker_info() else pt_draws.Alike(self.key).drawing
+        drawing: Any = pt_draws.Alike(self.key).drawing
+        if worker := data.get_worker_info():
+            drawing = nullcontext
+            pt_draws.start_stream(worker.id)
         with drawing():
             stream = iter(self._stream)
         while True:

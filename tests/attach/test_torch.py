@@ -521,6 +521,64 @@ def test_workers_draw_by_rank_and_repeat():
     assert drawn(0) == first
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_draw_as_in_a_resumed_run(persistent):
+    """Those that persist have drawn before, those of a resumed run have not."""
+
+    def made():
+        own = data.DataLoader(Drawn(), batch_size=2, num_workers=2, persistent_workers=persistent)
+        return pt_passes.shared(own, 3, 1, 2)
+
+    def drawn(loader):
+        return torch.cat(list(loader)).flatten().tolist()
+
+    with torch.random.fork_rng():
+        loader, resumed = made(), made()
+        first, again = drawn(loader), drawn(loader)
+        pt_share.stepped()
+        resumed.share.load_state_dict(loader.share.state_dict())
+        second = drawn(loader)
+        assert first == again and not set(first) & set(second) and len(set(second)) == len(second)
+        assert drawn(resumed) == second
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_draws_as_in_a_resumed_run(shuffle, early):
+    """Whatever a validation or anything else drew before the save, or after it."""
+
+    def made():
+        return pt_passes.shared(data.DataLoader(Drawn(), batch_size=2, shuffle=shuffle), 3, 1, 2)
+
+    def drawn(loader):
+        found = []
+        for k, batch in enumerate(loader):
+            found.append([batch.tolist(), Drawn()[0].tolist()])
+            optimizer.step()
+            if early and k == 1:
+                break
+        return found
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Linear(1, 1)
+        model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters()))
+        loader, resumed = made(), made()
+        first = drawn(loader)
+        Drawn()[0]
+        saved = loader.share.state_dict()
+        Drawn()[0]
+        second = drawn(loader)
+        torch.manual_seed(2)
+        resumed.share.load_state_dict(saved)
+        assert drawn(resumed) == second != first
+        torch.manual_seed(5)  # by the script
+        own = torch.rand(()).item()
+        torch.manual_seed(5)
+        iter(loader)
+        assert torch.rand(()).item() == own
+
+
 @pytest.mark.parametrize("count", [10, 13, 14, 15, 29])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_weights_make_a_mean_over_samples(count, size):
@@ -689,6 +747,40 @@ def test_a_sampler_of_ones_own(size):
     assert one != again and set(sum(one, [])) == set(range(44)) and len(sum(one, [])) == 46
 
 
+class Numbered(data.Sampler):
+    """An order of its own for each epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(12).tolist())
+
+
+def test_a_sampler_that_is_told_the_epoch():
+    """Also if somebody asked for the length before, or tells it through the loader."""
+
+    def order(epoch):
+        return np.random.default_rng(epoch).permutation(12).tolist()
+
+    sampler = Numbered()
+    batches = data.BatchSampler(Numbered(), 4, drop_last=False)
+    (loader,) = world_of(lambda: data.DataLoader(range(12), batch_size=4, sampler=sampler), 1)
+    (batched,) = world_of(lambda: data.DataLoader(range(12), batch_sampler=batches), 1)
+    for epoch in (0, 3, 1000):
+        assert len(loader) == len(batched) == 3
+        sampler.set_epoch(epoch)
+        batched.batch_sampler.set_epoch(epoch)
+        for own in (loader, batched):
+            assert torch.cat(list(own)).tolist() == order(epoch)
+    loader.set_epoch(7)
+    assert torch.cat(list(loader)).tolist() == order(7)
+    loader.share.load_state_dict({"seed": 0, "epoch": 300})
+    assert sampler.epoch == 7  # steps are no epochs
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_batch_sampler_of_ones_own(size):
     """Its batches, one for each rank; what is left of 7 is divided by samples."""
@@ -723,7 +815,7 @@ def test_a_stream(size, count):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_of_workers(persistent):
     options = dict(num_workers=2, persistent_workers=persistent)
-    loaders = world_of(lambda: data.DataLoader(Lines(27, shuffle=not persistent), 3, **options), 2)
+    loaders = world_of(lambda: data.DataLoader(Lines(27), 3, **options), 2)
     found = passed(loaders)
     assert sorted(i for parts in found for own in parts for i in own) == list(range(27))
     assert {len({i % 2 for own in parts for i in own}) for parts in found} == {1}  # of one worker's part each

@@ -821,6 +821,7 @@ def resume(folder: Path):
     model, optimizer, schedule, batches = job()
     ht.distribute(model, optimizer)
     fit(model, optimizer, scheduler=schedule, batches=batches)
+    torch.rand(3 + ht.rank())  # a validation that draws
     ht.save(path, model=model, optimizer=optimizer, schedule=schedule, batches=batches, epoch=1, best=float("inf"))
     fit(model, optimizer, scheduler=schedule, batches=batches)
     digests = {digest(model)}

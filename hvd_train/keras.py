@@ -120,6 +120,7 @@ def distribute(
         Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow()).align()
         if model.compiled:
             model.make_train_function(force=True)
+            model.test_function = None  # which Keras makes when it is asked
         if record:
             keras_recorded.add(model, record)
 

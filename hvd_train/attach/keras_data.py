@@ -2,13 +2,15 @@
 
 Training: the order of samples is cut into global batches of ``batch_size`` x N, of which each rank takes a contiguous
 part; all ranks take the same number of steps. A rest of fewer samples than ranks is left out of an epoch.
-Evaluation and prediction: each rank takes one contiguous part of the whole, every sample exactly once.
+Evaluation and prediction: each rank takes one contiguous part of the whole, every sample exactly once; of whole global
+batches where it matters where batches are cut. ``steps`` count global batches everywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -26,6 +28,7 @@ BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step 
 DIFFERS = (
     "drawn at random? call keras.utils.set_random_seed(n) first; divided already? hk.distribute(model, shard=False)"
 )
+WATCHED = 4096  # values of a batch that tell its place in an order
 SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hold the same
 
 
@@ -104,24 +107,35 @@ def digest(parts: Any) -> str:
 
 
 class Epochs(keras.utils.PyDataset):
-    """Steps of an epoch as a pure function of (epoch, step). ``epoch`` is set when one begins.
+    """Steps of an epoch as a pure function of (epoch, step); ``begin`` tells which epoch it is.
 
-    ``steps_per_epoch``: of the user; epochs then go on where the last one ended, round and round the ``passes``.
+    ``given``: ``steps_per_epoch``, in whole executions. As in Keras, a pass over the data goes on from epoch to epoch,
+    ends the epoch in which the data end, however many steps that one still wanted, and the next epoch begins another.
     """
 
-    def __init__(self, steps: int, steps_per_epoch: int | None, seed: int | None, **workers: Any) -> None:
+    def __init__(self, steps: int, given: int | None, seed: int | None, **workers: Any) -> None:
         super().__init__(**workers)
-        self.steps, self._given, self._seed, self.epoch = steps, steps_per_epoch, seed, 0
+        self.steps, self._given, self._seed = steps, min(given or steps, steps), seed
+        self.epoch, self._first = 0, -1
+
+    def begin(self, epoch: int) -> None:
+        """All passes are counted from the first epoch of this ``fit``."""
+        self.epoch, self._first = epoch, epoch if self._first < 0 else self._first
+
+    def _place(self) -> tuple[int, int]:
+        """(the epoch in which the pass of this one began, steps of it that were made before)."""
+        before = (self.epoch - max(self._first, 0)) % -(-self.steps // self._given)
+        return self.epoch - before, before * self._given
 
     def __len__(self) -> int:
-        return self._given or self.steps
+        return min(self._given, self.steps - self._place()[1])
 
     def __getitem__(self, index: int) -> Any:
-        turn, step = divmod(self.epoch * len(self) + index, self.steps)
-        return self.part(turn, step)
+        turn, before = self._place()
+        return self.part(turn, before + index)
 
     def part(self, turn: int, step: int) -> Any:
-        """This rank's part of a step of the ``turn``-th pass over the data."""
+        """This rank's part of a step of the pass that began in epoch ``turn``."""
         raise NotImplementedError
 
     def order(self, places: np.ndarray, n: int, turn: int) -> np.ndarray:
@@ -129,12 +143,12 @@ class Epochs(keras.utils.PyDataset):
 
 
 class ArrayParts(Epochs):
-    def __init__(
-        self, parts: Any, batch: int, world: Communicator, steps_per_epoch: int | None, seed: int | None
-    ) -> None:
-        self._parts, self._world, self._n, self._global = parts, world, length(parts), batch * world.size
+    """``whole``: samples of a step, on all ranks."""
+
+    def __init__(self, parts: Any, whole: int, world: Communicator, given: int | None, seed: int | None) -> None:
+        self._parts, self._world, self._n, self._global = parts, world, length(parts), whole
         rest = self._n % self._global
-        super().__init__(self._n // self._global + (rest >= world.size), steps_per_epoch, seed)
+        super().__init__(self._n // self._global + (rest >= world.size), given, seed)
 
     def part(self, turn: int, step: int) -> Any:
         return take(self._parts, self.order(np.arange(*self._places(step)), self._n, turn))
@@ -158,8 +172,8 @@ class ArrayParts(Epochs):
         return self if weighted else AsGiven(self)
 
     def pipeline(self) -> Any:
-        """The same as a tf.data.Dataset: one epoch, that of ``epoch`` when it begins. Python is asked once in a pass
-        over the data. None where leaves are missing or are no numbers."""
+        """The same as a tf.data.Dataset: one pass over the data, which begins in the epoch of its first step. Python is
+        asked once in it. None where leaves are missing or are no numbers."""
         import tensorflow as tf
 
         leaves = keras.tree.flatten(self._parts)
@@ -171,14 +185,8 @@ class ArrayParts(Epochs):
         places = [np.arange(*self._places(step)) for step in range(self.steps)]
         ends = np.cumsum([0, *map(len, places)])
 
-        def passes() -> Any:
-            at = self.epoch * len(self)
-            last = at + len(self)
-            while at < last:
-                turn, step = divmod(at, self.steps)
-                count = min(self.steps - step, last - at)
-                yield self.order(np.concatenate(places), self._n, turn), ends[step : step + count + 1]
-                at += count
+        def one() -> Any:
+            yield self.order(np.concatenate(places), self._n, self.epoch), ends
 
         def steps(rows: Any, bounds: Any) -> Any:
             return tf.data.Dataset.range(tf.size(bounds, tf.int64) - 1).map(lambda k: rows[bounds[k] : bounds[k + 1]])
@@ -187,8 +195,8 @@ class ArrayParts(Epochs):
             return keras.tree.pack_sequence_as(self._parts, [tf.gather(x, rows) for x in tensors])
 
         integers = tf.TensorSpec([None], tf.int64)
-        orders = tf.data.Dataset.from_generator(passes, output_signature=(integers, integers))
-        counted = tf.data.experimental.assert_cardinality(len(self))
+        orders = tf.data.Dataset.from_generator(one, output_signature=(integers, integers))
+        counted = tf.data.experimental.assert_cardinality(self.steps)
         options = tf.data.Options()
         options.autotune.enabled = False  # its thread takes time from a filled core, and an epoch waits for its end
         return orders.flat_map(steps).map(taken).apply(counted).prefetch(2).with_options(options)
@@ -212,9 +220,7 @@ class SequenceParts(Epochs):
     The last batch of the user's, which may be short, stays the last.
     """
 
-    def __init__(
-        self, data: Any, draws: Draws, steps_per_epoch: int | None, seed: int | None, together: int = 1
-    ) -> None:
+    def __init__(self, data: Any, draws: Draws, given: int | None, seed: int | None, together: int = 1) -> None:
         self._data, self._draws, self._world, self._n = data, draws, draws.world, data.num_batches
         self._size = self._world.size * together
         self._ranks = range(together) if together > 1 else [self._world.rank]
@@ -225,7 +231,7 @@ class SequenceParts(Epochs):
             "use_multiprocessing": data.use_multiprocessing,
             "max_queue_size": data.max_queue_size,
         }
-        super().__init__(self._n // self._size + (left >= self._size), steps_per_epoch, seed, **workers)
+        super().__init__(self._n // self._size + (left >= self._size), given, seed, **workers)
 
     def part(self, turn: int, step: int) -> Any:
         parts = [self._part(rank, turn, step) for rank in self._ranks]
@@ -324,7 +330,58 @@ def _any_order(data: Any) -> bool:
     return own or any(map(_any_order, data._inputs()))
 
 
-def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
+class Seen:
+    """The order in which a tf.data.Dataset gives its batches, which ranks compare: a look at it on one rank alone, or
+    numbers drawn there alone, shift what it shuffles on that rank."""
+
+    def __init__(self) -> None:
+        self._passes: list[list[int]] = []
+        self._first = 0
+
+    def begin(self) -> None:
+        """Passes until now were looks, on all ranks."""
+        self._first = len(self._passes)
+
+    def watched(self, data: Any) -> Any:
+        """``data``, of whose batches hashes are noted: of targets where there are any, as inputs may be augmented with
+        numbers that each rank draws by itself."""
+        import tensorflow as tf
+
+        def number() -> Any:
+            self._passes.append([])
+            yield len(self._passes) - 1
+
+        def note(number: Any, found: Any) -> Any:
+            self._passes[number].append(int(found))
+            return found
+
+        def noted(element: Any, number: Any) -> Any:
+            told = element[1] if isinstance(element, tuple) and len(element) > 1 else element
+            leaves = [leaf for leaf in tf.nest.flatten(told) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+            rows = [leaf[: max(1, WATCHED // (math.prod(d or 1 for d in leaf.shape[1:]) or 1))] for leaf in leaves]
+            text = tf.strings.join([tf.io.serialize_tensor(x) for x in rows]) if rows else tf.constant("")
+            tf.numpy_function(note, [number, tf.strings.to_hash_bucket_fast(text, (1 << 63) - 1)], tf.int64)
+            return element
+
+        numbers = tf.data.Dataset.from_generator(number, output_signature=tf.TensorSpec([], tf.int64))
+        numbers = numbers.flat_map(lambda k: tf.data.Dataset.from_tensors(k).repeat())
+        found, count = tf.data.Dataset.zip((data, numbers)).map(noted), int(data.cardinality())
+        return found.apply(tf.data.experimental.assert_cardinality(count)) if count >= 0 else found
+
+    def __len__(self) -> int:
+        return sum(map(len, self._passes[self._first :]))
+
+    def order(self, batches: int) -> bytes:
+        """Of the batches that were given first."""
+        notes = [x for each in self._passes[self._first :] for x in each][:batches]
+        return hashlib.sha256(repr(notes).encode()).digest()
+
+    def last(self) -> bytes:
+        """Of the last pass, by its first batch."""
+        return repr(self._passes[-1][:1] if self._passes else []).encode()
+
+
+def dataset_parts(data: Any, world: Communicator, batch: int, seen: Seen | None = None) -> Any:
     """A tf.data.Dataset of batches of ``batch`` samples -> this rank's parts of global batches."""
     import tensorflow as tf
 
@@ -340,6 +397,7 @@ def dataset_parts(data: Any, world: Communicator, batch: int) -> Any:
 
     steps, certain = -(-int(data.cardinality()) // world.size), int(data.cardinality()) % world.size != 1
     parts = data.rebatch(batch * world.size)
+    parts = parts if seen is None else seen.watched(parts)
     if int(data.cardinality()) > 0 and certain and batch >= world.size:  # the last global batch has enough samples
         return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
     return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(2)
@@ -350,7 +408,9 @@ def first_of(x: Any, y: Any, weight: Any) -> Any:
     if isinstance(x, Epochs):
         return x.part(0, 0)
     kind = kind_of(x)
-    return (x, y, weight) if kind == "arrays" else x[0] if kind == "sequence" else first_batch(x)
+    if kind == "arrays":
+        return take(packed(columns(x, y, weight)), slice(0, BATCH))
+    return x[0] if kind == "sequence" else first_batch(x)
 
 
 def first_batch(data: Any) -> Any:
@@ -372,10 +432,21 @@ def steps_of(kind: str, x: Any, batch: int) -> int | None:
 
 
 def training(
-    x: Any, y: Any, weight: Any, *, batch: int, steps: int | None, seed: int | None, draws: Draws
+    x: Any,
+    y: Any,
+    weight: Any,
+    *,
+    batch: int | None,
+    steps: int | None,
+    seed: int | None,
+    draws: Draws,
+    execution: int = 1,
+    seen: Seen | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(what ``fit`` gets instead, what all ranks must have alike). ``steps``: ``steps_per_epoch``."""
+    """(what ``fit`` gets instead, what all ranks must have alike). ``steps``: ``steps_per_epoch``, which Keras makes in
+    whole executions of ``execution`` steps. ``seen`` gets the order of a tf.data.Dataset."""
     kind, where, world = kind_of(x), "model.fit", draws.world
+    given = steps and -(-steps // execution) * execution
     together = record.together if (record := recording()) else 1  # ranks whose batches this one takes
     facts = {"data": kind}
     if kind == "other":
@@ -389,17 +460,20 @@ def training(
         parts = packed(columns(x, y, weight))
         n = length(parts)
         _enough(n, "samples", world)
+        whole = (batch or BATCH) * together * world.size
+        if steps and not batch:  # Keras makes that many batches of the data
+            whole = math.ceil(n / steps)
+            _enough(whole, f"samples in each of {steps} steps", world)
         facts |= {
             "samples": str(n),
-            BATCH_SIZE: str(batch),
+            BATCH_SIZE: str(batch or whole / world.size),
             f"data ({DIFFERS})": digest(parts),
         }
-        data: Any = ArrayParts(parts, batch * together, world, steps, seed)
-        return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": None}, facts
+        return {"x": ArrayParts(parts, whole, world, given, seed), "y": None, "sample_weight": None}, facts
     if kind == "loader":
-        return _loader(x, steps, seed, together, world)
+        return _loader(x, seed, together, world)
     x = in_order(x) if kind == "dataset" else x
-    known = steps_of(kind, x, batch)
+    known = steps_of(kind, x, batch or BATCH)
     if known is None and not steps:
         raise ConfigError("nobody knows how many batches the data set has", where=where, fix="give steps_per_epoch=")
     if kind == "sequence":
@@ -408,39 +482,36 @@ def training(
         first = x[0]
         size = length(first)
         _enough(known * size, "samples", world)
-        data = SequenceParts(x, draws, steps, seed, together)
-        steps = None
+        data: Any = SequenceParts(x, draws, given, seed, together)
     else:
         first = first_batch(x)
         size = length(first) if first is not None else 0
         _enough(size if known == 1 else (known or world.size) * size, "samples", world)
-        data = dataset_parts(x, world, size * together)
-        data = data.repeat() if steps and known is None else data
+        data = dataset_parts(x, world, size * together, seen)
     facts |= {
         "batches": str(known),
         BATCH_SIZE: str(size),
         f"first batch ({DIFFERS})": digest(first),
     }
-    return {"x": data, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
+    return {"x": data, "y": None, "sample_weight": None}, facts
 
 
-def _loader(
-    x: Any, steps: int | None, seed: int | None, together: int, world: Communicator
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _loader(x: Any, seed: int | None, together: int, world: Communicator) -> tuple[dict[str, Any], dict[str, str]]:
     """PyTorch's DataLoader, as ``ht.shard`` divides it: its own shuffle, samplers and workers."""
     from hvd_train.attach import pt_passes, pt_share
 
     pt_share.check(x)
     loader = pt_passes.shared(x, seed or 0, world.rank, world.size, together=together)
     facts = pt_share.facts(x) | {"data": "loader", BATCH_SIZE: str(x.batch_size or BATCH)}
-    return {"x": loader, "y": None, "sample_weight": None, "steps_per_epoch": steps}, facts
+    return {"x": loader, "y": None, "sample_weight": None}, facts
 
 
 def undivided(
-    x: Any, *, batch: int, steps: int | None, columns_: tuple[Any, Any, Any], draws: Draws
+    x: Any, *, batch: int | None, steps: int | None, columns_: tuple[Any, Any, Any], draws: Draws
 ) -> tuple[dict, dict[str, str]]:
     """Data that the user has divided: only the number of steps must be the same on all ranks."""
     kind = kind_of(x)
+    batch = batch or (math.ceil(length(x) / steps) if steps and kind == "arrays" else BATCH)  # as Keras does
     known = steps_of(kind, x, batch)
     if known is None and not steps:
         raise ConfigError(
@@ -453,40 +524,85 @@ def undivided(
         known = None
     x = Divided(x, draws) if kind == "sequence" else x
     count = f"{steps or known}" if known is None or not steps else f"{steps} of {known}"
-    data = {"x": x, "y": columns_[1], "sample_weight": columns_[2], "steps_per_epoch": steps}
+    data = {"x": x, "y": columns_[1], "sample_weight": columns_[2]}
     return data, {"steps in an epoch (make them equal: .take(...) or steps_per_epoch=)": count}
 
 
-def scoring(
-    x: Any, y: Any, weight: Any, steps: int | None, world: Communicator
-) -> tuple[tuple[Any, Any, Any], bool, dict[str, str]]:
-    """(this rank's part, whether it is only a part, what all ranks must have alike).
+@dataclass
+class Scored:
+    """What this rank scores. ``part``: only its part of the whole; ``counts``: whether what it finds counts, as another
+    rank may score the same; ``window``: how many of its batches in a row are a global batch; ``limit``: ``steps``."""
 
-    Too few samples or batches, or an unknown number of them, are scored whole on every rank.
-    """
-    kind = kind_of(x)
-    x = in_order(x) if kind == "dataset" else x
+    data: tuple[Any, Any, Any]
+    part: bool = True
+    counts: bool = True
+    window: int = 1
+    batch: int | None = None
+    limit: int | None = None
+    seen: Seen | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def scoring(
+    x: Any,
+    y: Any,
+    weight: Any,
+    world: Communicator,
+    *,
+    batch: int | None,
+    steps: int | None,
+    uncut: bool,
+    seen: Seen | None = None,
+) -> Scored:
+    """``steps``: of global batches. ``uncut``: a global batch is one rank's. Too few samples or batches, or an unknown
+    number of them, are scored whole on every rank."""
+    kind, window, size = kind_of(x), world.size, world.size
     if kind == "arrays":
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)
+        if steps and not batch:  # Keras makes that many batches of the data
+            batch, window = math.ceil(count / steps), 1
+        unit = (batch or BATCH) * window
+        limit, count = None, min(count, steps * unit) if steps else count
     else:
+        unit, limit = size, steps and steps * size
+        if kind == "dataset":
+            x = in_order(x) if seen is None else seen.watched(in_order(x))
+            x = x.take(limit) if limit else x
         count = (steps_of(kind, x, 1) or 0) if kind in ("sequence", "dataset") else 0
         same = "" if not count else digest(x[0] if kind == "sequence" else first_batch(x))
-    facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}"}
-    if steps or count < world.size:
-        return (x, y, weight), False, facts
-    start, stop = share(count, world.size, world.rank)
-    if kind == "arrays":
-        mine = take(parts, slice(start, stop))
-        return (mine + (None, None))[:3], True, facts
-    part = SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)
-    return (part, None, None), True, facts
+        if count:
+            limit, count = None, min(count, limit or count)
+    facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}", "batch_size to score": str(batch)}
+    found = Scored((x, y, weight), False, True, window, batch, limit, seen, facts | {"steps to score": str(steps)})
+
+    def rows(start: int, stop: int) -> tuple[Any, Any, Any]:
+        if kind == "arrays":
+            return (take(parts, slice(start, stop)) + (None, None))[:3]
+        return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
+
+    if count < size:
+        return found if not count else replace(found, data=rows(0, count))
+    unit = unit if uncut else 1
+    pieces = -(-count // unit)
+    start, stop = share(max(pieces, size), size, world.rank)
+    if pieces < size:  # a rank without a piece scores another's, which counts there
+        start, stop = world.rank % pieces, world.rank % pieces + 1
+    mine = rows(start * unit, min(stop * unit, count))
+    return replace(found, data=mine, part=True, counts=world.rank < pieces)
 
 
 def split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[Any, Any]:
     """Training and validation parts of arrays: the last ``fraction`` validates, as in Keras."""
+    if kind_of(x) != "arrays":
+        what = f"validation_split cannot split a {type(x).__name__}"
+        raise ConfigError(what, where="model.fit", fix="give arrays, or validation_data=")
     parts = columns(x, y, weight)
-    at = math.floor(length(parts) * (1 - fraction))
+    n = length(parts)
+    at = math.floor(n * (1 - fraction))
+    if not 0 < at < n:
+        what = f"validation_split={fraction} of {n} samples leaves one part without any"
+        raise ConfigError(what, where="model.fit", fix="give more samples or another part")
     first, last = take(parts, slice(0, at)), take(parts, slice(at, None))
     return (first + (None, None))[:3], last
 

@@ -218,8 +218,13 @@ class Reduction:
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
-        self.parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # of data that are scored
-        self.losses = 0  # of this step that asked for those of the other ranks
+        self.scoring: Any = None  # samples of the batch that is scored, while a ``test_step`` runs
+        self.window = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches that are a global one
+        self.place = keras.Variable(0, trainable=False, dtype="int64", name="place")  # of a batch in its window
+        self.parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # of which none has more ranks
+        self.uncut = False  # whether evaluation divides the data by global batches
+        self._scores: list[Any] = []  # of each loss, the window's sums so far: samples, weight, loss times weight
+        self.losses = 0  # of this step that asked for those of the other ranks, or of the window
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
@@ -299,9 +304,35 @@ class Reduction:
             factor = factor * keras.ops.divide_no_nan(own[1], total[1])
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
 
-    def scored(self, value: Any) -> Any:
-        """``value``, a sum over a batch that is scored, as one over the global batch that one process would take."""
-        return value * keras.ops.cast(_tensor(self.parts), value.dtype)
+    def scored(self, value: Any, weight: Any = None) -> Any:
+        """``value``, a sum over a batch that is scored or its mean by ``weight``, as what the batch adds to the loss of
+        its window: times the samples, these add up to the loss of the global batch that one process would take."""
+        while len(self._scores) <= self.losses:
+            with self._backend.lifted():
+                zeros = np.zeros(3)
+                self._scores.append(keras.Variable(zeros, trainable=False, dtype="float64", name="scores"))
+        sums = self._scores[self.losses]
+        self.losses += 1
+        samples, x = keras.ops.cast(self.scoring, "float64"), keras.ops.cast(value, "float64")
+        w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
+        before = keras.ops.where(_tensor(self.place) > 0, _tensor(sums), keras.ops.zeros((3,), "float64"))
+        after = before + keras.ops.stack([samples, w, x * w])
+        sums.assign(after)
+
+        def total(of: Any) -> Any:
+            return of[0] * (of[2] * _tensor(self.parts) if weight is None else keras.ops.divide_no_nan(of[2], of[1]))
+
+        return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
+
+    def scored_batch(self) -> None:
+        """The next batch has the next place in its window."""
+        if self.losses:
+            self.place.assign((_tensor(self.place) + 1) % _tensor(self.window))
+
+    def begin_scoring(self, window: int = 1, parts: int = 1) -> None:
+        self.window.assign(window)
+        self.place.assign(0)
+        self.parts.assign(parts)
 
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
@@ -365,16 +396,29 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes
 
 
 def count_samples(model: Any, reduction: Reduction, backend: Any, changes: Changes) -> None:
-    """Tells the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has."""
-    step = model.train_step
+    """Tells the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has, and
+    each batch that is scored."""
+    step, score = model.train_step, model.test_step
+
+    def samples(data: Any) -> Any:
+        return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))[0]
 
     def counted_step(data: Any) -> Any:
         backend.draw_apart()
-        first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-        reduction.count, reduction.losses = keras.ops.shape(first)[0], 0
+        reduction.count, reduction.losses = samples(data), 0
         try:
             return step(data)
         finally:
             reduction.count = None
 
+    def scored_step(data: Any) -> Any:
+        reduction.scoring, reduction.losses = samples(data), 0
+        try:
+            found = score(data)
+            reduction.scored_batch()
+            return found
+        finally:
+            reduction.scoring = None
+
     changes.put(model, "train_step", backend.untouched(counted_step))
+    changes.put(model, "test_step", backend.untouched(scored_step))

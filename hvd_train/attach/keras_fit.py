@@ -33,6 +33,10 @@ WRITERS = (
     keras.callbacks.ProgbarLogger,
 )
 APART_FIX = "change weights and settings on all ranks alike: no callback may go by what this rank alone has seen"
+ORDER_FIX = (
+    "look at the data set (next(iter(data))) and draw numbers on all ranks or on none; a data set made anew may be "
+    "looked at anywhere"
+)
 SAVING = ("save", "save_weights", "export")
 SEED = "seed_generator_state"
 
@@ -58,8 +62,10 @@ class Rank:
         self._probed = False  # losses of the user's own
         self._every, self._steps, self._slow = every, 0, slow
         reduction.stepped = lambda steps: self.trained(steps, "optimizer.apply")
-        self._scoring = False  # evaluate runs
-        self._part = self._part_of_validation = False  # what is scored is only this rank's part
+        self._scoring: data.Scored | None = None  # what is scored while evaluate runs
+        self._validation = data.Scored((None, None, None))
+        self._seen: data.Seen | None = None  # of the tf.data.Dataset that fit goes through
+        self.taken = 0  # batches of it
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._logs = model._get_metrics_result_or_logs
         self._on_batch = model.train_on_batch
@@ -73,16 +79,22 @@ class Rank:
         call = _bound(self._fit, args, kwargs)
         self._check("model.fit")
         self._begin("model.fit")
-        training, facts = collectively(self.world, lambda: self._training(call))
-        agree(self.world, {**facts, "epochs": f"{call['initial_epoch']} to {call['epochs']}"})
+        batch, self._seen, self.taken = call["batch_size"], None, 0
+        training, validation, facts = collectively(self.world, lambda: self._training(call))
+        facts |= {"epochs": f"{call['initial_epoch']} to {call['epochs']}", "validation": str(validation is not None)}
+        agree(self.world, facts)
         self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, data.BATCH)))
         self.changes.fits += 1
         passed = call["x"]
         call |= training
-        if not self._probed and keras_loss.needs_probe(self.model):
-            batch = data.first_of(call["x"], call["y"], call["sample_weight"])
-            keras_loss.probe(self.model, batch, self.world)
-        self._probed = True
+        self._probe(call)
+        if validation is not None:
+            given = keras.utils.unpack_x_y_sample_weight(validation)
+            batch = call["validation_batch_size"] or batch
+            seen = data.Seen() if data.kind_of(given[0]) == "dataset" else None
+            self._validation = scored = self._divided(given, batch, call["validation_steps"], self._uncut(), seen)
+            call["validation_data"] = keras.utils.pack_x_y_sample_weight(*scored.data)
+            call |= {"validation_batch_size": scored.batch, "validation_steps": scored.limit}
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
         if isinstance(call["x"], data.ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
@@ -92,26 +104,32 @@ class Rank:
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
-            return self._fit(**call)
+            try:
+                return self._fit(**call)
+            finally:
+                self._seen = None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        validation = kwargs.get("_use_cached_eval_dataset", False)
-        if validation:
-            call, self._part = dict(kwargs), self._part_of_validation
+        if kwargs.get("_use_cached_eval_dataset", False):
+            call, scored = dict(kwargs), self._validation
         else:
             call = _bound(self._evaluate, args, kwargs)
             self._check("model.evaluate")
             self._begin("model.evaluate")
-            call |= self._scored("model.evaluate", call["x"], call["y"], call["sample_weight"], call["steps"])
+            self._probe(call)
+            scored = self._scored("model.evaluate", call, self._uncut())
             call["callbacks"] = self._callbacks(call["callbacks"])
             call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
-        self._scoring = True
-        self.reduction.parts.assign(self.world.size if self._part else 1)
+        self._scoring = scored
+        self.reduction.begin_scoring(scored.window, 1 if self.shard else self.world.size)
         try:
-            return self._evaluate(**call)
+            found = self._evaluate(**call)
+            if scored.seen is not None:
+                self._same_order(scored.seen.last(), "model.fit, validation_data")
+            return found
         finally:
-            self._scoring = False
-            self.reduction.parts.assign(1)
+            self._scoring = None
+            self.reduction.begin_scoring()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._check("model.train_on_batch")
@@ -122,8 +140,8 @@ class Rank:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._predict, args, kwargs)
         self._begin("model.predict")
-        call["x"] = self._scored("model.predict", call["x"], None, None, call["steps"])["x"]
-        part = self._part
+        part = self._scored("model.predict", call, uncut=False).part
+        call = {name: call[name] for name in inspect.signature(self._predict).parameters}
         call["callbacks"] = self._callbacks(call["callbacks"])
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         found = self._predict(**call)
@@ -140,10 +158,12 @@ class Rank:
         alone = {k: _numpy(x) for k, x in results.items() if k in logs}  # of this rank's samples
         if not self._scoring:
             self._average_statistics()
-        if self._scoring and not self._part:
+        if self._scoring and not self._scoring.part:
             return self._logs(logs)
         variables = [v for metric in self.model.metrics for v in metric.variables]
-        for v, total in zip(variables, self._sum([_numpy(v) for v in variables]), strict=True):
+        counts = not self._scoring or self._scoring.counts
+        mine = [_numpy(v) if counts else np.zeros_like(_numpy(v)) for v in variables]
+        for v, total in zip(variables, self._sum(mine), strict=True):
             v.assign(total)
         found = self._logs(logs)
         if found is not logs:
@@ -186,7 +206,9 @@ class Rank:
                 record.step(float(_numpy(with_rates([self.optimizer])[0].learning_rate)), self.world)
 
     def compare(self, where: str) -> None:
-        """Raises the same error on all ranks where their weights or learning rates differ."""
+        """Raises the same error on all ranks where their weights, learning rates or orders of samples differ."""
+        if self._seen is not None:
+            self._same_order(self._seen.order(self.taken), where)
         if not self._every:
             return
         weights = self.model.trainable_variables
@@ -199,12 +221,25 @@ class Rank:
         }
         agree_on_weights(self.world, sums, where, settings=settings, fix=APART_FIX)
 
+    def _same_order(self, own: bytes, where: str) -> None:
+        if len(set(self.world.allgather_bytes(own, "order"))) > 1:
+            what = "the tf.data.Dataset gives its samples in another order on each rank, some twice and some never"
+            raise ConfigError(what, where=where, fix=ORDER_FIX, common=True)
+
+    def begin(self) -> None:
+        """The epochs begin."""
+        if self._seen is not None:
+            self._seen.begin()
+        self.align()
+
     def stops(self, own: bool) -> bool:
         """Whether any rank wants to stop."""
         return any(part == b"1" for part in self.world.allgather_bytes(b"1" if own else b"0"))
 
     def pause(self) -> None:
         """What follows is no step."""
+        if self._seen is not None:  # the last execution of several steps may have had fewer
+            self.taken = min(self.taken, len(self._seen))
         self._slow.pause()
 
     def _begin(self, where: str) -> None:
@@ -230,41 +265,63 @@ class Rank:
         if self.model.compiled and self.model.jit_compile:
             self.model.jit_compile = False
 
-    def _training(self, call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    def _training(self, call: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, str]]:
+        """(what ``fit`` gets instead, data to validate on, what all ranks must have alike)."""
         x, y, weight = call["x"], call["y"], call["sample_weight"]
-        validation = call["validation_data"]
-        facts: dict[str, str] = {}
-        batch, steps = call["batch_size"] or data.BATCH, call["steps_per_epoch"]
+        validation, batch = call["validation_data"], call["batch_size"]
+        limits = [n for n in (call["steps_per_epoch"], keras.config.max_steps_per_epoch()) if n]
+        steps = min(limits, default=None)
         new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
         if call["validation_split"] and validation is None:
             (x, y, weight), validation = data.split(x, y, weight, call["validation_split"])
-        self._part_of_validation = True
-        if validation is not None:
-            whole = vx, vy, vweight = keras.utils.unpack_x_y_sample_weight(validation)
-            if self.shard:
-                whole, self._part_of_validation, facts = data.scoring(
-                    vx, vy, vweight, call["validation_steps"], self.world
-                )
-            new["validation_data"] = keras.utils.pack_x_y_sample_weight(*whole)
-            new["validation_batch_size"] = call["validation_batch_size"] or batch
         if self.shard:
             seed = data.pass_seed(self.seed, self.changes.fits) if call["shuffle"] else None
-            mine, more = data.training(x, y, weight, batch=batch, steps=steps, seed=seed, draws=self.draws)
+            self._seen = data.Seen() if data.kind_of(x) == "dataset" else None
+            given: Any = dict(batch=batch, steps=steps, execution=self.model.steps_per_execution, seen=self._seen)
+            mine, facts = data.training(x, y, weight, **given, seed=seed, draws=self.draws)
         else:
-            mine, more = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
-            new |= {"shuffle": call["shuffle"], "batch_size": call["batch_size"]}
-        return new | mine, facts | more
+            mine, facts = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
+            new |= {"shuffle": call["shuffle"], "batch_size": batch}
+        return new | mine, validation, facts
 
-    def _scored(self, where: str, x: Any, y: Any, weight: Any, steps: int | None) -> dict[str, Any]:
-        self._part = True
-        if self.shard:
-            (x, y, weight), self._part, facts = collectively(
-                self.world, lambda: data.scoring(x, y, weight, steps, self.world)
-            )
-            agree(self.world, facts)
+    def _probe(self, call: dict[str, Any]) -> None:
+        """Before the first evaluation or training: what losses of the user's own are."""
+        if self._probed or data.kind_of(call["x"]) == "other":
+            return
+        if keras_loss.needs_probe(self.model):
+            batch = data.first_of(call["x"], call["y"], call["sample_weight"])
+            keras_loss.probe(self.model, batch, self.world)
+        self._probed = True
+
+    def _uncut(self) -> bool:
+        """Whether evaluation is to divide the data by global batches."""
+        self.reduction.uncut = self.shard and keras_loss.uncut(self.model)
+        return self.reduction.uncut
+
+    def _divided(
+        self,
+        given: tuple[Any, Any, Any],
+        batch: int | None,
+        steps: int | None,
+        uncut: bool,
+        seen: data.Seen | None = None,
+    ) -> data.Scored:
+        if not self.shard:
+            return data.Scored(given, batch=batch, limit=steps)
+        options: Any = dict(batch=batch, steps=steps, uncut=uncut, seen=seen)
+        found = collectively(self.world, lambda: data.scoring(*given, self.world, **options))
+        agree(self.world, found.facts)
+        return found
+
+    def _scored(self, where: str, call: dict[str, Any], uncut: bool) -> data.Scored:
+        """Puts what this rank is to score into the call."""
+        given = (call["x"], call.get("y"), call.get("sample_weight"))
+        found = self._divided(given, call["batch_size"], call["steps"], uncut)
         self._average_statistics()  # of what train_on_batch has gathered
         self.compare(where)
-        return {"x": x, "y": y, "sample_weight": weight}
+        call["x"], call["y"], call["sample_weight"] = found.data
+        call["batch_size"], call["steps"] = found.batch, found.limit
+        return found
 
     def _callbacks(self, given: Any, last: Any = None) -> Any:
         """The user's, less the ones that write files or the screen on ranks other than 0."""
@@ -300,19 +357,23 @@ class _Alike(keras.callbacks.Callback):
 
     def __init__(self, rank: Rank, parts: Any) -> None:
         super().__init__()
-        self._rank, self._parts, self._batch = rank, parts, -1
+        self._rank, self._parts, self._epoch, self._batch = rank, parts, 0, -1
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._rank.reduction.stop.assign(0.0)
         self._rank.reduction.stopped.assign(0.0)
-        self._rank.align()
+        self._rank.begin()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._batch = -1
+        self._epoch, self._batch = epoch, -1
         self._rank.pause()  # an evaluation lies between
         if isinstance(self._parts, data.Epochs):
-            self._parts.epoch = epoch
-        elif data.kind_of(self._parts) == "loader" and self._rank.shard:
+            self._parts.begin(epoch)
+        self._number(epoch)
+
+    def _number(self, epoch: int) -> None:
+        """Of the pass over a DataLoader that begins next: with ``steps_per_epoch`` Keras begins it an epoch early."""
+        if data.kind_of(self._parts) == "loader" and self._rank.shard:
             self._parts.share.renumber(mix(self._rank.changes.fits, epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -322,7 +383,10 @@ class _Alike(keras.callbacks.Callback):
         elif self.model.stop_training:
             self._rank.reduction.stop.assign(1.0)
             self.model.stop_training = False
+        if self._batch < 0:
+            self._number(self._epoch + 1)
         steps, self._batch = batch - self._batch, batch
+        self._rank.taken += steps
         self._rank.trained(steps, "model.fit")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -15,6 +15,7 @@ import keras
 
 from hvd_train.attach.keras_exchange import Changes, Reduction
 from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator
 
 TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # Keras' own that compare samples of a batch
@@ -39,26 +40,34 @@ class Shared:
 
     def __init__(self, loss: Any, reduction: Reduction) -> None:
         self.loss, self.kind, self.probing = loss, "mean", False
-        self._reduction = reduction
+        self._reduction, self._warned = reduction, False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
         opaque = values is None or tuple(values.shape) == ()
+        masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
+        by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:
-            masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
-            weights = None if self.loss.reduction == "mean_with_sample_weight" else sample_weight
-            self.kind = "mean" if masked else _kind(self.loss, y_true, y_pred, weights)
+            self.kind = "mean" if masked else _kind(self.loss, y_true, y_pred, None if by_weight else sample_weight)
         summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
-        if self._reduction.count is None:  # outside of a training step
-            return self._reduction.scored(value) if summed else value
-        if summed:
-            return self._reduction.whole(value)
-        if opaque:
+        weights = sample_weight if by_weight else None
+        if not summed and (opaque or weights is None and not masked):
             return value
-        weights = sample_weight if self.loss.reduction == "mean_with_sample_weight" else None
-        if weights is None and _mask(y_pred) is None and _mask(values) is None:
+        weight = None if summed else _Ones(values)(y_true, y_pred, weights)
+        if self._reduction.count is not None:
+            return self._reduction.whole(value, weight)
+        if self._reduction.scoring is None:  # out of a step
             return value
-        return self._reduction.whole(value, _Ones(values)(y_true, y_pred, weights))
+        if not summed:
+            self._warn()
+        return self._reduction.scored(value, weight)
+
+    def _warn(self) -> None:
+        """Where ranks score batches that are no parts of global ones."""
+        if not self._reduction.uncut and not self._warned and world().rank == 0:
+            what = "takes a mean over masked or weighted places of each rank's own batches: one process cuts others"
+            warnings.warn(f"evaluation: the loss {self.loss.name} {what}, and has another mean of them", stacklevel=2)
+        self._warned = True
 
     def _observed(self, *batch: Any) -> tuple[Any, Any]:
         """(what the loss has before Keras reduces it, or None where it reduces by itself; what it gives)."""
@@ -110,6 +119,26 @@ def check(model: Any) -> None:
             raise ConfigError(what, where="hk.distribute", fix='give it reduction="sum_over_batch_size" or "sum"')
 
 
+def uncut(model: Any) -> bool:
+    """Whether the loss of an evaluation depends on where batches are cut: a sum, a mean by weight or under a mask."""
+    owner = model._compile_loss
+    built = owner is not None and owner.built
+    losses = [entry.loss for entry in owner._flat_losses] if built else []
+    given = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
+    reductions = {getattr(x, "reduction", None) for x in given}
+    return (
+        bool(reductions & {"sum", "mean_with_sample_weight"})
+        or any(x.kind == "sum" for x in losses)
+        or any(map(_masks, model._flatten_layers()))
+    )
+
+
+def _masks(layer: Any) -> bool:
+    """Whether it may make a mask: those of Keras but these hand on what there is."""
+    own = not type(layer).compute_mask.__module__.startswith("keras.")
+    return own or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
+
+
 def needs_probe(model: Any) -> bool:
     """Whether there are losses that may be no mean over samples: the user's own functions or classes, some of Keras."""
     found = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
@@ -119,7 +148,7 @@ def needs_probe(model: Any) -> bool:
     return bool(strange) or any(kind in TOGETHER for kind in kinds)
 
 
-def probe(model: Any, batch: Any, world: Communicator) -> None:
+def probe(model: Any, batch: Any, communicator: Communicator) -> None:
     """Finds by trying on samples of ``batch`` whether losses are means or sums over samples; on all ranks. What is
     neither is told by a warning on rank 0."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(
@@ -136,12 +165,13 @@ def probe(model: Any, batch: Any, world: Communicator) -> None:
     finally:
         for loss in losses:
             loss.probing = False
-    everyone = [json.loads(part) for part in world.allgather_bytes(json.dumps([s.kind for s in losses]).encode())]
+    told = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
+    everyone = [json.loads(part) for part in told]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
         loss.kind = max(kinds, key=FOUND.index)
         if {"mean", "sum"} <= set(kinds):
             loss.kind = "neither"
-        if loss.kind == "neither" and world.rank == 0:
+        if loss.kind == "neither" and communicator.rank == 0:
             warnings.warn(
                 f"the loss {loss.loss.name} is neither a mean nor a sum over samples: each rank takes it over its own, "
                 "which is not the loss of all of them (return one value a sample to have their mean)",
@@ -156,8 +186,16 @@ def _kind(loss: Any, *batch: Any) -> str:
         return "unknown"
     at = count // 2 + (count > 2)  # parts of unequal lengths
 
+    def rows_of(a: Any, rows: slice) -> Any:
+        if a is None:
+            return None
+        found = a[rows]
+        if _mask(a) is not None:
+            found._keras_mask = _mask(a)[rows]
+        return found
+
     def part(rows: slice) -> float:
-        return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: None if a is None else a[rows], batch))))
+        return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: rows_of(a, rows), batch))))
 
     whole = loss(*batch)
     try:

@@ -280,6 +280,85 @@ def py_dataset():
     return trained(model, history, predicted=model.predict(Batches(x, y), verbose=0))
 
 
+def steps():
+    """Steps of an epoch, of a validation, of ``evaluate`` and ``predict``: fewer than the data have, and more."""
+    x, y = digits()
+    few = {"steps_per_epoch": 4, "epochs": 5, "validation_steps": 2, "validation_freq": 2}
+    arrays = {"validation_data": (x[:157], y[:157], x[:157, 3])}
+    ways = {
+        "few": ((x, y), few | arrays),
+        "later": ((x, y), few | {"initial_epoch": 2, "validation_data": Batches(x[:157], y[:157])}),
+        "many": ((x, y), {"steps_per_epoch": 15, "class_weight": {i: 1 + i / 10 for i in range(10)}}),
+        "no batch_size": ((x, y), {"steps_per_epoch": 7, "validation_steps": 3, "batch_size": None} | arrays),
+        "sequence": ((Batches(x, y),), few | {"batch_size": None}),
+    }
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        stream = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda *sample: True).batch(BATCH)
+        ways["stream"] = ((stream,), few | {"batch_size": None, "validation_data": stream})
+        endless = {"batch_size": None, "validation_data": stream.repeat(), "epochs": 2}
+        ways["repeated"] = ((stream.repeat(),), few | endless)
+    ways["loader"] = ((torch_loader(COUNT),), few | {"batch_size": None, "validation_data": torch_loader(157)})
+    found = {}
+    for name, (given, options) in ways.items():
+        keras.utils.set_random_seed(3)
+        model = hk.distribute(compiled())
+        found |= {f"{name} {k}": v for k, v in trained(model, fit(model, *given, **options)).items()}
+    for name, given in {"arrays": (x, y), "sequence": (Batches(x, y),)}.items():
+        options = {"steps": 3, "verbose": 0} | ({"batch_size": BATCH} if name == "arrays" else {})
+        found[f"{name} score"] = np.asarray(model.evaluate(*given, **options))
+        found[f"{name} predicted"] = model.predict(given[0], **options)
+    return found
+
+
+def masked_scores():
+    """Losses whose value depends on where batches are cut, in evaluation: masked and weighted means, sums."""
+    x, y = sequences()
+    weight = np.repeat(np.linspace(0.01, 3, COUNT)[:, None] ** 2, 7, 1)
+    losses = {
+        "mean": cross_entropy,
+        "sum": lambda: cross_entropy(reduction="sum"),
+        "weighted": lambda: cross_entropy(reduction="mean_with_sample_weight"),
+        "own": lambda: lambda y, found: keras.ops.sum(cross_entropy(reduction=None)(y, found)) / 10,
+    }
+    scored = {
+        "mean": ["arrays", "few", "fewer", "sequence", "dataset", "stream"],
+        "sum": ["arrays", "few", "stream"],
+        "weighted": ["arrays"],
+        "own": ["arrays", "sequence"],
+    }
+    found = {}
+    for name, loss in losses.items():
+        keras.utils.set_random_seed(3)
+        model = reader()
+        model.compile(SGD(0.01), loss=loss(), metrics=["accuracy"])
+        hk.distribute(model)
+        weighted = name in ("mean", "weighted")
+        given = {
+            "arrays": (x, y, *([weight] if weighted else [])),
+            "few": (x[:60], y[:60]),
+            "fewer": (x[:5], y[:5]),
+            "sequence": (Batches(x[:157], y[:157]),),
+        }
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            slices = tf.data.Dataset.from_tensor_slices((x[:157], y[:157]))
+            given["dataset"] = (slices.batch(BATCH),)
+            given["stream"] = (slices.filter(lambda *sample: True).batch(BATCH),)
+        for kind in scored[name]:
+            if kind not in given:  # Keras on PyTorch
+                continue
+            data = given[kind]
+            options = {"batch_size": BATCH, "sample_weight": data[2] if len(data) > 2 else None}
+            options = options if kind in ("arrays", "few", "fewer") else {}
+            found[f"{name} {kind}"] = np.asarray(model.evaluate(*data[:2], verbose=0, **options))
+        history = fit(model, x, y, epochs=2, validation_data=given["arrays"], validation_freq=[2])
+        found |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
+    return found
+
+
 class Autoencoder(keras.Model):
     """As in Keras' guide: no call, a step of its own for x alone, several losses and trackers; without noise, so that
     worlds can be compared."""
@@ -558,18 +637,19 @@ def tf_data():
     )
 
 
-def loader():
-    """PyTorch's DataLoader, in fit and to be scored."""
+def torch_loader(count):
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    def given(count):
-        x, y = digits(count)
-        return DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH)
+    x, y = digits(count)
+    return DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH)
 
+
+def loader():
+    """PyTorch's DataLoader, in fit and to be scored."""
     model = hk.distribute(compiled())
-    history = fit(model, given(COUNT), batch_size=None, validation_data=given(157))
-    return trained(model, history, predicted=model.predict(given(101), verbose=0))
+    history = fit(model, torch_loader(COUNT), batch_size=None, validation_data=torch_loader(157))
+    return trained(model, history, predicted=model.predict(torch_loader(101), verbose=0))
 
 
 def loop(kind="eager"):
@@ -753,6 +833,18 @@ def backup():
     return trained(other, history, epochs=len(history["loss"]))
 
 
+class Look(keras.callbacks.Callback):
+    """Looks at a data set on one rank alone, after the first epoch."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def on_epoch_end(self, epoch, logs=None):
+        if hk.rank() == 1 and epoch == 0:
+            next(iter(self.data))
+
+
 def refused():
     """What each misuse is answered with, on this rank; the world goes on afterwards."""
     x, y = digits()
@@ -769,6 +861,15 @@ def refused():
     frozen = hk.distribute(compiled(frozen))
     frozen.layers[0].trainable = True
     scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+
+    def look(validates):
+        import tensorflow as tf
+
+        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(COUNT, seed=5).batch(BATCH)
+        given = (x, y) if validates else (data,)
+        size = {"batch_size": BATCH if validates else None, "validation_data": data if validates else None}
+        fit(hk.distribute(compiled()), *given, epochs=3, callbacks=[Look(data)], **size)
+
     misuses = {
         "twice": lambda: hk.distribute(two),
         "not compiled": lambda: hk.distribute(network()),
@@ -794,6 +895,8 @@ def refused():
             compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10 + hk.rank())]))
         ),
         "unequal steps": lambda: fit(divided, x[: 200 + 99 * hk.rank()], y[: 200 + 99 * hk.rank()]),
+        "a look at shuffled data": lambda: look(False),
+        "a look at shuffled data to score": lambda: look(True),
         "generator": lambda: fit(two, ((x[:9], y[:9]) for _ in range(5)), batch_size=None),
     }
     told = {}
@@ -931,6 +1034,8 @@ CASES = {
     "two_inputs": two_inputs,
     "class_weight": class_weight,
     "py_dataset": py_dataset,
+    "steps": steps,
+    "masked_scores": masked_scores,
     "self_shuffled": self_shuffled,
     "draws": draws,
     "vae": vae,

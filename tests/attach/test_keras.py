@@ -25,7 +25,7 @@ CASES = [
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
     "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
-    "loop_graph", "loop_gan",
+    "loop_graph", "loop_gan", "steps", "masked_scores",
 ]  # fmt: skip
 # A case of its kind runs in every run: of gradients that are clipped or added up, of weighted losses, of loops.
 SIBLINGS = [
@@ -33,14 +33,14 @@ SIBLINGS = [
     "masked_steps_per_execution", "weighted_batch", "loop_graph", "loop_gan", "backup",
 ]  # fmt: skip
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
-ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "loop"]
+ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "loop", "masked_scores"]
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
 THREE_NOT_ALONE = ["stops", "gan_compressed", "frozen"]
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
-    "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan",
+    "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan", "steps", "masked_scores",
 ]  # fmt: skip
 
 
@@ -276,6 +276,8 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
         ("other batches on a rank", "batch_size           rank 1: 25"),
         ("other network on a rank", "rank 1"),
         ("unequal steps", ".take(...)"),
+        ("a look at shuffled data", "model.fit, epoch 2; look at the data set"),
+        ("a look at shuffled data to score", "model.fit, validation_data; look at the data set"),
         ("generator", "shard=False"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvd_train.attach import keras_data as data
 from hvd_train.attach import keras_loop
@@ -18,7 +19,7 @@ from hvd_train.frontends.serial import Serial
 
 
 def world(size: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    return [SimpleNamespace(rank=rank, size=size, allgather_bytes=lambda own: [own]) for rank in range(size)]
 
 
 class Batches(keras.utils.PyDataset):
@@ -73,26 +74,103 @@ def test_epochs_have_orders_of_their_own(kind):
         assert sorted(i for steps in ranks for step in steps for i in step) == list(range(60))
 
 
-def test_steps_per_epoch_go_on_where_the_last_epoch_ended():
-    seen = [parts("arrays", 40, 4, 2, steps=3, epoch=e)[0] for e in (0, 1)]
-    assert [step[0] for epoch in seen for step in epoch] == [0, 8, 16, 24, 32, 0]
+def epochs(given, count: int, steps: int | None, execution: int = 1, first: int = 0, **options) -> list[list[list]]:
+    """[epoch][step] -> the samples that Keras takes."""
+    iterator = EpochIterator(given, steps_per_epoch=steps, steps_per_execution=execution, **options)
+    iterator.reset()
+    found = []
+    for epoch in range(first, first + count):
+        begin = getattr(getattr(given, "py_dataset", given), "begin", lambda epoch: None)
+        begin(epoch)
+        taken = [batch for *_, buffer in iterator.enumerate_epoch() for batch in buffer]
+        found.append([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in taken])
+    return found
 
 
-@pytest.mark.parametrize("steps", [None, 3, 11])
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ["arrays", "pipeline", "sequence", "unknown"])
+@pytest.mark.parametrize(("n", "steps", "execution"), [(40, 3, 1), (40, 5, 1), (43, 4, 1), (43, 9, 1), (90, 3, 2)])
+def test_steps_per_epoch_take_what_keras_takes(kind, n, steps, execution):
+    """Epochs end where the data do, and the next ones go on in the rest of them."""
+    stream = tf.data.Dataset.range(n).filter(lambda x: True)
+    one: tuple = (stream.batch(8), {}) if kind == "unknown" else (np.arange(n), {"batch_size": 8})
+    alone = epochs(one[0], 5, steps, execution, 2, **one[1])
+    ranks = []
+    for rank in world(2):
+        whole = {"sequence": Batches(n, 4), "unknown": stream.batch(4)}.get(kind, np.arange(n))
+        options: dict = {"batch": 4, "steps": steps, "execution": execution, "seed": None, "draws": Draws(rank)}
+        mine = data.training(whole, None, None, **options)[0]["x"]
+        if kind == "pipeline":
+            pipeline = mine.pipeline()
+            mine.begin(2)
+            mine = pipeline
+        ranks.append(epochs(mine, 5, steps, execution, 2))
+    found = [[sorted(a + b) for a, b in zip(*steps, strict=True)] for steps in zip(*ranks, strict=True)]
+    assert found == alone
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_orders_of_passes_that_go_on_over_epochs():
+    x, ranks = np.arange(40), []
+    for rank in world(2):
+        mine = data.training(x, None, None, batch=4, steps=3, seed=5, draws=Draws(rank))[0]["x"]
+        pipeline, steps = mine.pipeline(), []
+        iterator = EpochIterator(pipeline, steps_per_epoch=3)
+        iterator.reset()
+        for epoch in range(1, 5):
+            mine.begin(epoch)
+            steps.append([b.tolist() for *_, (b,) in iterator.enumerate_epoch()])
+            assert steps[-1] == [mine[k].tolist() for k in range(len(mine))]
+        ranks.append(steps)
+    passes = [[b for rank in ranks for epoch in rank[k : k + 2] for step in epoch for b in step] for k in (0, 2)]
+    assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1]) == list(range(40))
+
+
+def test_without_batch_size_steps_per_epoch_cut_the_data():
+    options: dict = {"batch": None, "steps": 7, "seed": None}
+    ranks = [data.training(np.arange(500), None, None, draws=Draws(r), **options) for r in world(3)]
+    assert [len(mine["x"]) for mine, _ in ranks] == [7] * 3
+    assert sum(len(mine["x"][0]) for mine, _ in ranks) == -(-500 // 7)
+    with pytest.raises(ConfigError, match="start fewer ranks"):
+        data.training(np.arange(8), None, None, draws=Draws(world(3)[0]), batch=None, steps=8, seed=None)
+
+
 @pytest.mark.parametrize("n", [40, 43])
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_the_pipeline_gives_the_same_steps(steps, n, epoch):
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_pipeline_gives_the_same_steps(n, first):
     x, y = np.arange(2 * n).reshape(n, 2), {"a": np.arange(n)}
     for rank in world(3):
-        parts = data.training(x, y, None, batch=4, steps=steps, seed=5, draws=Draws(rank))[0]["x"]
-        parts.epoch = epoch
+        parts = data.training(x, y, None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
         pipeline = parts.pipeline()
-        for parts.epoch in range(epoch, epoch + 3):
+        for epoch in range(first, first + 3):
+            parts.begin(epoch)
             steps_of_epoch = list(pipeline.as_numpy_iterator())
             assert len(steps_of_epoch) == len(parts) == pipeline.cardinality()
             for k, (rows, labels) in enumerate(steps_of_epoch):
                 own_rows, own_labels = parts[k]
                 assert (rows == own_rows).all() and (labels["a"] == own_labels["a"]).all()
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
+    def orders(look: bool) -> list[bytes]:
+        shuffled = tf.data.Dataset.range(64).shuffle(64, seed=3)
+        shuffled = (shuffled.repeat() if repeated else shuffled).batch(4)
+        seen = data.Seen()
+        options: dict = {"batch": None, "steps": 8, "seed": None, "draws": Draws(world(2)[0])}
+        mine = data.training(shuffled, None, None, seen=seen, **options)[0]["x"]
+        next(iter(mine))
+        seen.begin()
+        iterator, found = EpochIterator(mine, steps_per_epoch=8), []
+        iterator.reset()
+        for epoch in range(3):
+            assert len(list(iterator.enumerate_epoch())) == 8
+            found.append(seen.order(8 * epoch + 8))
+            next(iter(shuffled)) if look and not epoch else None
+        return found
+
+    plain, looked = orders(False), orders(True)
+    assert plain == orders(False) and plain[0] == looked[0] and plain[2] != looked[2] and len(set(plain)) == 3
 
 
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
@@ -102,21 +180,40 @@ def test_what_tensorflow_cannot_hold_has_no_pipeline():
         assert parts.pipeline() is None
 
 
-@pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset"])
-@pytest.mark.parametrize("n", [12, 13, 50])
-def test_what_is_scored_is_the_whole_in_order(kind, n):
+def scored(whole, size: int, *, uncut: bool = False, steps: int | None = None, batch: int | None = 4) -> list:
+    """[(samples of each batch of this rank's, what is told of them)]"""
     found = []
-    for rank in world(3):
-        whole = {"arrays": np.arange(n), "sequence": Batches(n, 4), "dataset": tf.data.Dataset.range(n).batch(4)}[kind]
-        (mine, _, _), part, _ = data.scoring(whole, None, None, None, rank)
-        assert part
-        mine = [mine] if kind == "arrays" else [mine[i] for i in range(len(mine))] if kind == "sequence" else list(mine)
-        found += [int(i) for batch in mine for i in np.ravel(batch)]
-    assert found == list(range(n))
+    for rank in world(size):
+        mine = data.scoring(whole, None, None, rank, batch=batch, steps=steps, uncut=uncut)
+        x = mine.data[0]
+        cut = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if data.kind_of(x) == "arrays" else x
+        found.append(([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in cut], mine))
+    return found
 
 
-def test_too_few_batches_are_scored_whole():
-    assert data.scoring(Batches(8, 4), None, None, None, world(3)[1])[1] is False
+def whole_data(kind: str, n: int):
+    return {"arrays": np.arange(n), "sequence": Batches(n, 4), "dataset": tf.data.Dataset.range(n).batch(4)}[kind]
+
+
+@pytest.mark.parametrize("uncut", [False, True])
+@pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset"])
+@pytest.mark.parametrize(("n", "steps"), [(12, None), (13, None), (50, None), (50, 3), (50, 9)])
+def test_what_is_scored_is_the_whole_in_order(kind, n, steps, uncut):
+    found = scored(whole_data(kind, n), 3, uncut=uncut, steps=steps)
+    assert all(mine.part and mine.limit is None for _, mine in found)
+    counted = [batch for batches, mine in found if mine.counts for batch in batches]
+    assert [i for batch in counted for i in batch] == list(range(min(n, 12 * (steps or n))))
+    if uncut:  # windows of 3 batches of 4 begin with a global batch
+        for batches, mine in found:
+            assert batches and mine.window == 3 and all(batch[0] % 12 == 0 for batch in batches[::3])
+
+
+def test_too_few_batches_and_unknown_numbers_are_scored_whole():
+    stream = tf.data.Dataset.range(40).filter(lambda x: True).batch(4)
+    for whole, steps, limit in ((Batches(8, 4), None, None), (stream, None, None), (stream, 2, 6)):
+        for _, mine in scored(whole, 3, steps=steps, uncut=True):
+            assert not mine.part and mine.limit == limit and mine.window == 3
+    assert [sum(map(len, b)) for b, _ in scored(np.arange(50), 1, steps=3, batch=None)] == [50]
 
 
 def test_ranks_with_other_arrays_are_told_apart():
@@ -149,7 +246,7 @@ def test_a_pipeline_in_any_order_is_refused_or_put_in_order():
         with pytest.raises(ConfigError, match="deterministic=False"):
             data.training(loose.batch(2), None, None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))
         with pytest.raises(ConfigError, match="deterministic=False"):
-            data.scoring(loose.batch(2), None, None, None, world(2)[0])
+            data.scoring(loose.batch(2), None, None, world(2)[0], batch=None, steps=None, uncut=False)
     ordered = plain.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2).map(
         lambda x: x, num_parallel_calls=2
     )

@@ -372,8 +372,10 @@ class FrontEnd(Protocol):
     def predict(self, placed: Any) -> np.ndarray:
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
 
-    def state(self) -> Tree:
-        """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``."""
+    def state(self, into: Tree | None = None) -> Tree:
+        """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``.
+
+        ``into``: an earlier one, whose memory is taken for it."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Takes a tree of ``state``; tensors that are not in it stay as they are."""

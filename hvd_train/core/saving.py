@@ -47,6 +47,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._kept: bool | None = None
+        self.tree: Tree | None = None  # of the last save: the first writing of new memory costs more than the copying
 
     def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
         """``work``: what rank 0 does, in a thread of its own; False: ``path`` was not kept."""
@@ -147,7 +148,7 @@ def save(
         }
         try:
             trainer.log.check()
-            tree = trainer.frontend.state()
+            tree = writer.tree = trainer.frontend.state(writer.tree)
             _check_finite(tree, f"epoch {p.epoch + 1}, step {p.step}")
         except (CheckpointError, NonFiniteError) as error:
             outcome = _told(error)

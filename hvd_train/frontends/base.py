@@ -183,11 +183,15 @@ class StateTree(ABC):
         prefix = "/".join(key.split("/")[: 2 if key.startswith("slots/") else 1]) + "/"
         return prefix, self.layouts.get(key[len(prefix) :])
 
-    def state(self) -> Tree:
+    def state(self, into: Tree | None = None) -> Tree:
         tree = {}
-        for key, array in self._arrays().items():
+        for key, array in self._views():
             prefix, layout = self._split(key)
-            tree[prefix + layout.name if layout else key] = layout.to_neutral(array) if layout else array
+            name = prefix + layout.name if layout else key
+            x = layout.to_neutral(array) if layout else array
+            tree[name] = x.copy("K") if into is None else into[name]
+            if into is not None:
+                np.copyto(into[name], x)
         return tree
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:

@@ -211,6 +211,8 @@ def test_state_is_a_copy_and_comes_back_bit_for_bit(framework):
     assert same(second.state(), kept)
     stepped(first, [batch(9)])
     assert same(state, kept), "later steps do not reach into it"
+    again = first.state(into=state)
+    assert same(again, first.state()) and all(np.shares_memory(again[key], x) for key, x in state.items())
     assert same(stepped(second, [batch(9)]).state(), first.state()), "weights and slots are all there is"
     second.load({})
     assert same(second.state(), first.state()), "what is not in the tree stays"

@@ -189,9 +189,8 @@ class StateTree(ABC):
             prefix, layout = self._split(key)
             name = prefix + layout.name if layout else key
             x = layout.to_neutral(array) if layout else array
-            tree[name] = x.copy("K") if into is None else into[name]
-            if into is not None:
-                np.copyto(into[name], x)
+            tree[name] = np.empty_like(x) if into is None else into[name]
+            np.copyto(tree[name], x, casting="no")
         return tree
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:

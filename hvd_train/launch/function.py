@@ -3,12 +3,16 @@ pickles that this process and its own ranks wrote, and nothing of a network."""
 
 from __future__ import annotations
 
+import io
 import json
+import marshal
 import pickle
 import sys
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from hvd_train.errors import CommunicationError, ConfigError, RankError
@@ -31,15 +35,13 @@ def call(
     ``RankError`` for the error of the rank that failed first, ``CommunicationError`` where one was killed, and
     ``ConfigError`` where nothing can start. No rank outlives the call.
     """
-    import cloudpickle
-
     if world().launcher:
         what = "a rank starts no ranks of its own"
         raise ConfigError(what, where=f"{WHERE}, started by {world().launcher}", fix="call it in a process of its own")
     if np < 1:
         raise ConfigError(f"np={np}: there is at least one rank", where=WHERE)
     try:
-        packed = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+        packed = _packed((function, tuple(args), dict(kwargs or {})))
     except Exception as error:
         what = f"the function, or what it holds, cannot be sent to the ranks: {error}"
         raise ConfigError(what, where=WHERE, fix="open files, sockets and locks inside the function") from error
@@ -49,6 +51,21 @@ def call(
         (folder / "call").write_bytes(packed)
         code = local.launch(np, launcher, [temporary], module="hvd_train.launch.rank")
         return _results(folder, np, code)
+
+
+def _packed(what: Any) -> bytes:
+    """A pickle whose functions know their file, which cloudpickle takes from them: an error is to show its line."""
+    import cloudpickle
+
+    def code(x: CodeType) -> tuple[Any, ...]:
+        return marshal.loads, (marshal.dumps(x),)
+
+    class Pickler(cloudpickle.CloudPickler):
+        dispatch_table = ChainMap({CodeType: code}, cloudpickle.CloudPickler.dispatch_table)
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(what)
+    return stream.getvalue()
 
 
 def _results(folder: Path, np: int, code: int) -> list[Any]:

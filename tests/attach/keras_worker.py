@@ -151,7 +151,7 @@ def own_logs():
     model = OwnLogs(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
     model.compile(SGD(0.1), "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")])
     history = fit(hk.distribute(model), x, (y % 2)[:, None], validation_data=(x[:99], y[:99, None] % 2))
-    return trained(model, {key: history[key] for key in history if key != "loss"})  # a mean over batches, however few
+    return trained(model, {key: history[key] for key in history if key != "loss"})  # its metric counts batches
 
 
 def rates():

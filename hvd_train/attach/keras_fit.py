@@ -133,6 +133,8 @@ class Rank:
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._check("model.train_on_batch")
+        if not self._probed:
+            self._probe(_bound(self._on_batch, args, kwargs))
         found = self._on_batch(*args, **kwargs)
         self.trained(1, "model.train_on_batch")
         return found
@@ -291,6 +293,8 @@ class Rank:
         if keras_loss.needs_probe(self.model):
             batch = data.first_of(call["x"], call["y"], call["sample_weight"])
             keras_loss.probe(self.model, batch, self.world)
+            self.model.make_train_function(force=True)  # test_on_batch may have traced the losses as means
+            self.model.test_function = None
         self._probed = True
 
     def _uncut(self) -> bool:

@@ -258,7 +258,20 @@ def own_losses():
         found[f"own/{loss.__name__}"] = np.array(told)
         if loss in (own_mean, own_sum):
             found |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
-    return found
+    return found | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def own_batches():
+    """The sum in ``train_on_batch``, and scored after it, with ``test_on_batch`` as the first to see it."""
+    x, y = digits()
+    keras.utils.set_random_seed(3)
+    model = network()
+    model.compile(SGD(0.02), own_sum)
+    hk.distribute(model)
+    model.test_on_batch(x[:9], y[:9])
+    for start in range(hk.rank() * BATCH, 3 * GLOBAL, GLOBAL):
+        model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+    return trained(model, score=model.evaluate(x, y, batch_size=BATCH, verbose=0))
 
 
 class Batches(keras.utils.PyDataset):

@@ -156,8 +156,8 @@ class Rank:
         besides its metrics' results is averaged over ranks.
         """
         own = self._logs(logs) is logs and isinstance(logs, dict)
-        results = self.model.get_metrics_result() if own else {}
-        alone = {k: _numpy(x) for k, x in results.items() if k in logs}  # of this rank's samples
+        results = self._results() if own else {}
+        alone = {k: _numbers(x) for k, x in results.items() if k in logs}  # of this rank's samples
         if not self._scoring:
             self._average_statistics()
         if self._scoring and not self._scoring.part:
@@ -173,9 +173,13 @@ class Rank:
         values = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
         means = keras.tree.pack_sequence_as(logs, [(x / self.world.size).tolist() for x in self._sum(values)])
         # Under a metric's name a step may give something else.
-        same = self._sum([np.array(np.allclose(_numpy(logs[k]), x, 1e-5, 0), np.float64) for k, x in alone.items()])
-        whole = self.model.get_metrics_result()
+        same = self._sum([np.array(_alike(_numbers(logs[k]), x), np.float64) for k, x in alone.items()])
+        whole = self._results()
         return means | {k: whole[k] for k, ranks in zip(alone, same, strict=True) if ranks == self.world.size}
+
+    def _results(self) -> dict[str, Any]:
+        """Of the metrics, by their own names, as a step of Keras' guide gives them, and as Keras' own step does."""
+        return {metric.name: metric.result() for metric in self.model.metrics} | self.model.get_metrics_result()
 
     def align(self) -> None:
         """Gives every rank what rank 0 has: weights, statistics, the optimizer's slots, the epoch to begin with.
@@ -405,6 +409,15 @@ def _left_to_rank_0(*args: Any, **kwargs: Any) -> None:
 
 def _numpy(x: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(x))
+
+
+def _numbers(result: Any) -> np.ndarray:
+    """Of a metric's result, which may be a dict."""
+    return np.concatenate([np.zeros(0), *(_numpy(x).ravel() for x in keras.tree.flatten(result))])
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and np.allclose(a, b, 1e-5, 0)
 
 
 def _bound(method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -189,6 +189,7 @@ class Reduction:
 
     _numbers = itertools.count()
     traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # whose steps are made in graphs
+    moved: ClassVar[dict[int, Callable[[], None]]] = {}  # by number, of models with steps since: averages statistics
     part: Any = None  # in loops over hk.shard, of all models: samples of this rank's batch over their usual number
 
     def __init__(
@@ -237,6 +238,13 @@ class Reduction:
             reduction._heard += steps
             if steps:
                 reduction.stepped(steps)
+
+    @classmethod
+    def settle(cls) -> None:
+        """Averages the running statistics of what was trained in loops of the user's own, on all ranks at the same
+        place of them. Models that have gone are here still: when one goes is chance."""
+        for number in sorted(cls.moved):
+            cls.moved.pop(number)()
 
     @classmethod
     def counts(cls, part: float) -> None:

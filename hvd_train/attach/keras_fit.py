@@ -61,7 +61,8 @@ class Rank:
         self.draws = Draws(world)
         self._probed = False  # losses of the user's own
         self._every, self._steps, self._slow = every, 0, slow
-        reduction.stepped = lambda steps: self.trained(steps, "optimizer.apply")
+        reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
+        Reduction.moved.clear()  # models of before would live on in it
         self._scoring: data.Scored | None = None  # what is scored while evaluate runs
         self._validation = data.Scored((None, None, None))
         self._seen: data.Seen | None = None  # of the tf.data.Dataset that fit goes through
@@ -136,7 +137,7 @@ class Rank:
         if not self._probed:
             self._probe(_bound(self._on_batch, args, kwargs))
         found = self._on_batch(*args, **kwargs)
-        self.trained(1, "model.train_on_batch")
+        self._looped(1, "model.train_on_batch")
         return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +211,11 @@ class Rank:
         if record := recording():
             for _ in range(steps):
                 record.step(float(_numpy(with_rates([self.optimizer])[0].learning_rate)), self.world)
+
+    def _looped(self, steps: int, where: str) -> None:
+        """After steps of a loop of the user's own."""
+        self.trained(steps, where)
+        Reduction.moved[self.reduction.number] = self._average_statistics
 
     def compare(self, where: str) -> None:
         """Raises the same error on all ranks where their weights, learning rates or orders of samples differ."""

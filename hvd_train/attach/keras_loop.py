@@ -37,7 +37,8 @@ def _steps() -> int:
 class Batches:
     """Each ``for`` gives an epoch of this rank's batches. Another order comes after an optimizer's step or when one has
     been gone through to its end: a look at a batch shifts nothing, on one rank or on all, and a loop that is left early
-    does not begin with the same samples again. A batch counts in the mean over ranks by its samples."""
+    does not begin with the same samples again. A batch counts in the mean over ranks by its samples. At the end of an
+    epoch with steps running statistics are averaged; one rank alone may go through others."""
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
         self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, -_steps()
@@ -48,7 +49,8 @@ class Batches:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._epoch(self._first + _steps()):
+        before = _steps()
+        for batch in self._epoch(self._first + before):
             Reduction.hear()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
             Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
@@ -56,6 +58,8 @@ class Batches:
         Reduction.hear()
         Reduction.counts(1.0)
         self._first += 1
+        if _steps() > before:
+            Reduction.settle()
 
     def set_epoch(self, number: int) -> None:
         """Which order comes next; on all ranks."""

@@ -552,20 +552,22 @@ def scoring(
     batch: int | None,
     steps: int | None,
     uncut: bool,
+    execution: int = 1,
     seen: Seen | None = None,
 ) -> Scored:
-    """``steps``: of global batches. ``uncut``: a global batch is one rank's. Too few samples or batches, or an unknown
-    number of them, are scored whole on every rank."""
+    """``steps``: of global batches, which Keras makes in whole executions of ``execution`` steps. ``uncut``: a global
+    batch is one rank's. Too few samples or batches, or an unknown number of them, are scored whole on every rank."""
     kind, window, size = kind_of(x), world.size, world.size
+    taken = steps and -(-steps // execution) * execution
     if kind == "arrays":
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)
         if steps and not batch:  # Keras makes that many batches of the data
             batch, window = math.ceil(count / steps), 1
         unit = (batch or BATCH) * window
-        limit, count = None, min(count, steps * unit) if steps else count
+        limit, count = None, min(count, taken * unit) if taken else count
     else:
-        unit, limit = size, steps and steps * size
+        unit, limit = size, taken and taken * size
         if kind == "dataset":
             x = in_order(x) if seen is None else seen.watched(in_order(x))
             x = x.take(limit) if limit else x

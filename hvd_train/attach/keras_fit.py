@@ -322,7 +322,8 @@ class Rank:
     ) -> data.Scored:
         if not self.shard:
             return data.Scored(given, batch=batch, limit=steps)
-        options: Any = dict(batch=batch, steps=steps, uncut=uncut, seen=seen)
+        execution = self.model.steps_per_execution
+        options: Any = dict(batch=batch, steps=steps, uncut=uncut, execution=execution, seen=seen)
         found = collectively(self.world, lambda: data.scoring(*given, self.world, **options))
         agree(self.world, found.facts)
         return found

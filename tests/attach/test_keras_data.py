@@ -216,6 +216,19 @@ def test_too_few_batches_and_unknown_numbers_are_scored_whole():
     assert [sum(map(len, b)) for b, _ in scored(np.arange(50), 1, steps=3, batch=None)] == [50]
 
 
+@pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset", "unknown"])
+def test_steps_to_score_are_made_in_whole_executions(kind):
+    stream = tf.data.Dataset.range(50).batch(12).filter(lambda x: True)
+    one: tuple = (stream, {}) if kind == "unknown" else (np.arange(50), {"batch_size": 12})
+    (alone,) = epochs(one[0], 1, 3, 2, **one[1])
+    whole = stream.unbatch().batch(4) if kind == "unknown" else whole_data(kind, 50)
+    ranks = [data.scoring(whole, None, None, r, batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
+    options = {"batch_size": 4} if kind == "arrays" else {}
+    found = [epochs(mine.data[0], 1, mine.limit, 2, **options)[0] for mine in ranks]
+    found = found[:1] if kind == "unknown" else found  # whole on every rank
+    assert [i for batches in found for batch in batches for i in batch] == [i for batch in alone for i in batch]
+
+
 def test_ranks_with_other_arrays_are_told_apart():
     x = np.arange(4000.0).reshape(1000, 4)
     assert data.digest((x,)) == data.digest((x.copy(),)) != data.digest((x[::-1],))

@@ -362,9 +362,20 @@ class Rank:
         return [piece.reshape(a.shape).astype(a.dtype) for piece, a in zip(pieces, arrays, strict=True)]
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
-        """The ranks' rows, one rank's after the other's."""
-        parts = self.world.allgather_bytes(np.ascontiguousarray(own).tobytes())
-        return np.frombuffer(b"".join(parts), own.dtype).reshape(-1, *own.shape[1:]).copy()
+        """The ranks' rows, one rank's after the other's. Raises on all ranks where they are not of one shape."""
+        texts = own.dtype.hasobject
+        own = np.ascontiguousarray(own.astype("S") if texts else own)
+        head = json.dumps([list(own.shape), own.dtype.itemsize]).encode()
+        found = []
+        for part in self.world.allgather_bytes(head + b"\n" + own.tobytes()):
+            at = part.index(b"\n") + 1
+            shape, width = json.loads(part[:at])
+            found.append(np.frombuffer(part, f"S{width}" if texts else own.dtype, offset=at).reshape(shape))
+        if len(shapes := {x.shape[1:] for x in found}) > 1:
+            what = f"the ranks' predictions have rows of the shapes {', '.join(map(str, sorted(shapes)))}"
+            raise ConfigError(what, where="model.predict", fix="pad them to one length", common=True)
+        whole = np.concatenate(found)
+        return whole.astype(object) if texts else whole
 
 
 class _Alike(keras.callbacks.Callback):

@@ -658,8 +658,15 @@ def tf_data():
     validation = tf.data.Dataset.from_tensor_slices((x[:99], y[:99])).batch(BATCH)
     first = fit(model, data, batch_size=None, epochs=1, validation_data=validation)
     again = fit(model, data.repeat(), batch_size=None, epochs=2, steps_per_epoch=4)
+    ids = keras.Input((), dtype="int64")
+    words = keras.Model(ids, keras.layers.StringLookup(vocabulary=["a", "\u00e9", "ccc"], invert=True)(ids))
+    words.compile("sgd", "mse")
+    texts = hk.distribute(words).predict(y[:9] % 4, verbose=0)
     return trained(
-        model, first | {f"again {k}": v for k, v in again.items()}, predicted=model.predict(validation, verbose=0)
+        model,
+        first | {f"again {k}": v for k, v in again.items()},
+        predicted=model.predict(validation, verbose=0),
+        lengths=[len(text.decode()) for text in texts],
     )
 
 
@@ -883,6 +890,16 @@ class Look(keras.callbacks.Callback):
             next(iter(self.data))
 
 
+class Lengths(keras.utils.PyDataset):
+    """Rows of 4 places, then of 8."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return np.ones((6, 4 if i < 2 else 8, 3))
+
+
 def refused():
     """What each misuse is answered with, on this rank; the world goes on afterwards."""
     x, y = digits()
@@ -898,6 +915,8 @@ def refused():
     frozen.layers[0].trainable = False
     frozen = hk.distribute(compiled(frozen))
     frozen.layers[0].trainable = True
+    any_length = keras.Input((None, 3))
+    long = hk.distribute(compiled(keras.Model(any_length, keras.layers.Dense(2)(any_length))))
     scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
 
     def look(validates):
@@ -914,6 +933,7 @@ def refused():
         "not built": lambda: unbuilt_alone.optimizer.apply([], []),
         "compiled again": lambda: fit(anew, x, y),
         "compiled again, then a batch": lambda: again.train_on_batch(x[:BATCH], y[:BATCH]),
+        "other lengths predicted": lambda: long.predict(Lengths(), verbose=0),
         "other calls": lambda: fit(two, x, y) if hk.rank() else two.evaluate(x, y, verbose=0),
         "shared optimizer": lambda: hk.distribute(compiled(optimizer=shared)),
         "unseen variable": lambda: fit(frozen, x, y),

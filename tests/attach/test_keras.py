@@ -260,6 +260,7 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
         ("compiled again", "after each compile"),
         ("compiled again, then a batch", "after each compile"),
         ("other calls", "call                 rank 0: model.evaluate"),
+        ("other lengths predicted", "rows of the shapes (4, 2), (8, 2)"),
         ("shared optimizer", "its own optimizer"),
         ("unseen variable", "call compile and hk.distribute again"),
         ("no reduction", "sum_over_batch_size"),

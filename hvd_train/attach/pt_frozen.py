@@ -22,30 +22,32 @@ class Frozen:
         unfreeze: Callable[[dict[str, torch.nn.Parameter]], Reducer],
     ) -> None:
         self._frozen, self._first, self._unfreeze = dict(parameters), first, unfreeze
-        self.number, self._begun = first.number + 0.5, False
+        self.number = first.number + 0.5
         self._hooks: dict[str, Any] = {}
         for name, p in self._frozen.items():
             p.requires_grad_(True)  # torch refuses hooks of what has no gradient
-            self._hooks[name] = p.register_post_accumulate_grad_hook(lambda _: self.arrived())
+            self._hooks[name] = p.register_post_accumulate_grad_hook(lambda _: self._reached())
             p.requires_grad_(False)
+
+    def _reached(self) -> None:
+        if self._first.reducing:
+            self._first.reached()
 
     def arrived(self) -> None:
         """Backward has reached one of them, or one of the model's other parameters: all ranks have come as far."""
-        if self._begun or not self._first.reducing or not any(p.requires_grad for p in self._frozen.values()):
-            return
-        self._begun = True
-        pt_backward.enter()
-        pt_backward.join(self)
+        if any(p.requires_grad for p in self._frozen.values()):
+            pt_backward.join(self)
 
     def finish(self) -> None:
         """The end of a backward pass."""
-        self._begun = False
         found = {name: p for name, p in self._frozen.items() if p.requires_grad}
         for name in found:
             self._hooks.pop(name).remove()
             del self._frozen[name]
-        self._unfreeze(found).adopt()
+        late = self._unfreeze(found)
+        late.fellows = self._first.fellows
+        late.fellows.append(late)
+        late.adopt()
 
     def abandon(self) -> None:
         """An error ended the pass: the next one finds them again."""
-        self._begun = False

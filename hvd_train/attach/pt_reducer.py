@@ -57,6 +57,7 @@ class Reducer:
         self.reducing, self.unreduced = True, False  # outside of no_sync; gradients that this rank alone has
         self.failed = False  # an error ended the last pass
         self.frozen: Any = None  # pt_frozen.Frozen, of the same model
+        self.fellows = [self]  # of the same model, with what was unfrozen; the first has its statistics and buffers
         self.number: float = number
         self.passes = self.steps = 0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
@@ -117,14 +118,7 @@ class Reducer:
             self._arrivals[i] = self._arrivals.get(i, 0) + 1
         if not self.reducing:
             return
-        pt_backward.enter()
-        if not self.begun:
-            self.begun, self._broken = True, False
-            self._weight = pt_passes.weight() if self._average else 1.0
-            self._sent.begin()
-            pt_backward.join(self)
-            if self.frozen:
-                self.frozen.arrived()
+        self.reached()
         gradient = self._gradient(i)
         if gradient.requires_grad:
             what = "backward(create_graph=True) keeps a graph of this rank's gradient, and no other rank's"
@@ -133,6 +127,22 @@ class Reducer:
         if self._overlap and (b := self._sent.arrived(i)) is not None:
             for k in self._exchange.buckets[b]:  # what comes now must not reach what travels
                 self._parameters[k - len(self._riders)].grad = None
+
+    def reached(self) -> None:
+        """A backward pass has come to a parameter of the model. All its fellows take part: what the pass does not reach
+        may be reached on another rank, and statistics change in any."""
+        pt_backward.enter()
+        if not self.begun:
+            for each in self.fellows:
+                each.begin()
+
+    def begin(self) -> None:
+        self.begun, self._broken = True, False
+        self._weight = pt_passes.weight() if self._average else 1.0
+        self._sent.begin()
+        pt_backward.join(self)
+        if self.frozen:
+            self.frozen.arrived()
 
     def _name(self, i: int) -> str:
         return self._names[i - len(self._riders)]

@@ -562,12 +562,32 @@ def norm_wide():
     return fit(*ht.distribute(model.double(), sgd(model), compression="topk", ratio=0.01))
 
 
+def in_stages(**options):
+    """One layer after another is trained alone, while statistics and buffers of all go on changing."""
+
+    def case():
+        model = nn.Sequential(Codebook(), nn.BatchNorm1d(8).double(), nn.Linear(8, 8).double())
+        model[:2].requires_grad_(False)
+        model, optimizer = ht.distribute(model, sgd(model), **options)
+        for step, (x, y) in enumerate(loader()):
+            for k, part in enumerate(reversed(model)):
+                part.requires_grad_(k == step // 7)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y % 8).backward()
+            optimizer.step()
+        return model
+
+    return case
+
+
 # Weights are the same bits on all ranks.
 ALIKE = {
     **SAME,
     "norm local": norm_local,
     "norm wide": norm_wide,
     "buffers": buffers,
+    "in stages": in_stages(),
+    "in stages overlap": in_stages(overlap=True),
     "not compressed": compressed("none"),
     "fp16": compressed("fp16"),
     "topk": compressed("topk", ratio=0.1),

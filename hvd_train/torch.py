@@ -162,6 +162,7 @@ def distribute(
             overlap=overlaps(exchange.overlap, communicator, place.type == "cuda", torch.get_num_threads()),
             average=average,
             buffers=Buffers(bare, communicator) if first else None,
+            model=bare if first else None,
             every=agreement_every_n_steps,
             number=len(_distributed),
             slow=_slow(),

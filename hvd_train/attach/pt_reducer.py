@@ -26,7 +26,8 @@ LATE = 1  # a gradient came after its bucket had gone
 FAILED = 2  # an error ended the backward pass
 BUFFERS = 3  # from here on: a buffer has changed
 APART_FIX = (
-    "what a rank decides by its loss or its data sets it apart: decide by ht.sum, which is the same on all ranks"
+    "what a rank decides by its loss or its data sets it apart: decide by ht.sum, which is the same on all ranks, and "
+    "keep what a layer gathers from its data in a buffer"
 )
 
 
@@ -50,6 +51,7 @@ class Reducer:
         overlap: bool = False,
         average: bool = True,
         buffers: Buffers | None = None,
+        model: torch.nn.Module | None = None,
         every: int = 0,
         number: int = 0,
         slow: Slow | None = None,
@@ -64,6 +66,7 @@ class Reducer:
         self.stepping = False  # within a step that calls backward() itself
         self._communicator, self._buffers, self._every, self._slow = communicator, buffers, every, slow
         self._names, self._parameters = list(parameters), list(parameters.values())
+        self._model = model  # of the first fellow
         self._mean = 1.0 / communicator.size
         self._average, self._lossy, self._overlap = average, lossy, overlap
         first = self._parameters[0]
@@ -412,7 +415,10 @@ class Reducer:
             self._slow.stepped()
         if not due(self.passes, self._every):
             return
-        totals = torch.stack([bits(p) for p in self._parameters]).tolist()
+        weights = dict(zip(self._names, self._parameters, strict=True))
+        if self._model:  # frozen ones that a layer changes, and what it has put in the place of others
+            weights |= self._model.named_parameters()
+        totals = torch.stack([bits(p).to(self._flags.device) for p in weights.values()]).tolist()
         settings = {"optimizer steps": str(self.steps), **pt_passes.orders()}
         optimizers = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
         for k, optimizer in enumerate(optimizers):
@@ -421,5 +427,5 @@ class Reducer:
                 of += f", group {g}" * (len(optimizer.param_groups) > 1)
                 settings[f"learning rate of {of}"] = str(float(group.get("lr", "nan")))
         where = f"backward pass {self.passes} of the model"
-        sums = dict(zip(self._names, totals, strict=True))
+        sums = dict(zip(weights, totals, strict=True))
         agree_on_weights(self._communicator, sums, where, settings=settings, fix=APART_FIX)

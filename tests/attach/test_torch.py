@@ -229,6 +229,8 @@ ERRORS = {
     "plateau": r"CommunicationError: the weights of rank.* differ from .*, first in 1.weight "
     r"\(learning rate of SGD: 0\.\d+ on rank.* 0.* and 0.1 on rank.*1.*\); backward pass 10 of the model; .*ht.sum",
     "drift": "CommunicationError: the weights of rank 1 differ from those of ranks? 0.*, first in 4.bias; .* pass 4 ",
+    "gathered": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 .* in a buffer",
+    "gathered anew": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 ",
     "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
     "twice summed": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
     "summed again": r"ConfigError: a gradient was replaced after backward\(\) had summed it",

@@ -921,6 +921,21 @@ def errors(folder: Path):
             if step == 2 and ht.rank() == 1:
                 model[4].bias.data[3] += 1e-9
 
+    def gathered(put):
+        """A layer sets weights by the data of its rank, as public code of vector quantization does."""
+
+        def case():
+            model = mlp()
+            model.codes = nn.Parameter(torch.zeros(64, dtype=torch.float64), requires_grad=False)
+            model, optimizer = ht.distribute(model, sgd(model))
+            for x, y in loader():
+                put(model, model.codes.lerp(x.flatten(1).mean(0), 0.1))
+                optimizer.zero_grad()
+                F.cross_entropy(model(x + model.codes.detach().view(1, 8, 8)), y).backward()
+                optimizer.step()
+
+        return case
+
     def graph():
         model, optimizer = ht.distribute(model := mlp(), sgd(model))
         model(digits(8)[:][0]).pow(2).sum().backward(create_graph=True)
@@ -1001,6 +1016,8 @@ def errors(folder: Path):
             "drawn": drawn,
             "plateau": plateau,
             "drift": drift,
+            "gathered": gathered(lambda model, codes: model.codes.data.copy_(codes)),
+            "gathered anew": gathered(lambda model, codes: setattr(model, "codes", nn.Parameter(codes))),
             "graph": graph,
             "twice summed": twice_summed,
             "summed again": summed_again,

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -445,11 +446,22 @@ def _stepped(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Pa
             elif p.grad is not None and id(p) not in _known:
                 late.append(p)
     # An optimizer may be this rank's own, but not over what is trained together.
-    if late and size() > 1 and (found or optimizer in _ours or _of_models(late)):
-        what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"
-        fix = "call ht.distribute when all parameters are there; one of this rank alone wants its own optimizer"
-        raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+    if late and size() > 1:
+        if found or optimizer in _ours or _of_models(late):
+            what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"
+            fix = "call ht.distribute when all parameters are there; one of this rank alone wants its own optimizer"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+        if _distributed or _sharded:
+            _tell_alone(type(optimizer).__name__)
     return found
+
+
+@functools.cache
+def _tell_alone(kind: str) -> None:
+    """A model that was forgotten, or a copy of one, looks like an optimizer of this rank's own."""
+    if not rank():
+        what = f"{kind}.step(): no parameter of this optimizer came to ht.distribute"
+        warnings.warn(f"{what}, so each rank trains them by its own gradients", stacklevel=2)
 
 
 def _of_models(parameters: Sequence[torch.nn.Parameter]) -> bool:

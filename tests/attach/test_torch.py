@@ -192,6 +192,14 @@ def test_draws_differ_between_ranks_and_repeat(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_model_that_was_not_distributed_is_told(cases, world):
+    first, *others = [own["forgotten"] for own in cases(*world)[1]]
+    told = "Adagrad.step(): no parameter of this optimizer came to ht.distribute, so each rank trains them by its own"
+    assert first == [[], [f"{told} gradients"], [f"{told} gradients"]]
+    assert all(own == [[], [], []] for own in others)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_slow_rank_is_named(cases, world):
     """F15"""
     told = [own["slow"] for own in cases(*world)[1]]

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -701,6 +702,19 @@ def pickled(folder: Path):
     }
 
 
+def forgotten():
+    """What is told where only one of two models is distributed, and where a copy of it trains on."""
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    found = []
+    for other in (model, mlp(), copy.deepcopy(model)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fit(other, optimizer if other is model else torch.optim.Adagrad(other.parameters()))
+        found.append([str(x.message) for x in told if "ht.distribute" in str(x.message)])
+        ht._tell_alone.cache_clear()
+    return found
+
+
 def transfers():
     """name -> how many backward passes were exchanged in three steps."""
     found = {}
@@ -1065,6 +1079,7 @@ def main(folder: Path) -> None:
         facts["thrown away"] = thrown_away()
         facts["residual by hand"] = residual_by_hand()
         facts["pickled"] = pickled(folder)
+        facts["forgotten"] = forgotten()
         facts["transfers"] = transfers()
         facts["slow"] = slow()
         facts["sampled"] = sampled()

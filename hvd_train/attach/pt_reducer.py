@@ -184,11 +184,12 @@ class Reducer:
         if self._average:
             return self._mean * self._weight
         changes = self._views[i]._version - self._versions[i]
-        if changes and changes == self._arrivals.get(i, 0):  # nothing but additions
+        arrivals = self._arrivals.get(i, 0)
+        if changes and changes == arrivals:  # nothing but additions
             what = "a second backward() before the step would count the first one's sum once more for each rank"
             fix = "put all but the last into ht.no_sync, or clear the gradients before"
             raise ConfigError(what, where="ht.distribute(average=False)", fix=fix, common=True)
-        return 1.0 if changes else self._mean
+        return 1.0 if arrivals else self._mean  # without one it is the last sum, clipped or cleared
 
     def _at_home(self, i: int) -> bool:
         return self._views[i].data_ptr() == self._places[i]

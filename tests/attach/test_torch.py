@@ -318,6 +318,19 @@ def test_a_mean_stays_itself():
     assert (model.weight.grad == 1).all() and model.weight.grad.untyped_storage().data_ptr() == flat
 
 
+def test_a_sum_stays_itself():
+    """Also one that was clipped before a pass that does not reach it."""
+    model, x = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]), torch.ones(1, 3)
+    Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed(), average=False)
+    model[0](x).sum().backward()
+    model[0].bias.grad.mul_(0.5)
+    model[1](x).sum().backward()
+    assert (model[0].bias.grad == 1).all() and (model[0].weight.grad == 2).all() and (model[1].bias.grad == 2).all()
+    model.zero_grad(set_to_none=False)
+    model[0](x).sum().backward()
+    assert (model[0].bias.grad == 2).all() and (model[1].bias.grad == 0).all()
+
+
 def test_gradients_of_this_rank_alone_are_marked():
     model = nn.Linear(3, 2)
     reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())

@@ -85,13 +85,12 @@ class Reducer:
         self._exchange = Exchange(specs, PyTorchFrontEnd.packing, compressor, world, ops, whole=riders)
         state = [tuple(map(ops.from_numpy, arrays)) for arrays in self._exchange.init_state()]
         self._residuals = Residuals(self._exchange.buckets, self._sizes, state)
-        # A gradient lies in memory as its parameter does (channels last, transposed, ...).
-        self._strides = [torch.empty_like(x).stride() for x in self._tensors]
         self._sent = Overlap(self._exchange, self._start)  # riders never arrive: their buckets go at the end
         self._flats: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._places: dict[int, int] = {}  # where views lie
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the parameters that they were made for
         self._holders: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
         for b in range(len(self._exchange.buckets)):
             self._renew(b)
@@ -159,7 +158,8 @@ class Reducer:
         sources = {i: self._riders[i] if i < riders else self._gradient(i) for i in members}
         again = {i: self._again(i) for i in members if i >= riders and sources[i] is self._views[i]}
         others = [i for i in members if i >= riders and i not in again]
-        # After ``p.grad.data = x`` a view lies elsewhere, and who has the bucket's memory cannot be told.
+        # After ``p.grad.data = x`` a view lies elsewhere, and who has the bucket's memory cannot be told. A model
+        # may be laid out anew: ``model.to(memory_format=torch.channels_last)``.
         if not all(map(self._at_home, members)) or self._held(b, others):
             self._renew(b)
         own = self._mean * self._weight if self._average else 1.0
@@ -192,7 +192,8 @@ class Reducer:
         return 1.0 if arrivals else self._mean  # without one it is the last sum, clipped or cleared
 
     def _at_home(self, i: int) -> bool:
-        return self._views[i].data_ptr() == self._places[i]
+        there = self._views[i].data_ptr() == self._places[i]
+        return there and self._tensors[i].stride() == self._strides[i]
 
     def _send(self, b: int) -> Any:
         flat = self._flats[b]
@@ -312,8 +313,11 @@ class Reducer:
         flat = torch.zeros(sum(self._sizes[i] for i in members), dtype=dtype, device=device)
         self._flats[b] = flat
         for i, part in zip(members, flat.split([self._sizes[i] for i in members]), strict=True):
+            # A gradient lies in memory as its parameter does (channels last, transposed, ...): fused steps rely on it.
             # ``data``: each with a count of changes of its own.
-            self._views[i] = part.as_strided(self._tensors[i].shape, self._strides[i]).data
+            x = self._tensors[i]
+            self._views[i] = part.as_strided(x.shape, torch.empty_like(x).stride()).data
+            self._strides[i] = x.stride()
             self._versions[i], self._places[i] = -1, self._views[i].data_ptr()
         del part
         self._holders[b] = users(self._flats[b])

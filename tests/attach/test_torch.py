@@ -981,6 +981,25 @@ def test_an_error_in_backward_leaves_nothing_behind():
         assert (model[1].weight.grad == model[0](torch.ones(1, 3))).all()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_lie_as_their_parameters(to_none):
+    """Also in a model that is laid out anew: fused optimizers take both for the same order of memory."""
+    models = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    Reducer(dict(models[0].named_parameters()), [], Twins(), Uncompressed())
+    optimizers = [torch.optim.Adam(model.parameters(), 0.1, fused=True) for model in models]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+                optimizer.state.clear()  # its slots lie as they did
+            optimizer.zero_grad(set_to_none=to_none)
+            model(torch.arange(192.0).view(1, 3, 8, 8)).sum().backward()
+            optimizer.step()
+        for p, other in zip(*[model.parameters() for model in models], strict=True):
+            assert p.grad.stride() == p.stride() and torch.allclose(p, other), step
+
+
 def test_gradients_that_are_kept_stay_as_they_are():
     model = nn.Linear(3, 2)
     Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())

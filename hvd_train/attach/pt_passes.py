@@ -23,7 +23,8 @@ class Pass:
     def __init__(self, batches: Iterator, share: pt_share.Passes, counted: bool, plan: pt_share.Plan | None) -> None:
         self._batches, self._share = batches, share
         self._plan = plan  # None: of a stream, whose batches tell
-        self._counted = counted  # whether batch k is the k-th that the share names, and has an exchange of its own
+        self._known = counted  # whether batch k is the k-th that the share names
+        self._counted = counted  # and has an exchange of its own
         self._steps, self._batch = pt_share.steps(), -1
         self.new = self.used = False  # given since the last exchange; given before it
 
@@ -42,6 +43,7 @@ class Pass:
                 self._end()
             raise
         self._batch += 1
+        self._known = self._known and self._share.at_home
         if watch:
             batch = watch(self, batch, training)
         if training:
@@ -75,10 +77,10 @@ class Pass:
     @property
     def digest(self) -> str:
         """Of the order of samples that it follows, if it began before the last step; so a look does not count."""
-        if not self._counted or pt_share.steps() == self._steps:
+        if pt_share.steps() == self._steps:
             return ""
         told: Any = self._batches
-        return self._plan.digest if self._plan else f"{told.digest:08x}"
+        return self._plan.digest if self._plan else f"{told.digest:08x}" if self._known else ""
 
     def _end(self) -> None:
         share = self._share

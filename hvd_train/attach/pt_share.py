@@ -73,13 +73,18 @@ class Passes:
         self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
 
     @property
+    def at_home(self) -> bool:
+        """Whether this thread made the object; another one may be at other batches on each rank."""
+        return threading.get_ident() == self._thread
+
+    @property
     def epoch(self) -> int:
         """The number of a pass that begins now."""
         return self._offset + steps()
 
     def begin(self) -> int:
         """The number of the pass that begins now, in this thread."""
-        if threading.get_ident() == self._thread:
+        if self.at_home:
             return self.epoch
         self._aside += 1
         return -self._aside
@@ -87,7 +92,7 @@ class Passes:
     def start(self) -> None:
         """At the beginning of a pass: draws of one of training follow from its number. The first goes on as the script
         seeded it; no pass moves the generators under the feet of another thread."""
-        if self.trained and torch.is_grad_enabled() and threading.get_ident() == self._thread:
+        if self.trained and torch.is_grad_enabled() and self.at_home:
             pt_draws.start_pass(mix(self.seed, self.epoch), self.rank)
 
     def renumber(self, epoch: int) -> None:

@@ -417,11 +417,12 @@ def _broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: S
             _lay_slots(optimizer)
 
 
-def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[torch.Tensor]:
-    """Running means and variances: what each rank gathers over its own batches."""
+def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[torch.nn.Module, str]]:
+    """The places of running means and variances: what each rank gathers over its own batches."""
     joined = _BatchNorm if sync_batchnorm else ()
     layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and not isinstance(layer, joined)]
-    return [x for layer in layers for x in (layer.running_mean, layer.running_var) if x is not None]
+    names = ("running_mean", "running_var")
+    return [(layer, name) for layer in layers for name in names if getattr(layer, name) is not None]
 
 
 def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, ops: TorchOps, average: bool) -> None:

@@ -43,7 +43,7 @@ class Reducer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        statistics: Sequence[torch.Tensor],
+        statistics: Sequence[tuple[torch.nn.Module, str]],
         communicator: Communicator,
         compressor: Compressor,
         *,
@@ -74,9 +74,10 @@ class Reducer:
         count = len(parameters) + BUFFERS + len(buffers or ())
         self._flags = torch.zeros(count, dtype=first.dtype, device=first.device)
         # Buckets are planned from the last to the first: flags and statistics, complete at the end, travel last.
-        self._riders = [self._flags, *statistics]
+        self._statistics = statistics
+        self._riders = [self._flags, *(getattr(layer, name) for layer, name in statistics)]
         # What the ranks had in common: only changes are averaged, so that what is equal stays as it is.
-        self._common = [torch.zeros_like(self._flags), *(x.detach().clone() for x in statistics)]
+        self._common = [torch.zeros_like(self._flags), *(x.detach().clone() for x in self._riders[1:])]
         self._tensors = [*self._riders, *self._parameters]
         specs = [TensorSpec(str(i), tuple(x.shape), ops.dtype(x)) for i, x in enumerate(self._tensors)]
         self._sizes = [spec.size for spec in specs]
@@ -226,6 +227,7 @@ class Reducer:
     @torch.no_grad()
     def _end(self, failed: bool = False) -> None:
         count = len(self._parameters)
+        self._look_up()
         early = {i for b in self._sent.started for i in self._exchange.buckets[b]}
         late = {i: g for i in early if (g := self._gradient(i)) is not None}
         missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
@@ -304,6 +306,12 @@ class Reducer:
             fix = "let the script end there, and mend what raised: smaller batches, if memory ran out"
             raise CommunicationError(what, where="backward()", fix=fix, common=True, ranks=ranks)
 
+    def _look_up(self) -> None:
+        """A script may have put other statistics in the places of those that it had."""
+        for i, (layer, name) in enumerate(self._statistics, 1):
+            if (x := getattr(layer, name)) is not None:
+                self._riders[i] = x
+
     # ---- memory
 
     def _renew(self, b: int) -> None:
@@ -334,6 +342,7 @@ class Reducer:
     @torch.no_grad()
     def loaded(self, model: torch.nn.Module) -> None:
         """All ranks have loaded its statistics: what they have in common, to the bit."""
+        self._look_up()
         theirs = {id(x) for x in model.buffers()}
         for rider, common in zip(self._riders, self._common, strict=True):
             if id(rider) in theirs:

@@ -674,14 +674,14 @@ def test_evaluation_and_looks_in_between_do_not_count(context):
 
 def test_a_reducer_weights_gradients_alone():
     """A gradient of the last batch counts by its samples, a running statistic as it is."""
-    model, statistic = nn.Linear(1, 1, bias=False).double(), torch.ones(1, dtype=torch.float64)
-    Reducer(dict(model.named_parameters()), [statistic], Twins(), Uncompressed())
+    model, norm = nn.Linear(1, 1, bias=False).double(), nn.BatchNorm1d(1).double()
+    Reducer(dict(model.named_parameters()), [(norm, "running_var")], Twins(), Uncompressed())
     found = []
     for x in uneven():
         model.zero_grad()
         model(torch.ones(len(x), 1, dtype=torch.float64)).mean().backward()
         found.append(model.weight.grad.item())
-        assert statistic == 1
+        assert norm.running_var == 1
     assert found == pytest.approx([1.0, 1.0, SEVEN_TO_SIX])
 
 

@@ -516,6 +516,15 @@ def norm_local():
     return fit(*ht.distribute(model, sgd(model)))
 
 
+def norm_reset():
+    """Statistics begin anew in new tensors."""
+    model = cnn(norm=True)
+    model, optimizer = ht.distribute(model, sgd(model))
+    fit(model, optimizer)
+    model[1].running_mean, model[1].running_var = (torch.full((8,), x, dtype=torch.float64) for x in (0.0, 1.0))
+    return fit(model, optimizer)
+
+
 def compressed(name, **options):
     def case():
         model = mlp(hidden=WIDE)
@@ -586,6 +595,7 @@ ALIKE = {
     **SAME,
     "norm local": norm_local,
     "norm wide": norm_wide,
+    "norm reset": norm_reset,
     "buffers": buffers,
     "in stages": in_stages(),
     "in stages overlap": in_stages(overlap=True),

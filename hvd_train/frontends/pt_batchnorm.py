@@ -125,12 +125,14 @@ def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool) -> Context:
-    """Gives every batch normalization of ``model`` the context; the instances change their class, nothing else."""
+    """Gives every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
+    instances change their class, nothing else."""
     context = Context(communicator, ops, sync)
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
-        kind, where = type(layer), f"model layer {name or type(layer).__name__}"
+        kind = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
+        where = f"model layer {name or kind.__name__}"
         if kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
             if sync:
                 raise ConfigError(

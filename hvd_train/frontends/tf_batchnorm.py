@@ -95,12 +95,14 @@ class _Joined(keras.layers.BatchNormalization):
 
 
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
-    """Gives every batch normalization of ``model`` the context; the instances change their class, nothing else."""
+    """Gives every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
+    instances change their class, nothing else."""
     context, own = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):
-        if not isinstance(layer, own) or isinstance(layer, _Joined):
+        if not isinstance(layer, own):
             continue
-        kind, where = type(layer), f"model layer {layer.name}"
+        kind = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
+        where = f"model layer {layer.name}"
         if kind.call is not own.call:
             if sync:
                 raise ConfigError(

@@ -65,6 +65,45 @@ def test_a_built_model_is_trained_in_place(tmp_path, framework):
     assert right.mean() == summary.val_accuracy > 0.5
 
 
+def normed(framework):
+    if framework == "pytorch":
+        import torch
+
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, CLASSES))
+    import keras
+
+    dense, norm = keras.layers.Dense, keras.layers.BatchNormalization
+    return keras.Sequential([keras.Input((6,)), dense(4), norm(), dense(CLASSES)])
+
+
+def copied(model):
+    """A model of the same weights that no training has touched."""
+    if not hasattr(model, "state_dict"):
+        import keras
+
+        other = keras.models.clone_model(model)
+        other.set_weights(model.get_weights())
+        return other
+    other = normed("pytorch")
+    other.load_state_dict(model.state_dict(), strict=False)
+    return other
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_second_fit_leaves_the_first_ones_batches_behind(tmp_path, framework):
+    """The first ends with an empty micro-batch: 5 samples by 2 in two parts."""
+    model, few = normed(framework), tuple((x[:5], y[:5]) for x, y in DATA)
+    keys = {"framework": framework, "global_batch_size": 2, "accumulate_grad_batches": 2, "data": {"num_classes": 3}}
+    hvd_train.fit(config(tmp_path / "first", **keys), model=model, data=few)
+    fresh = copied(model)
+    again, alone = (
+        hvd_train.fit(config(tmp_path / name, **keys), model=one, data=few)
+        for name, one in (("again", model), ("alone", fresh))
+    )
+    assert again.val_loss == pytest.approx(alone.val_loss, rel=1e-5)
+
+
 def test_functions_and_names(tmp_path):
     """Closures for the model and the data; a file for the configuration; a model of the zoo by its name."""
     import torch

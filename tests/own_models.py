@@ -22,6 +22,20 @@ def keras_dropout(input_shape, num_classes, rate: float = 0.5, norm: bool = True
     return keras.Sequential([keras.Input(input_shape), *own])
 
 
+def keras_linear(input_shape, num_classes, **given):
+    import keras
+
+    last = keras.layers.Dense(num_classes, name="last", **given)
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), last])
+
+
+def keras_regular(input_shape, num_classes, activity: bool = False):
+    import keras
+
+    l2 = keras.regularizers.L2(0.25)
+    return keras_linear(input_shape, num_classes, **{"activity_regularizer" if activity else "kernel_regularizer": l2})
+
+
 def frozen(input_shape, num_classes):
     import torch.nn as nn
 

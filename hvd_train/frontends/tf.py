@@ -425,8 +425,18 @@ class TensorFlowFrontEnd(StateTree):
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
+            loss += self._penalty(scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype))
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
+
+    def _penalty(self, share):
+        """What the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
+        own = self.model._get_regularization_losses()
+        if len(self.model.losses) > len(own):  # a sum or a mean, over padding too: nobody knows
+            what = "the model adds a loss of its own (add_loss, an activity regularizer), which cannot be shared out"
+            fix = "give what it is taken from as an output, and a loss of your own of all outputs"
+            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix)
+        return tf.stop_gradient(share) * tf.cast(tf.add_n(own), self.dtype) if own else 0.0
 
     def _outputs(self, inputs, training: bool):
         ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}

@@ -89,6 +89,34 @@ def stepped(frontend, batches, rate=0.1):
 # ---- a step
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_keras_regularizers_count_once_a_step(parts):
+    """L2 of 0.25 takes lr / 2 of a weight; the second part is short."""
+    keys = {"framework": "tensorflow", "optim": {"lr": 0.1}, "accumulate_grad_batches": parts}
+    plain, regular = (
+        opened(model={"name": f"tests.own_models:{name}"}, **keys) for name in ("keras_linear", "keras_regular")
+    )
+    regular.load(plain.state())
+    (name,) = [key for key in plain.state() if key.endswith("kernel")]
+    before = plain.state()[name]
+    whole = batch(rows=6, count=4)
+    cuts = [part(whole, slice(k, k + 6 // parts)) for k in range(0, 6, 6 // parts)]
+    for frontend in (plain, regular):
+        for one in cuts[:-1]:
+            frontend.add_gradients(frontend.to_device(one), 1 / 4, 0)
+        frontend.train_step(frontend.to_device(cuts[-1]), 1 / 4, 0, 0.1)
+    after = [frontend.state()[name] for frontend in (plain, regular)]
+    np.testing.assert_allclose(after[1], after[0] - 0.05 * before, rtol=1e-12)
+
+
+def test_keras_losses_within_the_model_are_refused():
+    model = {"name": "tests.own_models:keras_regular", "activity": True}
+    frontend = opened("tensorflow", model)
+    with pytest.raises(ConfigError, match="adds a loss of its own"):
+        frontend.train_step(frontend.to_device(batch()), 1 / ROWS, 0, 0.1)
+        frontend.run_queued()
+
+
 @pytest.mark.parametrize("framework", ALL)
 def test_accumulated_parts_are_one_batch(framework):
     whole = batch(rows=ROWS)

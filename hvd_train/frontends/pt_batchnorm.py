@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -131,7 +132,7 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
-        kind = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
+        kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {name or kind.__name__}"
         if kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
             if sync:

@@ -5,6 +5,8 @@ Keras counts padding as samples, keeps the biased variance, and adds nothing ove
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -101,7 +103,7 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
     for number, layer in enumerate(model._flatten_layers()):
         if not isinstance(layer, own):
             continue
-        kind = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
+        kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {layer.name}"
         if kind.call is not own.call:
             if sync:

@@ -1073,27 +1073,34 @@ def main(folder: Path) -> None:
         weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
         np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)
     torch.manual_seed(0)
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    facts["digest apart"] = digest(trained_apart())
-    facts["resume"] = resume(folder)
-    facts["masks"] = masks()
-    facts["broadcast"] = broadcast()
-    facts["sums"] = sums()
-    facts["looks"] = looks()
-    facts["waits"] = waits(folder)
+    told = {
+        "digest apart": lambda: digest(trained_apart()),
+        "resume": lambda: resume(folder),
+        "masks": masks,
+        "broadcast": broadcast,
+        "sums": sums,
+        "looks": looks,
+        "waits": lambda: waits(folder),
+    }
     if ht.size() > 1:
-        facts["scaler"] = scaler_skips()
-        facts["scaler topk"] = scaler_skips(compression="topk", ratio=0.5)
-        facts["dynamic"] = dynamic()
-        facts["draws"] = draws()
-        facts["thrown away"] = thrown_away()
-        facts["residual by hand"] = residual_by_hand()
-        facts["pickled"] = pickled(folder)
-        facts["forgotten"] = forgotten()
-        facts["transfers"] = transfers()
-        facts["slow"] = slow()
-        facts["sampled"] = sampled()
-        facts["errors"] = errors(folder)
+        told |= {
+            "scaler": scaler_skips,
+            "scaler topk": lambda: scaler_skips(compression="topk", ratio=0.5),
+            "dynamic": dynamic,
+            "draws": draws,
+            "thrown away": thrown_away,
+            "residual by hand": residual_by_hand,
+            "pickled": lambda: pickled(folder),
+            "forgotten": forgotten,
+            "transfers": transfers,
+            "slow": slow,
+            "sampled": sampled,
+            "errors": lambda: errors(folder),
+        }
+    for name, fact in told.items():
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        with counted("PyTorch scripts", name):
+            facts[name] = fact()
     (folder / f"facts.{ht.rank()}.json").write_text(json.dumps(facts))
 
 

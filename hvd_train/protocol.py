@@ -196,7 +196,7 @@ class Ops(Protocol):
         """Indices (k,) of the largest entries of the flat ``x``."""
 
     def above(self, x: Tensor, bound: float | Tensor) -> Tensor:
-        """Indices (m,) of the entries of the flat ``x`` that are > bound; m depends on the data."""
+        """Indices (m,) of the entries of the flat ``x`` that are > bound, or no number; m depends on the data."""
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
     def join(self, parts: Sequence[Tensor]) -> Tensor:

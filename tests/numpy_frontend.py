@@ -35,7 +35,7 @@ class NumpyOps:
         return np.argpartition(-x, k - 1)[:k]
 
     def above(self, x, bound):
-        return np.flatnonzero(x > bound)
+        return np.flatnonzero(~(x <= bound))
 
     def take(self, x, indices):
         return x[indices]

@@ -10,6 +10,7 @@ import math
 from hvd_train.compression.feedback import ErrorFeedback
 from hvd_train.protocol import Ops, Tensor, Wire
 
+LARGEST = 3.4e38  # a number in 32 bits
 SAMPLE = 101  # one entry in so many is looked at when a threshold is estimated ...
 LEAST = 10_000  # ... but in buckets of fewer entries than this, all are
 
@@ -52,10 +53,12 @@ class TopK(_Sparse):
 
     def chosen(self, sizes: Tensor, length: int, ops: Ops) -> Tensor:
         if self.exact or self.ratio == 1 or length < LEAST:
+            # What is no number, or infinite, travels first: all ranks must see it.
+            sizes = ops.where(sizes <= LARGEST, sizes, LARGEST)
             return ops.topk(sizes, max(1, math.ceil(self.ratio * length)))
         # A prime stride: the sample keeps in step with no axis of a tensor.
         sample = sizes[::SAMPLE]
         count = max(1, math.ceil(self.ratio * math.ceil(length / SAMPLE)))
         smallest = -ops.largest(-ops.take(sample, ops.topk(sample, count)))
         # Just below the sample's own entry, so that it is among the chosen.
-        return ops.above(sizes, smallest * (1 - 1e-6))
+        return ops.above(sizes, ops.clip(smallest * (1 - 1e-6), LARGEST))

@@ -70,7 +70,7 @@ class TorchOps:
         return torch.topk(x, k, sorted=False).indices
 
     def above(self, x, bound):
-        return torch.nonzero(x > bound).flatten()
+        return torch.nonzero(~(x <= bound)).flatten()
 
     def take(self, x, indices):
         return x[indices]

@@ -71,7 +71,7 @@ class TensorFlowOps:
         return tf.math.top_k(x, k, sorted=False).indices
 
     def above(self, x, bound):
-        return tf.cast(tf.where(x > bound)[:, 0], tf.int32)
+        return tf.cast(tf.where(~(x <= bound))[:, 0], tf.int32)
 
     def take(self, x, indices):
         return tf.gather(x, indices)

@@ -174,3 +174,17 @@ def test_bf16_keeps_eight_bits_at_any_size(framework):
             for gradient, old, decoded, _ in step:
                 total = gradient + old[0]
                 assert (np.abs(total - decoded) <= np.abs(total) * 2.0**-8).all()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["sorted", "sampled"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["topk", "threshold"])
+@pytest.mark.parametrize("framework", OPS)
+def test_what_is_no_number_travels(framework, name, bad, exact):
+    """It would stay in the residual for ever, and that rank's part of the weight would be 0, without a word."""
+    ops = OPS[framework]()
+    compressor, x = COMPRESSORS[name](), np.random.default_rng(0).normal(size=LEAST + 1 - 2 * exact).astype("float32")
+    x[0] = x[7] = bad
+    with np.errstate(invalid="ignore"):
+        _, sent = compressor.encode(ops.from_numpy(x), ops)
+    assert not np.isfinite(ops.to_numpy(sent)[[0, 7]]).any()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_train.compression import make
 from hvd_train.core import checkpoint
 from hvd_train.core.log import NullLog
 from hvd_train.data.arrays import Arrays
@@ -135,6 +136,29 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, policy):
     trees = run_ranks(2, work)
     assert steps_saved(tmp_path) == [2] if policy == "stop" else same(*trees)
     assert policy == "stop" or all(np.isfinite(x).all() for x in trees[0].values())
+
+
+def test_a_residual_that_is_not_finite_is_never_saved(tmp_path):
+    """F24: fp16 sends the largest number that it knows in the place of an infinite one, and keeps the rest."""
+
+    def work(communicator):
+        every_two = config(checkpoint={"every_n_steps": 2})
+        made = trainer(communicator, every_two, tmp_path, log=NullLog(), compressor=make("fp16", 2))
+        step = made.frontend.train_step
+
+        def spoiling(*given, **named):
+            sums = step(*given, **named)
+            if made.frontend.steps == 4 and communicator.rank == 1:
+                residuals = made.frontend.local_state()
+                made.frontend.load_local({key: np.full_like(x, np.inf) for key, x in residuals.items()})
+            return sums
+
+        made.frontend.train_step = spoiling
+        with pytest.raises(NonFiniteError, match=r" of rank 1 is not finite; nothing was saved; epoch 1, step 4"):
+            made.fit()
+
+    run_ranks(2, work)
+    assert steps_saved(tmp_path) == [2]
 
 
 def test_a_signal_after_weights_were_spoilt_saves_those_that_it_goes_back_to(tmp_path):

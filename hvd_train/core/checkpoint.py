@@ -70,15 +70,19 @@ class Snapshot:
         return told(self.meta, key, self.path)
 
 
-def preflight(folder: Path) -> None:
-    """Proves at the start that checkpoints can be written, not after the first epoch."""
+def preflight(folder: Path, needed: int) -> None:
+    """Proves at the start that checkpoints of ``needed`` bytes can be written, not after the first epoch."""
     probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(probe, [b"probe"])
         probe.unlink()
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(f"the run folder cannot be written: {error.strerror}", where=str(folder)) from error
+    if free < needed:
+        what = f"the disk has no room for a checkpoint: {needed:,} bytes needed, {free:,} free"
+        raise CheckpointError(what, where=str(folder), fix="make room, or set run_dir to another disk")
 
 
 def place(folder: Path, step: int) -> Path:

@@ -44,7 +44,7 @@ class NullLog:
     def summary(self, values: dict[str, Any]) -> None: ...
     def compression_error(self, *args: Any) -> None: ...
     def straggler(self, *args: Any) -> None: ...
-    def begin(self) -> None: ...
+    def begin(self, needed: int) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
 
@@ -75,13 +75,14 @@ class RunLog:
         self._terminal = _Terminal() if on_terminal() else None
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
-    def begin(self) -> None:
+    def begin(self, needed: int) -> None:
+        """``needed``: bytes of a checkpoint, for which there must be room."""
         if self._metrics is not None:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             aside = folder.set_aside(self.run_dir) if self.replace else None
-            checkpoint.preflight(self.run_dir / "checkpoints")
+            checkpoint.preflight(self.run_dir / "checkpoints", needed)
             left = None
             if self.resumed_at is not None:
                 left = checkpoint.leave(self.run_dir / "checkpoints", self.resumed_at)

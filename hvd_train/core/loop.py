@@ -204,7 +204,7 @@ class Trainer:
         """The run folder is touched when training has proved to run: after the first step."""
         if not self._begun:
             self.frontend.run_queued()
-            collectively(self.communicator, self.log.begin)
+            collectively(self.communicator, lambda: self.log.begin(saving.size(self)))
             self._begun = self.outside.begun = True
 
     def _finished(self) -> bool:

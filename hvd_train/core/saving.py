@@ -113,6 +113,15 @@ def settle(outcome: str) -> None:
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True)
 
 
+def size(trainer: Trainer) -> int:
+    """Bytes of a checkpoint less residuals, where this rank will write any; its memory is taken here."""
+    rule, writer = trainer.config.checkpoint, trainer._writer
+    if trainer.communicator.rank or not (rule.save_last or rule.save_top_k):
+        return 0
+    writer.tree = trainer.frontend.state(writer.tree)
+    return sum(array.nbytes for array in writer.tree.values())
+
+
 def save(
     trainer: Trainer, metrics: Mapping[str, float], writer: Writer, *, keep: bool = False, memory: Path | None = None
 ) -> None:

@@ -365,10 +365,16 @@ def test_predictions_on_a_full_disk(made, tmp_path):
     try:
         big = write_data(tmp_path / "big.npz", 9000)
         line = ["predict", "--run-dir", made.run, "--set", f"data.path={big}", "--split", "train", "-o", disk / "p.npy"]
-        (told,) = commands(line)
+        wide = "model={name: mlp, hidden: [1024]}"  # 266 KB
+        told, *trained = commands(
+            line, *(fit(disk / one, sets=[f"framework={one}", wide]) for one in ("pytorch", "tensorflow"))
+        )
+        for one in trained:
+            assert one.code == 4 and one.err.count("\n") == 1, one
+            assert "the disk has no room for a checkpoint: " in one.err and " bytes needed, " in one.err
         assert told.code == 2 and told.err.count("\n") == 1, told
         assert "the predictions cannot be written: No space left on device" in told.err
-        assert list(disk.iterdir()) == []
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

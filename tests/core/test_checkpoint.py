@@ -337,11 +337,13 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
 
 def test_preflight_proves_the_folder(tmp_path):
     """F09."""
-    checkpoint.preflight(tmp_path / "new" / "checkpoints")
+    checkpoint.preflight(tmp_path / "new" / "checkpoints", 1000)
     assert names(tmp_path / "new" / "checkpoints") == []
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        checkpoint.preflight(tmp_path / "file" / "checkpoints")
+        checkpoint.preflight(tmp_path / "file" / "checkpoints", 0)
+    with pytest.raises(CheckpointError, match=r"no room for a checkpoint: 1,000,000,000,000,000 bytes needed, .* free"):
+        checkpoint.preflight(tmp_path / "new" / "checkpoints", 10**15)
 
 
 # ---- which stay, which are found

@@ -20,7 +20,7 @@ def made(tmp_path, monkeypatch):
         logs.append(RunLog(tmp_path / "run", tensorboard=False, total_epochs=total_epochs))
         logs[-1].files = {"config.yaml": "seed: 3\n"}
         logs[-1].resumed_at = resumed_at
-        logs[-1].begin()
+        logs[-1].begin(0)
         return logs[-1]
 
     yield make

@@ -41,6 +41,7 @@ LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  #
 # Engines beside ours that wait side by side: they must fit into memory (the MLP: 2 GB for two ranks).
 TOGETHER = dict.fromkeys(MODELS, 20) | {"mlp": 6, "bert": 2, "pyramidnet": 2}
 TOLERANCE = 2e-3  # relative, of the first losses: float32 in another order of sums
+PAIRS_A_START = 10  # of blocks, ours and before, while both live
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -286,20 +287,22 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
 def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
     """Each engine of ours against the same one of the checkout ``before``; "ours again" shows the noise.
 
-    Two copies of the same code differ by up to 5 % as long as they live: both are started anew for every two rounds,
-    in the one order and then the other, and a ratio is that of such a start.
+    Two copies of the same code differ by up to 5 % as long as they live: both are started anew for every few
+    rounds, in the one order and then the other, and a ratio is the median of such a start's rounds.
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours") and (not only or e.name in only)]
     found: dict[str, dict] = {}
     for engine in ours:
         pair = [ours[0], engine] if engine.name == "ours again" else [engine, replace(engine, root=before)]
-        starts = [group(pair[:: (-1) ** i], model, 2, seconds) for i in range(-(-rounds // 2))]
+        orders = [pair[:: (-1) ** i] for i in range(-(-rounds // PAIRS_A_START))]
+        starts = [group(order, model, PAIRS_A_START, seconds) for order in orders]
         names, first = list(starts[0]), starts[0]
         if all("rates" in start.get(name, {}) for start in starts for name in names):
-            own, other = ([median(start[name]["rates"]) for start in starts] for name in names)
-            ratio = interval([a / b for a, b in zip(own, other, strict=True)])
+            pairs = [zip(*(start[name]["rates"] for name in names), strict=True) for start in starts]
+            ratio = interval([median(a / b for a, b in rounds) for rounds in pairs])
             first[names[1]] |= {"ours_is_faster_by": ratio[0], "interval": ratio[1:]}
-            for name, values in zip(names, (own, other), strict=True):
+            for name in names:
+                values = [median(start[name]["rates"]) for start in starts]
                 cpu = median(start[name]["cpu_seconds_per_step"] for start in starts)
                 first[name] |= {"samples_per_second": median(values), "rates": values, "cpu_seconds_per_step": cpu}
         found = first | found

@@ -63,8 +63,9 @@ def fit(
     config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
     function as ``model.name`` takes it; data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
     function that gives them. loss: a function of (outputs, labels) that gives a value for each sample or place, or
-    (values, weights), or a name; of several outputs ``{output: loss}``. metrics: a list of such, or ``{output: list}``.
-    All ranks must be given the same. resume, allow_change, overwrite: as ``hvd-train fit``.
+    (values, weights), or a name; of several outputs ``{output: loss}``. metrics: a list of such, or ``{output: list}``;
+    one with a ``result`` gives (samples, k) and makes a number of the k sums of all ranks. All ranks must be given the
+    same. resume, allow_change, overwrite: as ``hvd-train fit``.
     """
     if not all(isinstance(hook, Hook) for hook in hooks):
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hvd_train import __version__
+from hvd_train import __version__, files
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, files
+from hvd_train.core import checkpoint
 from hvd_train.core.log import warn
 from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
@@ -157,9 +157,10 @@ def to_safetensors(trained: Trained) -> Exported:
 
 
 def _check_place(output: Path, to: str, overwrite: bool) -> None:
-    """Before any work. Keras opens by a file's ending."""
-    if to == "keras" and output.suffix != ".keras":
-        raise ConfigError("Keras loads only files that end in .keras", where=f"-o {output}", fix="change the ending")
+    """Before any work."""
+    if to in OWN and OWN[to].loads_by_ending and output.suffix != OWN[to].ending:
+        what = f"{to.capitalize()} loads only files that end in {OWN[to].ending}"
+        raise ConfigError(what, where=f"-o {output}", fix="change the ending")
     if output.exists() and not overwrite:
         fix = "give --overwrite, or another place with -o"
         raise ConfigError("the file exists already", where=str(output), fix=fix)

@@ -22,7 +22,8 @@ class Framework:
 
     ``module``: its front-end, a ``protocol.FrontEndModule``; ``horovod``: Horovod's module for it; ``packages``: what
     must be installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
-    its own kind of file, which the module ``exporter`` writes (empty: none). ``channels_first``: so it takes images.
+    its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
+    ``channels_first``: so it takes images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent; ``beside``:
     packages that it imports where it finds them, for what no training does.
     """
@@ -35,6 +36,7 @@ class Framework:
     exporter: str = ""
     format: str = ""
     ending: str = ""
+    loads_by_ending: bool = False
     channels_first: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     quiet: Mapping[str, str] = field(default_factory=dict)
@@ -115,6 +117,7 @@ TENSORFLOW = register(
         exporter="hvd_train.frontends.tf_export",
         format="keras",
         ending=".keras",
+        loads_by_ending=True,
         settings={"KERAS_BACKEND": "tensorflow", **KERNELS},
         quiet={"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"},
         beside=("sklearn", "matplotlib"),  # Keras' wrappers for scikit-learn, and galleries of images

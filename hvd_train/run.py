@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import PIXELS, DataSet, open_data
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError, Interrupted
+from hvd_train.files import Aside
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
@@ -226,7 +226,7 @@ def fit(
     faults.arm(world().rank)
     with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
         if not ears.told and job.communicator.size > 1:
-            ears.seen = peers.watch(job.communicator, config.watchdog_s)
+            ears.seen = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
         if lock:
             ears.leaving.append(lock.release)
         ears.leaving.append(snapshots.forget)
@@ -476,30 +476,30 @@ class _Rows:
     ranks wait in between. Written and not mapped: a mapped file on a full disk ends the process by a signal."""
 
     def __init__(self, output: Path) -> None:
-        self.output, self.partial = output, output.with_name(output.name + ".partial")
-        self._stream: IO[bytes] | None = None
+        self.output = output
+        self._file: Aside | None = None
         self._failure: OSError | None = None
         self._start = self._width = 0
 
     def open(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        if self._stream or self._failure:
+        if self._file or self._failure:
             return
         try:
-            self.partial.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self.partial, "wb")  # noqa: SIM115
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._file = Aside(self.output)
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_2_0(self._stream, header)
-            self._start, self._width = self._stream.tell(), dtype.itemsize * math.prod(shape[1:])
+            np.lib.format.write_array_header_2_0(self._file.stream, header)
+            self._start, self._width = self._file.stream.tell(), dtype.itemsize * math.prod(shape[1:])
         except OSError as error:
             self._failure = error
 
     def put(self, indices: np.ndarray, rows: bytes) -> None:
         """Rows of consecutive ``indices``."""
-        if self._stream is None or self._failure or not len(indices):
+        if self._file is None or self._failure or not len(indices):
             return
         try:
-            self._stream.seek(self._start + int(indices[0]) * self._width)
-            self._stream.write(rows)
+            self._file.stream.seek(self._start + int(indices[0]) * self._width)
+            self._file.stream.write(rows)
         except OSError as error:
             self._failure = error
 
@@ -507,16 +507,12 @@ class _Rows:
         try:
             if self._failure:
                 raise self._failure
-            if self._stream:
-                self._stream.close()
-                os.replace(self.partial, self.output)
+            if self._file:
+                self._file.close()
         except OSError as error:
             what = f"the predictions cannot be written: {error.strerror}"
             raise ConfigError(what, where=str(self.output)) from error
 
     def forget(self) -> None:
-        with suppress(OSError):
-            if self._stream:
-                self._stream.close()
-        if self._stream:
-            self.partial.unlink(missing_ok=True)
+        if self._file:
+            self._file.forget()

@@ -29,6 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from hvd_train import files
 from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
 from hvd_train.attach.pt_buffers import Buffers
 from hvd_train.attach.pt_frozen import Frozen
@@ -37,7 +38,6 @@ from hvd_train.attach.recorded import recording
 from hvd_train.attach.slow import Slow
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
-from hvd_train.core import files
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.mean import ordered_sum
 from hvd_train.data.order import mix

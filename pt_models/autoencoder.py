@@ -3,6 +3,7 @@
 import math
 
 import torch.nn as nn
+from torch import Tensor
 
 from pt_models import mlp
 
@@ -16,7 +17,7 @@ class Autoencoder(nn.Module):
         self.decoder = mlp.MLP((code,), math.prod(input_shape), hidden[::-1])
         self.shape = tuple(input_shape)
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = self.decoder(self.encoder(x))
         if len(self.shape) != 3:
             return x.view(-1, *self.shape)

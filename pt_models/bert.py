@@ -2,6 +2,7 @@
 
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from pt_models.gpt import attend, neutral
 
@@ -25,7 +26,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=EPS)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, mask):
+    def forward(self, x, mask) -> Tensor:
         qkv = self.qkv(x)
         x = self.norm1(x + self.dropout(self.out(attend(qkv, self.heads, attn_mask=mask.to(qkv.dtype)))))
         return self.norm2(x + self.dropout(self.fc2(F.gelu(self.fc1(x)))))
@@ -53,7 +54,7 @@ class BERT(nn.Module):
         self.pooler = nn.Linear(width, width)
         self.next = nn.Linear(width, 2)
 
-    def forward(self, tokens, segments):
+    def forward(self, tokens, segments) -> dict[str, Tensor]:
         mask = HIDDEN * (tokens == 0)[:, None, None]
         x = self.token(tokens) + self.position.weight + self.segment(segments)
         x = self.dropout(self.norm(x))

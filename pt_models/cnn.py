@@ -1,6 +1,7 @@
 """SINGA's CNN for 28 x 28 images: two convolutions with pooling, two dense layers (0.43 million weights)."""
 
 import torch.nn as nn
+from torch import Tensor
 
 
 class CNN(nn.Module):
@@ -20,7 +21,7 @@ class CNN(nn.Module):
         self.pool = nn.MaxPool2d(2)
         self.relu = nn.ReLU()
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = self.pool(self.relu(self.conv1(x)))
         x = self.pool(self.relu(self.conv2(x)))
         return self.fc2(self.relu(self.fc1(x.flatten(1))))

@@ -2,9 +2,10 @@
 
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def attend(qkv, heads: int, **mask):
+def attend(qkv, heads: int, **mask) -> Tensor:
     """Query, key and value (n, T, 3 width), the last axis being (3, heads, width / heads) -> (n, T, width)."""
     n, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     q, k, v = qkv.view(n, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()
@@ -25,7 +26,7 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = x + self.dropout(self.out(attend(self.qkv(self.norm1(x)), self.heads, is_causal=True)))
         return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
 
@@ -47,7 +48,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, eps=1e-5)
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = self.tokens(x) + self.positions.weight
         x = self.norm(self.blocks(self.dropout(x)))
         return F.linear(x, self.tokens.weight)

@@ -3,6 +3,7 @@
 import math
 
 import torch.nn as nn
+from torch import Tensor
 
 
 class MLP(nn.Module):
@@ -15,7 +16,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
         self.relu = nn.ReLU()
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = x.flatten(1)
         for layer in self.layers[:-1]:
             x = self.relu(layer(x))

@@ -2,6 +2,7 @@
 
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from pt_models.resnet import need_images, neutral
 
@@ -25,7 +26,7 @@ class Block(nn.Module):
         self.relu = nn.ReLU()
         self.pool = nn.AvgPool2d(stride, ceil_mode=True) if stride > 1 else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         y = self.norm3(self.conv2(self.relu(self.norm2(self.conv1(self.norm1(x))))))
         return y + F.pad(self.pool(x), (0, 0, 0, 0, 0, self.new))
 
@@ -47,7 +48,7 @@ class PyramidNet(nn.Module):
         self.relu = nn.ReLU()
         self.head = nn.Linear(into, num_classes)
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = self.relu(self.last(self.blocks(self.norm(self.stem(x)))))
         return self.head(x.mean((2, 3)))
 

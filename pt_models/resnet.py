@@ -1,6 +1,7 @@
 """ResNet-18 for small images (He et al. 2015): 3 x 3 stem, four stages of basic blocks (11.2 million weights)."""
 
 import torch.nn as nn
+from torch import Tensor
 
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
@@ -28,7 +29,7 @@ class Block(nn.Module):
             self.norm3 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU()
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
         return self.relu(y + (self.norm3(self.conv3(x)) if self.project else x))
 
@@ -56,7 +57,7 @@ class ResNet(nn.Module):
                 into = out
         self.head = nn.Linear(into, num_classes)
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         x = self.blocks(self.pool(self.relu(self.norm(self.stem(x)))))
         return self.head(x.mean((2, 3)))
 

@@ -1,6 +1,7 @@
 """ResNet-50 (He et al. 2015): for images of 224 x 224, four stages of bottleneck blocks (25.6 million weights)."""
 
 import torch.nn as nn
+from torch import Tensor
 
 from pt_models.resnet import ResNet, need_images, neutral
 
@@ -30,7 +31,7 @@ class Block(nn.Module):
             self.norm4 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU()
 
-    def forward(self, x):
+    def forward(self, x) -> Tensor:
         y = self.relu(self.norm1(self.conv1(x)))
         y = self.norm3(self.conv3(self.relu(self.norm2(self.conv2(y)))))
         return self.relu(y + (self.norm4(self.conv4(x)) if self.project else x))

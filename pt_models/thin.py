@@ -22,7 +22,7 @@ class Thin(nn.Module):
         sizes = [math.prod(input_shape), *[width] * (depth - 1), num_classes]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
-    def forward(self, x):
+    def forward(self, x) -> torch.Tensor:
         if self.image:  # the neutral order, so that no kernel needs another
             x = x.permute(0, 2, 3, 1)
         first, *middle, last = self.layers

@@ -1,5 +1,7 @@
 """BERT (Devlin et al. 2018), small: masked words and next sentence (6.5 million weights and 257 a word)."""
 
+from __future__ import annotations
+
 import keras
 from keras import layers, ops
 
@@ -12,10 +14,10 @@ __all__ = ["build", "neutral"]
 class Attention(CausalAttention):
     """All places see one another, except tokens (n, T) that are 0: padding."""
 
-    def call(self, qkv, tokens):
+    def call(self, qkv, tokens) -> keras.KerasTensor:
         return self.attend(qkv, HIDDEN * ops.cast(ops.equal(tokens, 0)[:, None, None], self.wide))
 
-    def compute_output_shape(self, qkv_shape, tokens_shape):
+    def compute_output_shape(self, qkv_shape, tokens_shape) -> tuple:
         return super().compute_output_shape(qkv_shape)
 
 
@@ -23,18 +25,18 @@ class Attention(CausalAttention):
 class Bias(layers.Layer):
     """x (..., k) + a learned (k,)."""
 
-    def build(self, input_shape):
+    def build(self, input_shape) -> None:
         self.bias = self.add_weight(shape=input_shape[-1:], initializer="zeros", name="bias")
 
-    def call(self, x):
+    def call(self, x) -> keras.KerasTensor:
         return x + self.bias
 
 
-def _norm(x, name: str):
+def _norm(x, name: str) -> keras.KerasTensor:
     return layers.LayerNormalization(epsilon=1e-12, name=name)(x)
 
 
-def _block(x, tokens, heads: int, dropout: float, name: str):
+def _block(x, tokens, heads: int, dropout: float, name: str) -> keras.KerasTensor:
     """(n, T, width) and tokens (n, T) -> (n, T, width); layer norm comes after each part."""
     width = x.shape[-1]
     y = Attention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(x), tokens)

@@ -1,5 +1,7 @@
 """A small decoder-only transformer: logits of the next token at every place (0.84 million weights on bytes)."""
 
+from __future__ import annotations
+
 import math
 
 import keras
@@ -16,19 +18,19 @@ class Tokens(layers.Layer):
         super().__init__(**keys)
         self.count, self.width = count, width
 
-    def build(self, input_shape):
+    def build(self, input_shape) -> None:
         self.table = self.add_weight(shape=(self.count, self.width), initializer="normal", name="embedding")
 
-    def call(self, x, reverse=False):
+    def call(self, x, reverse=False) -> keras.KerasTensor:
         if reverse:
             return ops.matmul(x, ops.transpose(self.table))
         return ops.take(self.table, x, axis=0)
 
-    def compute_output_spec(self, x, reverse=False):
+    def compute_output_spec(self, x, reverse=False) -> keras.KerasTensor:
         shape = (*x.shape[:-1], self.count) if reverse else (*x.shape, self.width)
         return keras.KerasTensor(shape, self.compute_dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return super().get_config() | {"count": self.count, "width": self.width}
 
 
@@ -36,10 +38,10 @@ class Tokens(layers.Layer):
 class Positions(layers.Layer):
     """Adds a learned (T, width) to x (n, T, width)."""
 
-    def build(self, input_shape):
+    def build(self, input_shape) -> None:
         self.table = self.add_weight(shape=input_shape[1:], initializer="normal", name="embedding")
 
-    def call(self, x):
+    def call(self, x) -> keras.KerasTensor:
         return x + self.table
 
 
@@ -54,7 +56,7 @@ class CausalAttention(layers.Layer):
         super().__init__(**keys)
         self.heads = heads
 
-    def call(self, qkv):
+    def call(self, qkv) -> keras.KerasTensor:
         length = qkv.shape[1]
         return self.attend(qkv, ops.triu(ops.full((length, length), HIDDEN, self.wide), 1))
 
@@ -63,7 +65,7 @@ class CausalAttention(layers.Layer):
         """Half floats are added up in 32 bits, as PyTorch does."""
         return keras.backend.result_type(self.compute_dtype, "float32")
 
-    def attend(self, qkv, mask):
+    def attend(self, qkv, mask) -> keras.KerasTensor:
         """``mask``: scores to add, of a shape that broadcasts to (n, heads, T, T)."""
         length, width = qkv.shape[1], qkv.shape[2] // 3
         split = ops.reshape(qkv, (-1, length, 3, self.heads, width // self.heads))
@@ -73,14 +75,14 @@ class CausalAttention(layers.Layer):
         mixed = ops.matmul(ops.cast(shares, self.compute_dtype), v)
         return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, length, width))
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape) -> tuple:
         return (*input_shape[:2], input_shape[2] // 3)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return super().get_config() | {"heads": self.heads}
 
 
-def _block(x, heads: int, dropout: float, name: str):
+def _block(x, heads: int, dropout: float, name: str) -> keras.KerasTensor:
     """(n, T, width) -> the same; layer norm comes before each part (Radford et al. 2019)."""
     width = x.shape[-1]
     y = layers.LayerNormalization(epsilon=1e-5, name=f"{name}.norm1")(x)
@@ -94,7 +96,7 @@ def _block(x, heads: int, dropout: float, name: str):
 
 
 @keras.saving.register_keras_serializable("hvd_train")
-def gelu(x):
+def gelu(x) -> keras.KerasTensor:
     """x Phi(x). Not ``ops.gelu``: TensorFlow rounds its square root of 2 to 32 bits, which 64 bits show as 5e-9."""
     return 0.5 * x * (1 + ops.erf(x * math.sqrt(0.5)))
 

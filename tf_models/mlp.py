@@ -1,10 +1,12 @@
 """A multi-layer perceptron on the flattened input: dense layers with ReLU between them."""
 
+from __future__ import annotations
+
 import keras
 from keras import layers
 
 
-def perceptron(x, units: list[int], prefix: str = ""):
+def perceptron(x, units: list[int], prefix: str = "") -> keras.KerasTensor:
     """(n, k) -> (n, units[-1])."""
     for i, count in enumerate(units):
         activation = "relu" if i + 1 < len(units) else None

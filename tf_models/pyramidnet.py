@@ -1,5 +1,7 @@
 """PyramidNet (Han et al. 2017) for small images: every block is a little wider (24.3 million weights)."""
 
+from __future__ import annotations
+
 import keras
 from keras import layers, ops
 
@@ -8,7 +10,7 @@ from tf_models.resnet import conv, need_images, neutral, norm
 __all__ = ["build", "neutral"]
 
 
-def _block(x, out: int, stride: int, name: str):
+def _block(x, out: int, stride: int, name: str) -> keras.KerasTensor:
     """(n, height, width, into) -> (n, height / stride, width / stride, out), sides rounded up.
 
     The shortcut has no weights: where the stride is 2 it is average pooled, and its new channels are zeros.

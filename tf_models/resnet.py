@@ -1,5 +1,7 @@
 """ResNet-18 for small images (He et al. 2015): 3 x 3 stem, four stages of basic blocks (11.2 million weights)."""
 
+from __future__ import annotations
+
 import keras
 from keras import layers
 
@@ -12,7 +14,7 @@ def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
         raise ValueError(f"the {model} needs images of at least {least} x {least}, not {found}")
 
 
-def conv(x, out: int, side: int, stride: int, name: str):
+def conv(x, out: int, side: int, stride: int, name: str) -> keras.KerasTensor:
     """A convolution whose padding is the same on all sides, as in PyTorch; 'same' pads a strided one otherwise."""
     if side > 1 and stride > 1:
         x = layers.ZeroPadding2D(side // 2, name=f"{name}.pad")(x)
@@ -20,11 +22,11 @@ def conv(x, out: int, side: int, stride: int, name: str):
     return layers.Conv2D(out, side, stride, padding, use_bias=False, name=name)(x)
 
 
-def norm(x, name: str):
+def norm(x, name: str) -> keras.KerasTensor:
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)(x)
 
 
-def _block(x, width: int, stride: int, name: str):
+def _block(x, width: int, stride: int, name: str) -> keras.KerasTensor:
     """(n, height, width, into) -> (n, height / stride, width / stride, width)."""
     y = layers.ReLU(name=f"{name}.relu1")(norm(conv(x, width, 3, stride, f"{name}.conv1"), f"{name}.norm1"))
     y = norm(conv(y, width, 3, 1, f"{name}.conv2"), f"{name}.norm2")
@@ -33,7 +35,7 @@ def _block(x, width: int, stride: int, name: str):
     return layers.ReLU(name=f"{name}.relu2")(layers.Add(name=f"{name}.add")([y, x]))
 
 
-def staged(x, num_classes: int, width: int, blocks: list[int], block):
+def staged(x, num_classes: int, width: int, blocks: list[int], block) -> keras.KerasTensor:
     """What follows the stem: (n, height, width, channels) -> logits (n, num_classes)."""
     plan = [(width << stage, 2 if stage and k == 0 else 1) for stage, n in enumerate(blocks) for k in range(n)]
     for i, (out, stride) in enumerate(plan):

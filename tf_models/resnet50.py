@@ -1,5 +1,7 @@
 """ResNet-50 (He et al. 2015): for images of 224 x 224, four stages of bottleneck blocks (25.6 million weights)."""
 
+from __future__ import annotations
+
 import keras
 from keras import layers
 
@@ -8,7 +10,7 @@ from tf_models.resnet import conv, need_images, neutral, norm, staged
 __all__ = ["build", "neutral"]
 
 
-def _block(x, width: int, stride: int, name: str):
+def _block(x, width: int, stride: int, name: str) -> keras.KerasTensor:
     """(n, height, width, into) -> (n, height / stride, width / stride, 4 width).
 
     The stride is that of the 3 x 3 convolution (Gross and Wilber 2016, "version 1.5"): the first would skip pixels.

@@ -1,5 +1,7 @@
 """Many thin dense layers in a row, by default 200: every step waits on latency, none on arithmetic."""
 
+from __future__ import annotations
+
 import math
 
 import keras
@@ -14,10 +16,10 @@ class Residual(layers.Dense):
         super().__init__(units, **keys)
         self.factor = factor
 
-    def call(self, x):
+    def call(self, x) -> keras.KerasTensor:
         return x + self.factor * super().call(ops.relu(x))
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return super().get_config() | {"factor": self.factor}
 
 

@@ -101,6 +101,9 @@ class Reducer:
         self._broken = False
         self._arrivals: dict[int, int] = {}
         self._summed: set[int] = set()  # without ``average``: gradients that no step has used
+        self._joined: dict[
+            int, tuple[torch.Tensor, int]
+        ] = {}  # gradients set by hand, of all ranks, and their versions
         self._weights: dict[int, int] = {}  # bits of parameters that no optimizer has stepped so far
         self._stepped: set[int] = set()
         self._numbered = list(enumerate(self._parameters, len(self._riders)))
@@ -402,7 +405,11 @@ class Reducer:
             what = "a gradient was replaced after backward() had summed it, and would be summed again"
             where, fix = "ht.distribute(average=False)", "change it in its place, as in p.grad /= n"
             raise ConfigError(what, where=where, fix=fix, common=True)
-        everyone = self._communicator.allgather_bytes(",".join(map(str, own)).encode())
+        # A step within a step (super().step()) finds what the outer one has joined.
+        new = [i for i in own if not self._joined_before(i)]
+        everyone = self._communicator.allgather_bytes(",".join(map(str, new)).encode())
+        if not any(everyone):
+            return
         chosen = sorted({int(i) for part in everyone for i in part.decode().split(",") if i})
         for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):
             same = [i for i in chosen if self._tensors[i].dtype == dtype]
@@ -415,9 +422,14 @@ class Reducer:
             for i, part in zip(same, flat.split([self._sizes[i] for i in same]), strict=True):
                 p = self._parameters[i - len(self._riders)]
                 p.grad = torch.empty_like(p, requires_grad=False).copy_(part.reshape(p.shape))
+                self._joined[i] = p.grad, p.grad._version
         self.passes += 1
         pt_passes.exchanged()
         self.compare()
+
+    def _joined_before(self, i: int) -> bool:
+        gradient, version = self._joined.get(i, (None, 0))
+        return gradient is not None and self._gradient(i) is gradient and gradient._version == version
 
     def joined(self, loss: float, total: Callable[[float], float]) -> float:
         """The loss of all ranks, of this rank's own."""

@@ -10,17 +10,18 @@ import re
 import sys
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, LostRankError, TrainError
+from hvd_train.frontends.base import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
+from hvd_train.launch.board import SCRIPT
 from hvd_train.launch.environment import world
+from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
-
-WATCHDOG = "HVD_TRAIN_WATCHDOG_S"  # after how long a rank that is stopped ends all; 0: never
 
 
 @functools.cache
@@ -37,17 +38,20 @@ def open_world(framework: str) -> Communicator:
     communicator = settle(framework, verbose=True).communicator()
     communicator.open()
     if communicator.size > 1:
-        peers.watch(communicator, _watchdog_s(), answers=False)
+        page = peers.watch(communicator, _watchdog_s())
+        if page:
+            page.at(SCRIPT, 0)
+            cast(HorovodCommunicator, communicator).page = page
     _opened.append((framework, communicator))
     atexit.register(_close)
     return communicator
 
 
 def _watchdog_s() -> float:
-    given = os.environ.get(WATCHDOG, "600")
+    given = os.environ.get(VARIABLE, "600")
     with suppress(ValueError):
         return float(given)
-    raise ConfigError(f"{given!r} is no number of seconds", where=WATCHDOG)
+    raise ConfigError(f"{given!r} is no number of seconds", where=VARIABLE)
 
 
 _opened: list[tuple[str, Communicator]] = []

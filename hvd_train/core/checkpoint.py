@@ -28,10 +28,10 @@ from pydantic import ValidationError
 
 from hvd_train.config import Config
 from hvd_train.core import faults
-from hvd_train.core.files import sync, write
 from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
 from hvd_train.core.state_dict import packed, unpack, without_slots
 from hvd_train.errors import CheckpointError
+from hvd_train.files import sync, write
 
 STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
@@ -120,7 +120,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         parts |= {f"rank-{rank}": tree for rank, tree in enumerate(snapshot.local)}
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir(0o700, parents=True)  # weights are nobody else's, also in /dev/shm
         files: dict[str, dict[str, Any]] = {}
         for part, tree in parts.items():
             faults.at("write")

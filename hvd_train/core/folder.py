@@ -25,7 +25,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hvd_train.core import checkpoint, files
+from hvd_train import files
+from hvd_train.core import checkpoint
 from hvd_train.errors import CheckpointError, ConfigError
 
 NAME = "lock"

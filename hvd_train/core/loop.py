@@ -387,6 +387,7 @@ class Trainer:
         p, c = self.progress, self.config
         epoch, train = p.epoch, _told("train", self.frontend.task.results(np.array(p.epoch_sums)))
         del train["train_samples"]
+        p.train = train
         self._before, self._saved, p.ending = copy.deepcopy(p), False, False
         if complete:
             p.epoch, p.consumed, p.epoch_sums = p.epoch + 1, 0, []
@@ -487,6 +488,7 @@ class Trainer:
             "train_samples": p.seen,
             **({"skipped_steps": p.skipped} if self.config.checks_gradients else {}),
             "val_samples": p.val.get("val_samples", 0),
+            **{f"train_{name}": p.train.get(f"train_{name}") for name in self.config.task.names},
             **{f"val_{name}": p.val.get(f"val_{name}") for name in self.config.task.names},
             "samples_per_second": self.samples_per_second(),
             "weights_sha256": weights_sha256(self.frontend.state()),

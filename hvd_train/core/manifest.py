@@ -33,6 +33,7 @@ class Progress:
     consumed: Count = 0  # samples of this epoch already used
     seen: Count = 0  # samples used in all epochs
     epoch_sums: Annotated[list[float], Field(max_length=1 << 20)] = field(default_factory=list)  # of this epoch so far
+    train: dict[Text, float] = field(default_factory=dict)  # newest epoch
     val: dict[Text, float] = field(default_factory=dict)  # newest evaluation
     best: float | None = None  # early stopping
     waited: Count = 0

@@ -136,7 +136,8 @@ SUMS: dict[str, tuple[Callable[..., Tensor], Callable[[np.ndarray], float]]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """``function`` gives values, or, of ``SUMS``, what adds up to ``length`` entries of the vector from ``begin``."""
+    """``function`` gives values, or, where there is a ``result``, what adds up to ``length`` entries of the vector from
+    ``begin``."""
 
     title: str
     kind: str
@@ -144,6 +145,14 @@ class Metric:
     result: Callable[[np.ndarray], float] | None
     length: int
     begin: int
+
+    @property
+    def own(self) -> bool:
+        return ":" in self.kind
+
+    @property
+    def where(self) -> str:
+        return f"task.metrics: {self.kind}"
 
 
 class Term:
@@ -202,7 +211,7 @@ class Task:
         self._ops = ops
         self.terms = [Term(name, *each, sample, config.ignore_index) for name, each in config.terms.items()]
         self._shapes: Any = None  # of the outputs, where own losses must be asked for their weights
-        self._own_metrics: dict[tuple[int, str], bool] = {}
+        self._own_lengths: dict[tuple[int, str], int] = {}  # of own metrics, which only made-up samples tell
         self.own = config.own
         self._place()
 
@@ -217,19 +226,24 @@ class Task:
                     classes = term.field.classes if term.field and term.loss == "cross_entropy" else None
                     wide.append((k, kind, {"r2": 4, "f1": 3 * (classes or 2), "auc": 2 * BINS}[kind]))
                     continue
-                own = ":" in kind
-                function = own_function(kind, f"task.metrics: {kind}") if own else MEANS[kind]
-                length = 1 + (self._own_metrics.get((k, kind), False) if own else term.masked)
+                own = _own_metric(kind) if ":" in kind else None
+                length = self._own_lengths.get((k, kind), 1) if own else 1 + term.masked
+                if hasattr(own, "result"):
+                    wide.append((k, kind, length))
+                    continue
+                function = own or MEANS[kind]
                 title = title_of(term.output, kind)
                 self._metrics.append((k, Metric(title, kind, function, None, length, at)))
                 at += length
         self.samples = at  # its entry
         at += 1
         for k, kind, length in wide:
-            term, (function, result) = self.terms[k], SUMS[kind]
-            one = kind == "f1" and length == 6 and not (term.field and term.loss == "cross_entropy")
-            title = title_of(term.output, kind)
-            self._metrics.append((k, Metric(title, kind, function, _f1_of_one if one else result, length, at)))
+            term, title = self.terms[k], title_of(self.terms[k].output, kind)
+            own = _own_metric(kind) if ":" in kind else None
+            function, result = (own, own.result) if own else SUMS[kind]
+            if kind == "f1" and length == 6 and not (term.field and term.loss == "cross_entropy"):
+                result = _f1_of_one
+            self._metrics.append((k, Metric(title, kind, function, result, length, at)))
             at += length
         self.length = at
 
@@ -255,8 +269,13 @@ class Task:
                 term.counted = self._probed(term.function, "task.loss", term.loss, z, y, weights)
             for kind in term.metrics:
                 if ":" in kind:
-                    function = own_function(kind, f"task.metrics: {kind}")
-                    self._own_metrics[k, kind] = self._probed(function, "task.metrics", kind, z, y, weights)
+                    function = _own_metric(kind)
+                    weighted = self._probed(function, "task.metrics", kind, z, y, weights)
+                    self._own_lengths[k, kind] = 1 + weighted
+                    if hasattr(function, "result"):
+                        sums = self._ops.to_numpy(self._own_sums(function, kind, z, y, weights, None))
+                        self._own_lengths[k, kind] = len(sums)
+                        _result(function.result, kind, sums)
         self._shapes = _map(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._place()
 
@@ -300,7 +319,22 @@ class Task:
         if own is not None and tuple(own.shape) != tuple(values.shape):
             what = f"the function gives values {tuple(values.shape)} and weights {tuple(own.shape)}"
             raise refused(what, where, "give both the same shape")
-        return self._ops.cast(values, self._ops.dtype(weights)), own
+        return values, own
+
+    def _own_sums(
+        self, function: Callable[..., Any], kind: str, z: Any, y: Any, weights: Tensor, length: int | None
+    ) -> Tensor:
+        """(k,) float64: of an own metric with a ``result``, the sums over the samples that count."""
+        ops, where = self._ops, f"task.metrics: {kind}"
+        values, own = self._own(function, "task.metrics", kind, z, y, weights)
+        wide = tuple(values.shape)[1:]
+        if own is not None or len(wide) > 1 or (length is not None and (*wide, 1)[0] != length):
+            what = "(values, weights)" if own is not None else str(tuple(values.shape))
+            fix = f"a metric with a result gives (samples, {length or 'k'}): of each sample the numbers that are added"
+            raise refused(f"the function gives {what}", where, fix)
+        count = ops.reshape(ops.cast(weights, "float64"), (-1, 1))
+        values = ops.reshape(ops.cast(values, "float64"), (-1, *(wide or (1,))))
+        return ops.add_rows(ops.where(count > 0, values, 0.0) * count)
 
     def __call__(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor, scale: Any = None) -> Any:
         """(what is to be minimized, the vector of sums in float64); ``scale``: a number for each loss, None: no need.
@@ -327,15 +361,18 @@ class Task:
                 loss = part if loss is None else loss + part
         for k, metric in self._metrics:
             (z, y, own), given = prepared[k]
+            if metric.result and metric.own:
+                wide.append(self._own_sums(metric.function, metric.kind, *given, weights, metric.length))
+                continue
             if metric.result:
                 wide.append(metric.function(*self._flat(z, y, own, weights), metric.length, ops))
                 continue
-            if ":" in metric.kind:
+            if metric.own:
                 counted = metric.length == 2
                 values, own = self._own(metric.function, "task.metrics", metric.kind, *given, weights, counted)
             else:
                 values = metric.function(z, y, ops)
-            scalars += [x for x in self._sum(values, own, weights, ":" in metric.kind) if x is not None]
+            scalars += [x for x in self._sum(values, own, weights, metric.own) if x is not None]
         sums = [ops.cast(x, "float64") for x in (ops.stack([*scalars, ops.add_rows(weights)]), *wide)]
         return loss, ops.join(sums) if wide else sums[0]
 
@@ -380,6 +417,7 @@ class Task:
     def _sum(self, values: Tensor, own: Tensor | None, weights: Tensor, foreign: bool) -> tuple[Tensor, Tensor | None]:
         """(S, W); W None: the number of samples. What does not count may be no number in a ``foreign`` function."""
         ops = self._ops
+        values = ops.cast(values, ops.dtype(weights)) if foreign else values
         if own is None:
             values = values if len(values.shape) == 1 else ops.row_means(values)
             return ops.dot(ops.where(weights > 0, values, 0.0) if foreign else values, weights), None
@@ -431,7 +469,7 @@ class Task:
         for _, metric in self._metrics:
             own = sums[metric.begin : metric.begin + metric.length]
             if metric.result:
-                values[metric.title] = metric.result(own)
+                values[metric.title] = _result(metric.result, metric.kind, own)
                 continue
             number = float(own[0]) / ((float(own[1]) if metric.length == 2 else samples) or 1.0)
             values[metric.title] = math.sqrt(number) if metric.kind == "rmse" else number
@@ -446,6 +484,23 @@ def _called(function: Callable[..., Any], where: str, z: Any, y: Any) -> Given:
         raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
     values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
     return values, own
+
+
+def _own_metric(kind: str) -> Any:
+    """A function, or an object that can be called; with a ``result`` its values are sums of several numbers."""
+    found = own_function(kind, f"task.metrics: {kind}")
+    return found() if isinstance(found, type) else found
+
+
+def _result(result: Callable[[np.ndarray], float], kind: str, sums: np.ndarray) -> float:
+    """What a metric makes of its sums: a number, nan where there is none."""
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(result(sums))
+    except Exception as error:
+        reason, where = f"{type(error).__name__}: {error}".splitlines()[0], f"task.metrics: {kind}"
+        fix = f"it is called with the {len(sums)} sums and gives a number, math.nan where there is none"
+        raise ConfigError(f"its result failed: {reason}", where=where, fix=fix, common=True) from error
 
 
 def _map(function: Callable[[Any], Any], outputs: Any) -> Any:

@@ -31,15 +31,28 @@ def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
     return DataError(f"no readable {kind}: {reason}", where=str(path), fix="make or fetch the file again")
 
 
-# ---- IDX
+# ---- what scikit-learn brings
+
+
+def _brought(name: str, **options: Any) -> np.ndarray:
+    """A file of scikit-learn's, whose import would cost each rank 1.5 s."""
+    (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
+    return np.loadtxt(Path(package) / "datasets" / "data" / name, **options)
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's 1 797 digits, read from its file, as its import would cost each rank 1.5 s: images (1797, 8, 8)
-    from 0 to 16, labels (1797,)."""
-    (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
-    table = np.loadtxt(Path(package) / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    """Images (1797, 8, 8) from 0 to 16, labels (1797,)."""
+    table = _brought("digits.csv.gz", delimiter=",", dtype=np.int64)
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
+
+
+def read_diabetes() -> tuple[np.ndarray, np.ndarray]:
+    """Ten measures of each patient (442, 10) as they were taken, how far the disease came in a year (442,), 25 to 346
+    (Efron et al. 2004, "Least Angle Regression")."""
+    return _brought("diabetes_data_raw.csv.gz"), _brought("diabetes_target.csv.gz")
+
+
+# ---- IDX
 
 
 def find_idx(folder: Path, name: str, axes: int) -> Path:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.errors import ConfigError, DataError, TrainError
+from hvd_train.files import LEFT, Aside
 from hvd_train.protocol import Field, Fields, Sample, Source
 
 MANIFEST, VERSION = "manifest.json", 1
@@ -136,7 +135,7 @@ def _fresh(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("is a file", where=str(folder), fix="name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("*.partial"):  # of a packing that was ended
+    for left in folder.glob(f"*{LEFT}"):  # of a packing that was ended
         left.unlink()
 
 
@@ -192,35 +191,18 @@ def _write(
     }
 
 
-class _Whole:
+class _Whole(Aside):
     """A file that is whole or not there, with its size and digest."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size, self.digest = path, 0, hashlib.sha256()
-        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-        self._stream = open(self._partial, "xb")  # noqa: SIM115
+        super().__init__(path)
+        self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.digest.update(view)
         self.size += view.nbytes
-        return self._stream.write(view)
-
-    def close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        os.replace(self._partial, self.path)
-
-    def forget(self) -> None:
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> _Whole:
-        return self
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        self.forget() if kind else self.close()
+        return self.stream.write(view)
 
 
 def _together(world: World, work: Callable[[], Any]) -> list[Any]:

@@ -53,6 +53,13 @@ def _digits(config: DataConfig, task: TaskConfig) -> Pair:
     return Arrays(images, labels, "digits", config.num_classes or 10).split(0.2)
 
 
+def _diabetes(config: DataConfig, task: TaskConfig) -> Pair:
+    """442 patients, 10 standardized measures, one number to predict: for regression (built in)"""
+    measures, progress = formats.read_diabetes()
+    measures = (measures - measures.mean(0)) / measures.std(0)
+    return Arrays(measures.astype(np.float32), progress.astype(np.float32), "diabetes", None, task).split(0.2)
+
+
 def _idx(config: DataConfig, task: TaskConfig) -> Pair:
     """MNIST format: path holds train-images-idx3-ubyte, ... and t10k-..., plain or .gz"""
     folder, parts = _folder(config), []
@@ -247,6 +254,7 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Worl
 
 KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
     "digits": _digits,
+    "diabetes": _diabetes,
     "idx": _idx,
     "npz": _npz,
     "npy": _npy,

@@ -12,6 +12,7 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -232,7 +233,8 @@ def guarded(transfer: Callable) -> Callable:
             raise SystemExit(self._failure.exit_code)
         began = time.perf_counter()
         try:
-            return transfer(self, *args, **kwargs)
+            with self.page or nullcontext():
+                return transfer(self, *args, **kwargs)
         except Exception as error:
             failure = self.failure(error)
             if failure is None:
@@ -253,6 +255,7 @@ class HorovodCommunicator(ABC):
     part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
     module: str
     waited = 0.0
+    page: Any = None  # within which a script's rank is while it waits for others; see launch/board.py
     _failure: TrainError | None = None
 
     def __init__(self, expected_size: int) -> None:

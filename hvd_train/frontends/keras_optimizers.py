@@ -18,7 +18,7 @@ class _WithSlots(keras.optimizers.Optimizer):
 
     slot_names: tuple[str, ...] = ()
 
-    def build(self, variables):
+    def build(self, variables) -> None:
         if self.built:
             return
         super().build(variables)
@@ -26,26 +26,26 @@ class _WithSlots(keras.optimizers.Optimizer):
             slot: [self.add_variable_from_reference(v, name=slot) for v in variables] for slot in self.slot_names
         }
 
-    def _slot(self, name, variable):
+    def _slot(self, name, variable) -> tf.Variable:
         return self.slots[name][self._get_variable_index(variable)].value
 
 
 class _Fused(_WithSlots):
     """TensorFlow's kernels take a slot's handle."""
 
-    def _handle(self, name, variable):
+    def _handle(self, name, variable) -> tf.Tensor:
         return self._slot(name, variable).handle
 
 
 class SGD(_Fused):
     """g += decay w; m = momentum m + g; w -= lr (g + momentum m if nesterov else m)."""
 
-    def __init__(self, learning_rate, momentum=0.0, nesterov=False, decay=0.0):
+    def __init__(self, learning_rate, momentum=0.0, nesterov=False, decay=0.0) -> None:
         super().__init__(learning_rate, name="sgd")
         self.momentum, self.nesterov, self.decay = momentum, nesterov, decay
         self.slot_names = ("momentum",) if momentum else ()
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(self, gradient, variable, learning_rate) -> None:
         if self.decay:
             gradient = gradient + tf.constant(self.decay, gradient.dtype) * variable
         rate, handle = tf.cast(learning_rate, gradient.dtype), variable.handle
@@ -70,11 +70,11 @@ class Adam(_Fused):
 
     slot_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, learning_rate, betas=(0.9, 0.999), eps=1e-8, decay=0.0, decoupled=False):
+    def __init__(self, learning_rate, betas=(0.9, 0.999), eps=1e-8, decay=0.0, decoupled=False) -> None:
         super().__init__(learning_rate, name="adamw" if decoupled else "adam")
         self.betas, self.eps, self.decay, self.decoupled = betas, eps, decay, decoupled
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(self, gradient, variable, learning_rate) -> None:
         dtype = gradient.dtype
         rate, decay = tf.cast(learning_rate, dtype), tf.constant(self.decay, dtype)
         if self.decay and self.decoupled:
@@ -103,11 +103,11 @@ class LARS(_WithSlots):
 
     slot_names = ("momentum",)
 
-    def __init__(self, options, ops):
+    def __init__(self, options, ops) -> None:
         super().__init__(options.lr, name="lars")
         self.options, self.ops = options, ops
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(self, gradient, variable, learning_rate) -> None:
         m, rate = self._slot("momentum", variable), tf.cast(learning_rate, gradient.dtype)
         step, new = formulas.lars(variable.value(), gradient, m.value(), rate, self.options, self.ops)
         m.assign(new)
@@ -119,11 +119,11 @@ class LAMB(_WithSlots):
 
     slot_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, options, ops):
+    def __init__(self, options, ops) -> None:
         super().__init__(options.lr, name="lamb")
         self.options, self.ops = options, ops
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(self, gradient, variable, learning_rate) -> None:
         m, v = (self._slot(name, variable) for name in self.slot_names)
         t, rate = tf.cast(self.iterations.value + 1, tf.float64), tf.cast(learning_rate, gradient.dtype)
         weight = variable.value()

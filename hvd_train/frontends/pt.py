@@ -54,46 +54,46 @@ class TorchOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def from_numpy(self, x):
+    def from_numpy(self, x) -> torch.Tensor:
         return torch.from_numpy(np.array(x)).to(self.device)
 
-    def to_numpy(self, x):
+    def to_numpy(self, x) -> np.ndarray:
         return x.detach().cpu().numpy().copy()
 
-    def cast(self, x, dtype):
+    def cast(self, x, dtype) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
 
-    def reshape(self, x, shape):
+    def reshape(self, x, shape) -> torch.Tensor:
         return x.reshape(tuple(shape))
 
-    def topk(self, x, k):
+    def topk(self, x, k) -> torch.Tensor:
         return torch.topk(x, k, sorted=False).indices
 
-    def above(self, x, bound):
+    def above(self, x, bound) -> torch.Tensor:
         return torch.nonzero(~(x <= bound)).flatten()
 
-    def take(self, x, indices):
+    def take(self, x, indices) -> torch.Tensor:
         return x[indices]
 
-    def join(self, parts):
+    def join(self, parts) -> torch.Tensor:
         return torch.cat(list(parts))
 
-    def cut(self, x, sizes):
+    def cut(self, x, sizes) -> Sequence[torch.Tensor]:
         return torch.split(x, list(sizes))
 
-    def scatter(self, length, indices, values):
+    def scatter(self, length, indices, values) -> torch.Tensor:
         return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
 
-    def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
         a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
         if b.shape[1] < THIN:
             return (b.T @ a.T).T.contiguous()
         return a @ b
 
-    def minus_product(self, x, a, b):
+    def minus_product(self, x, a, b) -> torch.Tensor:
         return x.addmm_(a, b.T, alpha=-1)
 
-    def orthonormal(self, x):
+    def orthonormal(self, x) -> torch.Tensor:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # LAPACK's bits depend on their number, and all ranks must find the same basis
         try:
@@ -101,37 +101,37 @@ class TorchOps:
         finally:
             torch.set_num_threads(threads)
 
-    def clip(self, x, limit):
+    def clip(self, x, limit) -> torch.Tensor:
         return torch.clamp(x, -limit, limit)
 
-    def dtype(self, x):
+    def dtype(self, x) -> str:
         return str(x.dtype).removeprefix("torch.")
 
-    def round(self, x):
+    def round(self, x) -> torch.Tensor:
         return torch.round(x)
 
-    def where(self, condition, a, b):
+    def where(self, condition, a, b) -> torch.Tensor:
         return torch.where(condition, a, b)
 
-    def add_rows(self, x):
+    def add_rows(self, x) -> torch.Tensor:
         return x.sum(0)
 
-    def largest(self, x):
+    def largest(self, x) -> torch.Tensor:
         return x.max()
 
-    def to_bytes(self, x):
+    def to_bytes(self, x) -> torch.Tensor:
         return x.view(torch.uint8)
 
-    def from_bytes(self, x, dtype):
+    def from_bytes(self, x, dtype) -> torch.Tensor:
         return x.view(getattr(torch, dtype))
 
-    def nbytes(self, x):
+    def nbytes(self, x) -> int:
         return x.numel() * x.element_size()
 
-    def stack(self, parts):
+    def stack(self, parts) -> torch.Tensor:
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
 
-    def cross_entropy(self, logits, labels, own=None):
+    def cross_entropy(self, logits, labels, own=None) -> torch.Tensor:
         rows, flat = logits.flatten(0, -2), labels.flatten()
         if own is None or rows.is_cuda:  # a GPU would have to tell how many there are
             losses = F.cross_entropy(rows, flat, reduction="none")
@@ -141,31 +141,31 @@ class TorchOps:
             losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
         return losses if labels.dim() == 1 else losses.view(labels.shape)
 
-    def constant(self, x):
+    def constant(self, x) -> torch.Tensor:
         return x.detach()
 
-    def softplus(self, x):
+    def softplus(self, x) -> torch.Tensor:
         return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
 
-    def sigmoid(self, x):
+    def sigmoid(self, x) -> torch.Tensor:
         return torch.sigmoid(x)
 
-    def argmax(self, x):
+    def argmax(self, x) -> torch.Tensor:
         return x.argmax(-1)
 
-    def pick(self, x, indices):
+    def pick(self, x, indices) -> torch.Tensor:
         return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
 
-    def add_last(self, x):
+    def add_last(self, x) -> torch.Tensor:
         return x.sum(-1)
 
-    def row_means(self, x):
+    def row_means(self, x) -> torch.Tensor:
         return x.reshape(len(x), -1).mean(1)
 
-    def dot(self, a, b):
+    def dot(self, a, b) -> torch.Tensor:
         return a.dot(b)
 
-    def sum_of_squares(self, x):
+    def sum_of_squares(self, x) -> torch.Tensor:
         """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
         x = x.reshape(-1).pow(2)
         while len(x) > ROW:
@@ -173,7 +173,7 @@ class TorchOps:
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()
 
-    def all_finite(self, x):
+    def all_finite(self, x) -> bool:
         return torch.isfinite(x).all()
 
 
@@ -181,24 +181,24 @@ class HorovodTorch(HorovodCommunicator):
     module = PYTORCH.horovod
 
     @guarded
-    def allreduce_async(self, x, name, op="sum"):
+    def allreduce_async(self, x, name, op="sum") -> int:
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
         return self.hvd.allreduce_async_(x, name=name, op=ops[op])
 
     @guarded
-    def allgather_async(self, x, name):
+    def allgather_async(self, x, name) -> int:
         return self.hvd.allgather_async(x, name=name)
 
     @guarded
-    def synchronize(self, handle):
+    def synchronize(self, handle) -> torch.Tensor:
         return self.hvd.synchronize(handle)
 
     @guarded
-    def _broadcast(self, data, root, name):
+    def _broadcast(self, data, root, name) -> np.ndarray:
         return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()
 
     @guarded
-    def _allgather(self, data, name):
+    def _allgather(self, data, name) -> np.ndarray:
         return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
 
 
@@ -306,7 +306,7 @@ def own_shape(shape: Sequence[int]) -> tuple[int, ...]:
 class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
-    def __init__(self, config: Config, communicator: Communicator, sample: Sample):
+    def __init__(self, config: Config, communicator: Communicator, sample: Sample) -> None:
         self.config, self.communicator, self._sample = config, communicator, sample
         self.device = _device(config, communicator)
         self.ops = TorchOps(self.device)
@@ -453,13 +453,13 @@ class PyTorchFrontEnd(StateTree):
         for flat in self._flats:
             flat.forget()
 
-    def to_device(self, batch: Batch):
+    def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
         """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
         rows, fields = max(batch.count, 1), self._sample.inputs
         inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
         return inputs, *self._judged(batch)
 
-    def _judged(self, batch: Batch):
+    def _judged(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         rows, fields = max(batch.count, 1), self._sample.labels
         labels = {name: self._placed(batch.labels[name][:rows], field) for name, field in fields.items()}
         return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
@@ -485,7 +485,7 @@ class PyTorchFrontEnd(StateTree):
                 placed = placed.contiguous()
         return placed
 
-    def add_gradients(self, placed, scale: Scale, seed: int):
+    def add_gradients(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         inputs, labels, weights = placed
         self.model.train()
         self._seed(seed)
@@ -494,7 +494,7 @@ class PyTorchFrontEnd(StateTree):
         loss.backward()
         return sums
 
-    def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
+    def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> torch.Tensor:
         self._sent.begin()
         self._last = True
         sums = self.add_gradients(placed, scale, seed)
@@ -528,14 +528,14 @@ class PyTorchFrontEnd(StateTree):
     def finite(self) -> bool:
         return self._finite
 
-    def _measure(self, placed, scale: Scale, seed: int):
+    def _measure(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)
         figures = self.exchange.compression_error(self._gradients(), self._exchange_state)
         self._forget()
         return figures
 
     @torch.no_grad()
-    def evaluate_batch(self, placed):
+    def evaluate_batch(self, placed) -> torch.Tensor:
         inputs, labels, weights = placed
         return self.task(self._evaluated(inputs), labels, weights)[1]
 

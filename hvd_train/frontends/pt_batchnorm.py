@@ -35,7 +35,7 @@ class _Joined(_BatchNorm):
     _context: Context
     _wire: str
 
-    def forward(self, x):
+    def forward(self, x) -> torch.Tensor:
         if not self.training:
             return _BatchNorm.forward(self, x)
         alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
@@ -44,16 +44,16 @@ class _Joined(_BatchNorm):
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol) -> tuple:
         """For pickle the layer is of its own class: a file knows no ranks."""
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), self.__dict__  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo) -> _Joined:
         other = memo[id(self)] = type(self).__new__(type(self))
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
 
-    def _follow(self, total, mean, variance):
+    def _follow(self, total, mean, variance) -> None:
         """Moves the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
@@ -73,7 +73,7 @@ class _Normalize(torch.autograd.Function):
     """One allgather forward, one allreduce backward. x: (n, C, ...); the wire's row: [count, means, deviations]."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, layer):
+    def forward(ctx, x, weight, bias, layer) -> torch.Tensor:
         context, wide = layer._context, _wide(x)
         part = wide.new_zeros(1, 1 + 2 * x.shape[1])
         if not context.empty:
@@ -92,7 +92,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse, total = ctx.saved_tensors
         communicator, gradient = ctx.layer._context.communicator, _wide(gradient)
         normal = (_wide(x) - _along(mean, x)) * _along(inverse, x)

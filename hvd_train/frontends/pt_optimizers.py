@@ -19,7 +19,7 @@ class _Layerwise(torch.optim.Optimizer):
             self.state[flat.weight].update({slot: torch.zeros_like(flat.weight) for slot in self.slot_names})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None) -> None:
         for flat in self.flats:
             state = self.state[flat.weight]
             if "step" in state:
@@ -31,14 +31,15 @@ class _Layerwise(torch.optim.Optimizer):
                 for slot, value in zip(slots, new, strict=True):
                     slot.copy_(value)
 
-    def update(self, w, g, slots, state):
+    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
+        """(what the weight loses, new slots)."""
         raise NotImplementedError
 
 
 class LARS(_Layerwise):
     slot_names = ("momentum_buffer",)
 
-    def update(self, w, g, slots, state):
+    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
         (m,) = slots
         return formulas.lars(w, g, m, self.param_groups[0]["lr"], self.options, self.ops)
 
@@ -51,7 +52,7 @@ class LAMB(_Layerwise):
         for flat in flats:
             self.state[flat.weight]["step"] = torch.zeros((), dtype=torch.float32, device=flat.weight.device)
 
-    def update(self, w, g, slots, state):
+    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
         m, v = slots
         t = state["step"].double()
         return formulas.lamb(w, g, m, v, t, self.param_groups[0]["lr"], self.options, self.ops)

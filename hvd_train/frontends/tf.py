@@ -55,38 +55,38 @@ MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 class TensorFlowOps:
-    def from_numpy(self, x):
+    def from_numpy(self, x) -> tf.Tensor:
         return tf.convert_to_tensor(x)
 
-    def to_numpy(self, x):
+    def to_numpy(self, x) -> np.ndarray:
         return np.array(x.numpy())
 
-    def cast(self, x, dtype):
+    def cast(self, x, dtype) -> tf.Tensor:
         return tf.cast(x, dtype)
 
-    def reshape(self, x, shape):
+    def reshape(self, x, shape) -> tf.Tensor:
         return tf.reshape(x, tuple(shape))
 
-    def topk(self, x, k):
+    def topk(self, x, k) -> tf.Tensor:
         return tf.math.top_k(x, k, sorted=False).indices
 
-    def above(self, x, bound):
+    def above(self, x, bound) -> tf.Tensor:
         return tf.cast(tf.where(~(x <= bound))[:, 0], tf.int32)
 
-    def take(self, x, indices):
+    def take(self, x, indices) -> tf.Tensor:
         return tf.gather(x, indices)
 
-    def join(self, parts):
+    def join(self, parts) -> tf.Tensor:
         return tf.concat(parts, 0)
 
-    def cut(self, x, sizes):
+    def cut(self, x, sizes) -> list[tf.Tensor]:
         return tf.split(x, sizes)
 
-    def scatter(self, length, indices, values):
+    def scatter(self, length, indices, values) -> tf.Tensor:
         # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them).
         return tf.math.unsorted_segment_sum(values, indices, length)
 
-    def matmul(self, a, b, *, transpose_a=False, transpose_b=False):
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> tf.Tensor:
         inner = a.shape[0 if transpose_a else 1]
         if inner is not None and inner <= 64 and inner % 8:
             # oneDNN adds the rest of a short axis in another order where threads cut the matrix: leave it no rest.
@@ -95,45 +95,45 @@ class TensorFlowOps:
             b = tf.pad(b, [[0, 0], more] if transpose_b else [more, [0, 0]])
         return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
-    def minus_product(self, x, a, b):
+    def minus_product(self, x, a, b) -> tf.Tensor:
         return x - tf.matmul(a, b, transpose_b=True)
 
-    def orthonormal(self, x):
+    def orthonormal(self, x) -> tf.Tensor:
         return tf.linalg.qr(x).q
 
-    def clip(self, x, limit):
+    def clip(self, x, limit) -> tf.Tensor:
         return tf.clip_by_value(x, -limit, limit)
 
-    def dtype(self, x):
+    def dtype(self, x) -> str:
         return x.dtype.name
 
-    def round(self, x):
+    def round(self, x) -> tf.Tensor:
         return tf.round(x)
 
-    def where(self, condition, a, b):
+    def where(self, condition, a, b) -> tf.Tensor:
         kind = (a if tf.is_tensor(a) else b).dtype
         return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
 
-    def add_rows(self, x):
+    def add_rows(self, x) -> tf.Tensor:
         return tf.reduce_sum(x, 0)
 
-    def largest(self, x):
+    def largest(self, x) -> tf.Tensor:
         return tf.reduce_max(x)
 
-    def to_bytes(self, x):
+    def to_bytes(self, x) -> tf.Tensor:
         return tf.reshape(tf.bitcast(x, tf.uint8), [-1])
 
-    def from_bytes(self, x, dtype):
+    def from_bytes(self, x, dtype) -> tf.Tensor:
         dtype = tf.as_dtype(dtype)
         return tf.bitcast(tf.reshape(x, (-1, dtype.size)), dtype)
 
-    def nbytes(self, x):
+    def nbytes(self, x) -> Any:
         return tf.size(x, tf.int64) * x.dtype.size
 
-    def stack(self, parts):
+    def stack(self, parts) -> tf.Tensor:
         return tf.stack(parts)
 
-    def cross_entropy(self, logits, labels, own=None):
+    def cross_entropy(self, logits, labels, own=None) -> tf.Tensor:
         if own is None:
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         there = tf.reshape(tf.where(tf.reshape(own, (-1,)) != 0), (-1,))
@@ -141,31 +141,31 @@ class TensorFlowOps:
         found = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
         return tf.reshape(tf.scatter_nd(there[:, None], found, tf.shape(flat, tf.int64)), tf.shape(labels))
 
-    def constant(self, x):
+    def constant(self, x) -> tf.Tensor:
         return tf.stop_gradient(x)
 
-    def softplus(self, x):
+    def softplus(self, x) -> tf.Tensor:
         return tf.math.softplus(x)
 
-    def sigmoid(self, x):
+    def sigmoid(self, x) -> tf.Tensor:
         return tf.math.sigmoid(x)
 
-    def argmax(self, x):
+    def argmax(self, x) -> tf.Tensor:
         return tf.argmax(x, -1)
 
-    def pick(self, x, indices):
+    def pick(self, x, indices) -> tf.Tensor:
         return tf.gather(x, indices, axis=-1, batch_dims=len(indices.shape))
 
-    def add_last(self, x):
+    def add_last(self, x) -> tf.Tensor:
         return tf.reduce_sum(x, -1)
 
-    def row_means(self, x):
+    def row_means(self, x) -> tf.Tensor:
         return tf.reduce_mean(x, list(range(1, x.shape.rank)))
 
-    def dot(self, a, b):
+    def dot(self, a, b) -> tf.Tensor:
         return tf.reduce_sum(a * b)
 
-    def sum_of_squares(self, x):
+    def sum_of_squares(self, x) -> tf.Tensor:
         """Rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
         x = tf.square(tf.reshape(x, [-1]))
         for _ in range(2):  # 10^11 entries
@@ -175,7 +175,7 @@ class TensorFlowOps:
             x = tf.concat([tf.reduce_sum(tf.reshape(x[:whole], [-1, ROW]), 1), [tf.reduce_sum(x[whole:])]], 0)
         return tf.reduce_sum(x)
 
-    def all_finite(self, x):
+    def all_finite(self, x) -> tf.Tensor:
         return tf.reduce_all(tf.math.is_finite(x))
 
 
@@ -193,32 +193,32 @@ class HorovodTensorFlow(HorovodCommunicator):
         self._gathers: dict[str, Callable] = {}
 
     @guarded
-    def allreduce_async(self, x, name, op="sum"):
+    def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
         if op == "average" and x.dtype != tf.float64:
             # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
             return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
         return self._allreduce(x, name, ops[op])
 
-    def _allreduce(self, x, name, op, **factor):
+    def _allreduce(self, x, name, op, **factor) -> tf.Tensor:
         return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
 
     @guarded
-    def allgather_async(self, x, name):
+    def allgather_async(self, x, name) -> tf.Tensor:
         return self.hvd.allgather(x, name=name, ignore_name_scope=True)
 
-    def synchronize(self, handle):
+    def synchronize(self, handle) -> tf.Tensor:
         return handle
 
     @guarded
-    def _broadcast(self, data, root, name):
+    def _broadcast(self, data, root, name) -> np.ndarray:
         return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
 
     @guarded
-    def _allgather(self, data, name):
+    def _allgather(self, data, name) -> np.ndarray:
         if name not in self._gathers:  # a graph, for outside of one TensorFlow drops the name
             gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
-            self._gathers[name] = _graph(gather, input_signature=[tf.TensorSpec([None], tf.uint8)])
+            self._gathers[name] = _graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
         return self._gathers[name](tf.constant(data)).numpy()
 
 
@@ -259,7 +259,7 @@ class _Later:
 
 
 class TensorFlowFrontEnd(StateTree):
-    def __init__(self, config: Config, communicator: Communicator, sample: Sample):
+    def __init__(self, config: Config, communicator: Communicator, sample: Sample) -> None:
         self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
         self.packing, self._sample = packing(communicator), sample
         self.task = Task(config.task, sample, self.ops)
@@ -349,21 +349,23 @@ class TensorFlowFrontEnd(StateTree):
         self._score = _graph(self._traced_score)
         self._predict = _graph(self._evaluated)
 
-    def to_device(self, batch: Batch):
+    def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
         with tf.device(self._device):
             inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
             return inputs, *self._judged(batch)
 
-    def _judged(self, batch: Batch):
+    def _judged(self, batch: Batch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
         with tf.device(self._device):
             labels = {name: self._ready(batch.labels[name], field) for name, field in self._sample.labels.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
-    def add_gradients(self, placed, scale: Scale, seed: int):
+    def add_gradients(self, placed, scale: Scale, seed: int) -> tf.Tensor:
         return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
 
-    def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0):
+    def train_step(
+        self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0
+    ) -> tf.Tensor | _Later:
         rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
         numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
         if self._alone:
@@ -402,12 +404,12 @@ class TensorFlowFrontEnd(StateTree):
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
-    def _measure(self, placed, scale: Scale, seed: int):
+    def _measure(self, placed, scale: Scale, seed: int) -> tf.Tensor:
         return self._compression_error(
             *placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
         )
 
-    def evaluate_batch(self, placed):
+    def evaluate_batch(self, placed) -> tf.Tensor:
         self.run_queued()
         return self._score(*placed)
 
@@ -415,7 +417,7 @@ class TensorFlowFrontEnd(StateTree):
         self.run_queued()
         return tf.nest.map_structure(lambda x: x.numpy(), self._predict(placed[0]))
 
-    def _backward(self, inputs, labels, weights, scale, seed):
+    def _backward(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
         # uint32 pairs, one per generator: masks depend on (seed, step, rank) and repeat after a resume.
         for i, variable in enumerate(self._seeds):
             pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
@@ -429,7 +431,7 @@ class TensorFlowFrontEnd(StateTree):
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
-    def _penalty(self, share):
+    def _penalty(self, share) -> tf.Tensor | float:
         """What the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
         own = self.model._get_regularization_losses()
         if len(self.model.losses) > len(own):  # a sum or a mean, over padding too: nobody knows
@@ -438,15 +440,15 @@ class TensorFlowFrontEnd(StateTree):
             raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix)
         return tf.stop_gradient(share) * tf.cast(tf.add_n(own), self.dtype) if own else 0.0
 
-    def _outputs(self, inputs, training: bool):
+    def _outputs(self, inputs, training: bool) -> Any:
         ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
         found = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), found)
 
-    def _evaluated(self, inputs):
+    def _evaluated(self, inputs) -> Any:
         return self._outputs(inputs, training=False)
 
-    def _ready(self, x, field: Field):
+    def _ready(self, x, field: Field) -> tf.Tensor:
         """As its field tells. A graph makes a multiplication of a division by a constant, and other bits: what is
         multiplied by a variable is none."""
         x = tf.convert_to_tensor(x)
@@ -456,13 +458,13 @@ class TensorFlowFrontEnd(StateTree):
             x = (x - tf.constant(field.mean, tf.float32)) / (tf.constant(field.std, tf.float32) * self._one)
         return tf.cast(x, self.dtype) if x.dtype.is_floating else x if x.dtype.is_bool else tf.cast(x, tf.int64)
 
-    def _traced_accumulate(self, inputs, labels, weights, scale, seed):
+    def _traced_accumulate(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
         for total, gradient in zip(self._accumulated, gradients, strict=True):
             total.assign_add(gradient)
         return sums
 
-    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate, unscale):
+    def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate, unscale) -> tuple[tf.Tensor, tf.Tensor]:
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
         for i, total in enumerate(self._accumulated):
             gradients[i] = gradients[i] + total
@@ -472,25 +474,25 @@ class TensorFlowFrontEnd(StateTree):
             return sums, tf.zeros((1,))
         failures = self._awaited(gradients, lambda: self.exchange.failures(gradients))
 
-        def update():
+        def update() -> tf.Tensor:
             self._update([g * unscale for g in gradients], learning_rate)
             return failures
 
         # All ranks take the same branch: the number of failures is joined over them.
         return sums, tf.cond(failures[0] > 0, lambda: failures, update)
 
-    def _traced_steps(self, *columns):
+    def _traced_steps(self, *columns) -> tf.Tensor:
         """As many steps as the columns have rows, one after the other -> (steps, sums)."""
         steps = tf.shape(columns[-1])[0]
 
-        def body(k, sums):
+        def body(k, sums) -> tuple[tf.Tensor, tf.TensorArray]:
             own, _ = self._traced_step(*tf.nest.map_structure(lambda column: column[k], columns))
             return k + 1, sums.write(k, own)
 
         start = 0, tf.TensorArray(tf.float64, steps, element_shape=(self.task.length,))
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
-    def _states(self):
+    def _states(self) -> list[tuple[tf.Tensor, ...]]:
         return [tuple(v.value() for v in state) for state in self._exchange_state]
 
     def _update(self, gradients, learning_rate) -> None:
@@ -508,11 +510,11 @@ class TensorFlowFrontEnd(StateTree):
     def _awaited(self, gradients, transfer: Callable[[], Any]) -> Any:
         return transfer() if self.communicator.size == 1 else awaited(self._waits, gradients, transfer)
 
-    def _traced_compression_error(self, inputs, labels, weights, scale, seed):
+    def _traced_compression_error(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
         return self.exchange.compression_error(self.exchange.join(gradients), self._states())
 
-    def _traced_score(self, inputs, labels, weights):
+    def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
         return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def local_state(self) -> Tree:

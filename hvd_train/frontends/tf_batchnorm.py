@@ -31,7 +31,7 @@ class _Joined(keras.layers.BatchNormalization):
     _context: Context
     _wire: str
 
-    def call(self, inputs, training=None, mask=None):
+    def call(self, inputs, training=None, mask=None) -> tf.Tensor:
         if not (training and self.trainable):
             return super().call(inputs, training=training, mask=mask)
         dtype = keras.backend.result_type(inputs.dtype, "float32")
@@ -49,7 +49,7 @@ class _Joined(keras.layers.BatchNormalization):
         self.moving_variance.assign(new[1])
         return tf.cast(y, self.compute_dtype)
 
-    def _counted(self, x, mask):
+    def _counted(self, x, mask) -> tf.Tensor:
         """1 for values that count and 0 for others: the shape of x with a channel axis of 1, other axes 1 or whole."""
         weights = tf.cast(self._context.weights, x.dtype)
         rows, length = x.shape[0], weights.shape[0]
@@ -63,7 +63,7 @@ class _Joined(keras.layers.BatchNormalization):
             counted *= tf.expand_dims(tf.cast(mask, x.dtype), self.axis)
         return counted
 
-    def _normalize(self, x, counted, scale, bias):
+    def _normalize(self, x, counted, scale, bias) -> tuple[tf.Tensor, ...]:
         """(y, values per channel (1,), means (C,), biased variances (C,)); one allgather, backward one allreduce."""
         context, axis, channels = self._context, self.axis % len(x.shape), x.shape[self.axis]
         communicator = context.communicator
@@ -71,7 +71,7 @@ class _Joined(keras.layers.BatchNormalization):
         along = [channels if i == axis else 1 for i in range(len(x.shape))]
 
         @tf.custom_gradient
-        def normalize(x, counted, scale, bias):
+        def normalize(x, counted, scale, bias) -> tuple:
             repeats = tf.size(x, tf.int64) // (tf.size(counted, tf.int64) * channels)
             count = tf.reduce_sum(counted) * tf.cast(repeats, x.dtype)
             mean = tf.math.divide_no_nan(tf.reduce_sum(counted * x, others), count)
@@ -82,7 +82,7 @@ class _Joined(keras.layers.BatchNormalization):
             inverse = tf.math.rsqrt(variance + self.epsilon)
             normal = (x - tf.reshape(mean, along)) * tf.reshape(inverse, along)
 
-            def backward(gradient, *_):
+            def backward(gradient, *_) -> tuple:
                 # The parameters' gradients stay this rank's own: the exchange adds them like all others.
                 own = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
                 handle = communicator.allreduce_async(tf.stack(own), f"{self._wire}.backward")

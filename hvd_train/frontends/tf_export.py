@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -65,7 +66,7 @@ def to_onnx(trained: Trained) -> Exported:
     signature = [tf.TensorSpec((None, *s), k, name=n) for n, (s, k) in zip(names, inputs.values(), strict=True)]
 
     @tf.function
-    def logits(*given):
+    def logits(*given) -> Any:
         found = model(one_or_all(dict(zip(inputs, given, strict=True))), training=False)
         return found if isinstance(found, dict) else {"logits": found}
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ VARIABLE = "HVD_TRAIN_BOARD"  # the path, set for the ranks
 PAGE = 16 << 10
 HEAD = struct.Struct("<qqqqqq")
 ASK = signal.SIGUSR2
-PHASES = ("starting", "training", "evaluation", "saving")
+PHASES = ("starting", "training", "evaluation", "saving", "script", "exchange")
+SCRIPT, EXCHANGE = PHASES[4:]  # of a script of the user's own: by itself, or in what ends when all ranks come
 
 
 def supported() -> bool:
@@ -36,7 +38,8 @@ def supported() -> bool:
 
 @dataclass(frozen=True)
 class Told:
-    """A rank's page. ``record``: {} until it ends by itself; ``stack``: the file that holds it once it was asked."""
+    """A rank's page. ``record``: {} until it ends by itself; ``stack``: the file that holds it once it was asked, "" of
+    one that cannot be asked."""
 
     pid: int
     step: int
@@ -77,7 +80,7 @@ class Board:
         record: dict[str, Any] = {}
         with suppress(ValueError):  # the process was killed while it wrote
             record = json.loads(self._memory[start : start + length]) if length else {}
-        return Told(pid, step, PHASES[phase], record, beats, f"/proc/{pid}/fd/{stack}")
+        return Told(pid, step, PHASES[phase], record, beats, f"/proc/{pid}/fd/{stack}" if stack >= 0 else "")
 
     def look(self) -> None:
         """Takes note of ranks that are new, and of those that came and went between two looks."""
@@ -95,23 +98,28 @@ class Board:
                 signal.pidfd_send_signal(descriptor, number)
 
     def ask(self) -> None:
-        """For the stacks of all ranks that have told where they are, and so can answer."""
+        """For the stacks of all ranks that have told where they are, and can answer."""
         self.look()
-        self.signal(ASK)
+        for rank, descriptor in self.open.items():
+            if self.read(rank).stack:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, ASK)
 
 
 class Page:
     """A rank's side; ``Page.of(rank)`` is None where nobody reads."""
 
-    def __init__(self, path: str, rank: int, answers: bool = True) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         self.owner = int(path.split("/")[2])
         with open(path, "r+b") as stream:
             self._memory = mmap.mmap(stream.fileno(), 0)
         self._start = rank * PAGE
         self._pid, self._place, self._beats = os.getpid(), (0, 0), 0
-        self._stack = os.memfd_create("hvd-train-stack")
-        if answers:  # in C, whatever Python does
-            faulthandler.register(ASK, file=self._stack, all_threads=True)
+        self._inside, self._lock = 0, threading.Lock()
+        self._stack = -1
+        if signal.getsignal(ASK) is signal.SIG_DFL:  # a script may have put something there
+            self._stack = os.memfd_create("hvd-train-stack")
+            faulthandler.register(ASK, file=self._stack, all_threads=True)  # in C, whatever Python does
         self._write(0)
 
     @classmethod
@@ -129,6 +137,20 @@ class Page:
     def at(self, phase: str, step: int) -> None:
         self._place = step, PHASES.index(phase)
         self._write(0)
+
+    def __enter__(self) -> Page:
+        """A script begins an exchange, perhaps within another."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self.at(EXCHANGE, 0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self.at(SCRIPT, 0)
 
     def end(self, record: dict[str, Any]) -> None:
         """The last word, with the time on a clock that all processes of this host share."""

@@ -124,11 +124,13 @@ def threads(config_threads: int | str, here: World) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // here.local_size))
 
 
-def rank_settings(here: World, framework: str, count: int, verbose: bool) -> dict[str, str]:
-    """Environment of one rank, before any framework is loaded; set it by ``setdefault``: the user's word stands."""
+def rank_settings(here: World, framework: str | None, count: int, verbose: bool) -> dict[str, str]:
+    """Environment of one rank, before any framework is loaded; set it by ``setdefault``: the user's word stands.
+    ``framework`` None: any may come."""
     settings = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-    record = FRAMEWORKS[framework]
-    settings |= {**record.settings, **({} if verbose else record.quiet)}
+    if framework:
+        record = FRAMEWORKS[framework]
+        settings |= {**record.settings, **({} if verbose else record.quiet)}
     if here.size > 1:
         settings |= {
             # Fusing by arrival time would change the order of sums from run to run with three or more ranks.

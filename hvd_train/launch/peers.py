@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 LOOK_SECONDS, LOOKERS = 0.5, 4
 
 
-def watch(communicator: Communicator, limit: float, answers: bool = True) -> Page | None:
+def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page | None:
     """To be called on all ranks: from here on they end with code 5 where one of them is stuck for ``limit`` seconds (0:
-    never). What this rank tells of its place goes to the page; None: nobody on this host reads it. One that tells of
-    none is stuck only when it is stopped, and need not answer the signal that asks for a stack (``answers``)."""
+    never). What this rank tells of its place goes to the page; None: nobody on this host reads it. ``goes_on``: how the
+    job does after that."""
     hosts = communicator.allgather_bytes(_host().encode(), "hosts")
     company = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
     alone = len(company) == 1 or not limit or not supported()
@@ -35,17 +35,17 @@ def watch(communicator: Communicator, limit: float, answers: bool = True) -> Pag
     if alone or not path:
         return None
     try:
-        page = Page(path, company.index(communicator.rank), answers)
+        page = Page(path, company.index(communicator.rank))
         board = board or Board(len(company), path)
     except OSError:  # a kernel that keeps processes apart
         return None
     if company.index(communicator.rank) < LOOKERS:
-        given = [board, company, communicator.rank, limit, answers]
+        given = [board, company, communicator.rank, limit, goes_on]
         threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
     return page
 
 
-def _look(board: Board, company: list[int], rank: int, limit: float, answers: bool) -> None:
+def _look(board: Board, company: list[int], rank: int, limit: float, goes_on: str) -> None:
     watchdog, before = Watchdog(board, limit), time.monotonic()
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)
@@ -57,7 +57,7 @@ def _look(board: Board, company: list[int], rank: int, limit: float, answers: bo
     culprit, lookers = min(stuck), company[:LOOKERS]
     if rank == next((other for other in lookers if other not in stuck), lookers[0]):
         what, stack = stuck[culprit]
-        where = f"; {board.read(company.index(culprit)).place}; --resume auto goes on" if answers else ""
+        where = f"; {board.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
         with suppress(OSError):
             os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
     else:

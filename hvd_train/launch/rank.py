@@ -24,7 +24,7 @@ def main() -> None:
     folder, here = Path(sys.argv[1]), world()
     # The function may load a framework before it comes to hvd_train.
     bind(here)
-    for name, value in (rank_settings(here, "pytorch", threads("auto", here), verbose=True) | KERNELS).items():
+    for name, value in (rank_settings(here, None, threads("auto", here), verbose=True) | KERNELS).items():
         os.environ.setdefault(name, value)
     try:
         sys.path[:] = json.loads((folder / "path.json").read_text())

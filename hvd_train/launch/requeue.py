@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from hvd_train.core import checkpoint, files
+from hvd_train import files
+from hvd_train.core import checkpoint
 from hvd_train.core.folder import REQUEUED
 from hvd_train.errors import Interrupted
 

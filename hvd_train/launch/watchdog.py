@@ -6,14 +6,17 @@ Horovod's own look at stalled tensors is a thread of the ranks, which waits for 
 from __future__ import annotations
 
 import re
+import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_train.launch.board import Board, Told
+from hvd_train.launch.board import EXCHANGE, SCRIPT, Board, Told
 
 WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes as long as the disk does
+VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
 ANSWER_SECONDS = 1.0
+PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 # Where a rank's main thread is while it waits for the others, or computes.
 INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|attach)/(?!faults)")
 
@@ -27,6 +30,8 @@ class Watchdog:
         self._board, self._limit = board, limit
         self._beats: list[int] = []
         self._stopped: dict[int, float] = {}
+        self._moved: dict[int, tuple[int, float]] = {}  # of ranks of scripts: their beats, since when
+        self._asked = 0.0  # when to ask for stacks again
         self._since = time.monotonic()
         self.stuck: dict[int, tuple[str, str]] = {}
 
@@ -43,19 +48,42 @@ class Watchdog:
         stopped = [rank for rank, since in self._stopped.items() if now - since > self._limit]
         if stopped or now - self._since > self._limit:
             self.stuck = self._culprits(told, stopped or list(self._stopped))
+        elif any(one.phase == EXCHANGE for one in told):
+            self.stuck = self._late(told, now)
         return bool(self.stuck)
+
+    def _late(self, told: list[Told], now: float) -> dict[int, tuple[str, str]]:
+        """Ranks of a user's script that stay away from what others are in. What a graph does besides its exchanges, as
+        to ask for the next batch, is within a step like these: then it is the rank that has a thread in code of the
+        user's own, if others have none."""
+        for rank, one in enumerate(told):
+            if self._moved.get(rank, (0, 0.0))[0] != one.beats:
+                self._moved[rank] = one.beats, now
+        if any(one.record or one.phase not in (SCRIPT, EXCHANGE) for one in told):
+            return {}
+        still = [rank for rank in range(len(told)) if now - self._moved[rank][1] > self._limit]
+        away = [rank for rank in still if told[rank].phase == SCRIPT]
+        if len(away) == len(still) or (not away and (len(still) < len(told) or now < self._asked)):
+            return {}
+        stacks = self._stacks(told)
+        self._asked = now + self._limit
+        own = {rank: _own(threads) for rank, threads in stacks.items()}
+        found = {rank: own[rank] or stacks[rank][-1] for rank in away or [k for k, stack in own.items() if stack]}
+        what, fix = f"has kept the others waiting for {self._limit:g} s", f"if its work takes so long, raise {VARIABLE}"
+        told_of = {rank: (f"{what}{_top(stack)}; {fix}", stack) for rank, stack in found.items()}
+        return told_of if len(told_of) < len(told) else {}
 
     def _culprits(self, told: list[Told], stopped: list[int]) -> dict[int, tuple[str, str]]:
         if stopped:
             return {rank: (f"is stopped (SIGSTOP), for more than {self._limit:g} s", "") for rank in stopped}
-        stacks = self._stacks(told)
+        stacks = {rank: threads[-1] for rank, threads in self._stacks(told).items()}
         what = f"has not moved for {self._limit:g} s"
         found = {rank: (f"{what}{_top(stack)}", stack) for rank, stack in stacks.items()}
         own = {rank: row for rank, row in found.items() if row[1] and not INSIDE.search(_lines(row[1])[0])}
         return own or found
 
-    def _stacks(self, told: list[Told]) -> dict[int, str]:
-        """What each rank's main thread does, most recent call first; "" where it does not say."""
+    def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
+        """What each rank's threads do, the main one last, most recent call first; [""] where it does not say."""
         self._board.ask()
         time.sleep(ANSWER_SECONDS)
         found = {}
@@ -63,12 +91,22 @@ class Watchdog:
             text = ""
             with suppress(OSError):
                 text = Path(one.stack).read_text()
-            found[rank] = text.rpartition("\n\n")[2]  # threads stand from the newest to the first
+            found[rank] = text.split("\n\n")  # from the newest to the first
         return found
 
 
 def _lines(stack: str) -> list[str]:
     return [line.strip() for line in stack.splitlines() if line.startswith("  File")] or [""]
+
+
+def _own(threads: list[str]) -> str:
+    """Of the threads, which one is in code of the user's own: the main one in its last call, others in any."""
+    calls = [_lines(threads[-1])[:1], *(_lines(stack) for stack in threads[:-1])]
+    for stack, lines in zip([threads[-1], *threads[:-1]], calls, strict=True):
+        files = [match[1] for line in lines if (match := re.match(r'File "(.*)", line', line))]
+        if any("/site-packages/" not in file and not file.startswith(PACKAGES) for file in files):
+            return stack
+    return ""
 
 
 def _top(stack: str) -> str:

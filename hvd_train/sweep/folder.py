@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import digest, load_config, resolved_yaml
-from hvd_train.core.files import put
 from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.files import put
 from hvd_train.sweep.halving import Rung
 from hvd_train.sweep.plan import Trial
 

@@ -14,9 +14,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,6 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
     from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
-    from hvd_train.core.mean import ordered_sum
     from hvd_train.launch.environment import keep_memory
 
     class Counting(Hook):
@@ -101,11 +101,12 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
             self.open += taken.sums
             if not trainer.frontend.queued:
                 for own in self.open:
-                    count(partial(mean_over_all, trainer.frontend, own))
+                    count(partial(mean, trainer.frontend, own))
                 self.open.clear()
 
-    def mean_over_all(frontend, own) -> float:
-        return frontend.task.results(ordered_sum(frontend.ops.to_numpy(own), frontend.communicator))["loss"]
+    def mean(frontend, own) -> float:
+        """Of this rank's samples: each has its own queue, so that nothing may be sent from here."""
+        return frontend.task.results(frontend.ops.to_numpy(own))["loss"]
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
     with run.opened(config, False) as job:
@@ -115,7 +116,9 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
         trainer.fit()
 
 
-def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False):
+def prepared(
+    framework: str, work: str, rank: int, size: int, count: int = BATCHES, channels_last: bool = False
+) -> tuple[Any, list]:
     """(model with the first weights, list of batches (inputs, labels) of this rank, in the framework's own shape);
     several inputs or labels are dicts."""
     import importlib
@@ -153,12 +156,12 @@ def prepared(framework: str, work: str, rank: int, size: int, count: int = BATCH
     return frontend.model, batches
 
 
-def cycle(batches):
+def cycle(batches) -> Iterator:
     while True:
         yield from batches
 
 
-def torch_loss(logits, labels):
+def torch_loss(logits, labels) -> Any:
     """The mean over this rank's places, as one writes it; of several outputs their sum."""
     import torch.nn.functional as F
 
@@ -167,11 +170,11 @@ def torch_loss(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), ignore_index=HIDDEN)
 
 
-def called(net, inputs):
+def called(net, inputs) -> Any:
     return net(**inputs) if isinstance(inputs, dict) else net(inputs)
 
 
-def keras_loss(keras, labels):
+def keras_loss(keras, labels) -> Any:
     """Keras' losses for such labels, the tests' and legacy Keras alike: one, or a dict."""
     entropy = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
     if isinstance(labels, dict):
@@ -179,7 +182,7 @@ def keras_loss(keras, labels):
     return entropy()
 
 
-def keras_value(losses, labels, outputs):
+def keras_value(losses, labels, outputs) -> Any:
     if isinstance(losses, dict):
         return sum(loss(labels[name], outputs[name]) for name, loss in losses.items())
     return losses(labels, outputs)
@@ -226,7 +229,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def ddp(hook: str = "") -> Callable:
-    def wrap(net):
+    def wrap(net) -> Any:
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
@@ -252,7 +255,7 @@ def bare_horovod(model: str, count: Count) -> None:
 
     hvd.init()
 
-    def optimize(optimizer, net):
+    def optimize(optimizer, net) -> Any:
         hvd.broadcast_parameters(net.state_dict(), root_rank=0)
         return hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 
@@ -279,12 +282,12 @@ def gathered(model: str, count: Count) -> None:
     weights = list(net.train().parameters())
     optimizer = torch.optim.SGD(weights, fused=True, **SGD)
 
-    def joined(x):
+    def joined(x) -> Any:
         parts = [torch.empty_like(x) for _ in range(size)] if rank == 0 else None
         dist.gather(x.contiguous(), parts)
         return torch.cat(parts) if parts else None
 
-    def divided(whole, like):
+    def divided(whole, like) -> Any:
         own = torch.empty_like(like)
         dist.scatter(own, [part.contiguous() for part in whole.chunk(size)] if rank == 0 else None)
         return own
@@ -322,18 +325,18 @@ def lightning(model: str, count: Count) -> None:
             super().__init__()
             self.net = net.train()  # Lightning leaves it as it is
 
-        def training_step(self, batch, index):
+        def training_step(self, batch, index) -> Any:
             self.loss = torch_loss(self.net(batch[0]), batch[1])
             return self.loss
 
         def on_train_batch_end(self, *args) -> None:
             count(lambda: mean_over_ranks(float(self.loss.detach())))
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.net.parameters(), fused=True, **SGD)
 
     class Batches(torch.utils.data.IterableDataset):
-        def __iter__(self):
+        def __iter__(self) -> Iterator:
             return cycle(batches)
 
     trainer = L.Trainer(
@@ -378,7 +381,7 @@ def bare_tensorflow(model: str, count: Count, size: int) -> None:
     losses = keras_loss(keras, batches[0][1])
 
     @tf.function
-    def step(inputs, labels):
+    def step(inputs, labels) -> Any:
         with tf.GradientTape() as tape:
             loss = keras_value(losses, labels, net(inputs, training=True))
         optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
@@ -390,7 +393,7 @@ def bare_tensorflow(model: str, count: Count, size: int) -> None:
         count(lambda loss=loss: float(loss))
 
 
-def legacy_ops(tf):
+def legacy_ops(tf) -> Any:
     """What the zoo takes of ``keras.ops``, which Keras 2 has not."""
     from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import tables
-from compare import Engine, Running, in_turns, interval, join, machine
+from compare import Engine, Lines, Running, in_turns, interval, join, machine
 from engines import MODELS, RANKS, ROOT
 
 from hvd_train.launch.local import find_tool
@@ -107,7 +107,7 @@ def engines(framework: str) -> list[Engine]:
     return [*ours, *(Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD"))]
 
 
-def over_the_link(agent: Path):
+def over_the_link(agent: Path) -> Lines:
     """Command lines for compare.Running: each rank in its own namespace, on its own core."""
 
     def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:

@@ -38,6 +38,22 @@ def found_above(outputs, labels):
     return labels > 0, outputs[:, 0] > 0
 
 
+class Correlation:
+    """Pearson's, of sums over all samples."""
+
+    def __init__(self, stack):
+        self.stack = stack  # the framework's
+
+    def __call__(self, outputs, labels):
+        z = outputs[:, 0]
+        columns = [z * 0 + 1, z, labels, z * z, labels * labels, z * labels]
+        return self.stack(columns, 1)
+
+    def result(self, sums):
+        n, z, y, zz, yy, zy = sums
+        return (n * zy - z * y) / np.sqrt((n * zz - z * z) * (n * yy - y * y))
+
+
 def known(outputs, labels):
     """Labels below -1 tell nothing."""
     return (outputs[:, 0] - labels) ** 2, labels > -1
@@ -69,7 +85,7 @@ def parts(whole, held=29):
 
 def pytorch_models():
     import torch
-    from torch import nn
+    from torch import nn, stack
 
     def dense(kernel):
         made = nn.Linear(*kernel.shape)
@@ -86,7 +102,7 @@ def pytorch_models():
             x = torch.tanh(self.first(numbers) + self.table(words).mean(1))
             return {"value": self.value(x), "kind": self.kind(x)}
 
-    return lambda: nn.Sequential(dense(INPUT), nn.Tanh(), dense(SECOND)).double(), lambda: TwoByTwo().double()
+    return lambda: nn.Sequential(dense(INPUT), nn.Tanh(), dense(SECOND)).double(), lambda: TwoByTwo().double(), stack
 
 
 def keras_models():
@@ -106,11 +122,11 @@ def keras_models():
         x = layers.Activation("tanh")(layers.Add()([dense(INPUT)(inputs["numbers"]), words]))
         return keras.Model(inputs, {"value": dense(VALUE)(x), "kind": dense(KIND)(x)})
 
-    return one, two
+    return one, two, keras.ops.stack
 
 
 def main(framework: str, folder: Path) -> None:
-    one, two = {"pytorch": pytorch_models, "tensorflow": keras_models}[framework]()
+    one, two, stack = {"pytorch": pytorch_models, "tensorflow": keras_models}[framework]()
     keys = {"framework": framework, "precision": 64, "global_batch_size": 13, "max_epochs": 2, "tensorboard": False}
     keys |= {"optim": {"lr": 0.1, "momentum": 0.9}}
     first = hvd_train.fit(
@@ -118,7 +134,7 @@ def main(framework: str, folder: Path) -> None:
         model=one,
         data=parts(regression(120)),
         loss=softened,
-        metrics=[hit, found_above, "mae"],
+        metrics=[hit, found_above, Correlation(stack), "mae"],
     )
     second = hvd_train.fit(
         keys | {"run_dir": str(folder / "two_by_two")},

@@ -50,6 +50,7 @@ class Losses(hvd_train.Hook):
 
     def on_epoch(self, trainer, epoch):
         self.found.append(epoch.metrics["val_loss"])
+        self.train = {name: x for name, x in epoch.metrics.items() if name.startswith("train_")}
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
@@ -60,6 +61,7 @@ def test_a_built_model_is_trained_in_place(tmp_path, framework):
         given = config(tmp_path / name, framework=framework)
         summary = hvd_train.fit(given, model=model, data=DATA, hooks=[losses])
         assert summary == json.loads((tmp_path / name / "summary.json").read_text())
+    assert losses.train["train_loss"] > 0 and losses.train.items() <= dict(summary).items()
     assert len(losses.found) == 4 and losses.found[-1] == summary["val_loss"] < losses.found[0]
     right = answers(model, DATA[1][0]).argmax(1) == DATA[1][1]
     assert right.mean() == summary.val_accuracy > 0.5

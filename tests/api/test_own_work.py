@@ -54,6 +54,7 @@ def test_both_frameworks_learn_the_same(found):
     same(one, found("tensorflow"))
     regression, other = one["regression"], one["two_by_two"]
     assert regression["val_loss"] < 0.5 < regression["val_hit"] and regression["val_found_above"] > 0.7
+    assert 0.7 < regression["val_Correlation"] < 1
     assert other["val_loss"] == pytest.approx(other["val_value_loss"] + other["val_kind_loss"])
     assert {"val_value_hit", "val_kind_accuracy", "val_kind_f1"} < {*other}
 

@@ -6,8 +6,17 @@ lost_rank.py API KIND: API is torch, or Keras' backend as "tensorflow" or "keras
 import os
 import signal
 import sys
+import time
 
 api, kind = sys.argv[1:]
+
+
+def wedged():
+    """In code of the user's own, for ever."""
+    while True:
+        time.sleep(0.1)
+
+
 if api == "torch":
     import torch
 
@@ -21,6 +30,8 @@ if api == "torch":
                 sys.exit(0)
             if step == 3 and kind == "stops" and ht.rank() == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 3 and kind == "loops" and ht.rank() == 1:
+                wedged()
             if step == 3 and kind == "apart" and ht.rank() == 0:
                 ht.sum(1)
             if step == 3 and kind == "shapes":
@@ -49,8 +60,19 @@ else:
         def on_train_batch_end(self, batch, logs=None):
             if batch == 3 and kind == "leaves" and hk.rank() == 1:
                 sys.exit(0)
+            if batch == 3 and kind == "loops" and hk.rank() == 1:
+                wedged()
             if batch == 3 and kind == "apart" and hk.rank() == 0:
                 self.model.evaluate(x, y, verbose=0)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 500
+
+        def __getitem__(self, k):
+            if k == 40 and hk.rank() == 1:
+                wedged()
+            return np.ones((4, 4), np.float32), np.zeros(4)
 
     keras.utils.set_random_seed(0)
     x, y = np.ones((4000, 4), np.float32), np.zeros(4000)
@@ -79,7 +101,10 @@ else:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     hk.distribute(model)
     try:
-        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Apart()])
+        if kind == "loads":
+            model.fit(Batches(), verbose=0)
+        else:
+            model.fit(x, y, batch_size=2, verbose=0, callbacks=[Apart()])
     except Exception as error:
         print("caught", type(error).__name__)
 print("trained")

@@ -76,6 +76,28 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
     assert re.match(r"error\[rank \d\]: " + TOLD[api.split()[0] if api == "torch" else "keras", kind], told[0]), told
 
 
+@pytest.mark.parametrize(
+    ("api", "kind", "launcher"),
+    [
+        ("torch", "loops", "mpirun"),
+        ("tensorflow", "loads", "horovodrun"),
+        pytest.param("tensorflow", "loops", "mpirun", marks=OTHER),
+        pytest.param("keras torch", "loads", "mpirun", marks=OTHER),
+        pytest.param("torch", "loops", "horovodrun", marks=OTHER),
+    ],
+)
+def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
+    """In the script itself, in a callback, and in what loads batches, which TensorFlow asks from within a step."""
+    env = environment() | {"PYTHONPATH": str(ROOT), "HVD_TRAIN_WATCHDOG_S": "3"}
+    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    out = run.stdout + run.stderr
+    assert run.returncode == 5, out[-5000:]
+    place = r"\(in wedged, \S+lost_rank\.py:\d+\); if"
+    assert re.search(rf"error\[rank 1\]: has kept the others waiting for 3 s {place}", out), out[-5000:]
+    assert 'lost_rank.py", line' in out and out.count("error[rank") == 1, out[-5000:]
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
 def test_f14_a_rank_that_is_stopped_is_named(launcher):
     env = environment() | {"PYTHONPATH": str(ROOT), "HVD_TRAIN_WATCHDOG_S": "2"}

@@ -352,6 +352,25 @@ def by_hand():
     return model
 
 
+class Within(torch.optim.SGD):
+    """A step within a step: hooks run before each."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def by_hand_summed():
+    model = mlp()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on its own class has hooks, too
+    model, optimizer = ht.distribute(model, Within(model.parameters(), lr=0.001), average=False)
+    for x, y in loader():
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.grad = g
+        optimizer.step()
+    return model
+
+
 def other_data():
     """``p.grad.data = g``: the gradient stays the same tensor and lies elsewhere; it is the mean or this rank's own."""
     model = mlp()
@@ -488,6 +507,7 @@ SAME = {
     "gan": gan,
     "lbfgs": lbfgs,
     "by hand": by_hand,
+    "by hand summed": by_hand_summed,
     "data": other_data,
     "summed": summed(),
     "summed passes": summed(2),

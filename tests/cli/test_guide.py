@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -9,13 +10,17 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from hvd_train.cli import guide
 from hvd_train.cli.main import cli
 from hvd_train.config import load_config
+from hvd_train.data import formats
 from hvd_train.errors import ConfigError
+from hvd_train.launch.local import environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}
@@ -81,6 +86,58 @@ def test_commands(page, line):
     assert script.exists(), line
     for option in words[1:]:
         assert not option.startswith("--") or option.split("=")[0] in help_of(script), option
+
+
+# In tests/slurm and tests/hosts; nobody here has a container.
+ELSEWHERE = re.compile(
+    r"\b(srun|sbatch|submit|docker|apptainer|host1|node1|hosts\.txt|source|pip|apt|scripts/\w+)\b(?!/)"
+)
+TINY = "{data: {name: digits}, model: {name: mlp, hidden: [8]}, max_epochs: 2, tensorboard: false, run_dir: runs/job}"
+SCRIPT = """
+import torch
+import hvd_train.torch as ht
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+data = torch.utils.data.TensorDataset(torch.rand(20, 3), torch.rand(20, 2))
+model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+for x, y in ht.shard(torch.utils.data.DataLoader(data, 4, shuffle=True)):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+PAGES_RUN = [
+    name if name in ("README", "packing") else pytest.param(name, marks=pytest.mark.long("other pages run each time"))
+    for name in PAGES
+    if any(page == name and not ELSEWHERE.search(line) and len(line.split()) > 2 for page, line in commands())
+]
+
+
+@pytest.mark.parametrize("page", PAGES_RUN)
+def test_commands_run(tmp_path, page):
+    """In turn, where the page tells them and with what it has made before; a small job stands for the reader's."""
+    first = next(block for block in blocks(PAGES["README"], "yaml") if "runs/first" in block)
+    (tmp_path / "first.yaml").write_text(first.replace("max_epochs: 20", "max_epochs: 2"))
+    (tmp_path / "job.yaml").write_text(TINY)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for k, (image, label) in enumerate(zip(*(x[:40] for x in formats.read_digits()), strict=True)):
+        path = tmp_path / "photos" / str(label) / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).save(path)
+    tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = 0
+    for line in [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]:
+        words = shlex.split(line, comments=True)
+        if len(words) < 3:
+            continue
+        if "scripts/configs" in line and "fit" in words:  # of minutes
+            words += ["--set", "max_steps=1", "--set", "limit_val_batches=1"]
+        words[0] = words[0].removeprefix(".venv/bin/")
+        run = subprocess.run(words, cwd=tmp_path, env=tools, capture_output=True, text=True, timeout=240, check=False)
+        assert run.returncode == 0, (line, run.stdout[-2000:] + run.stderr[-2000:])
+        done += 1
+    assert done
 
 
 def help_of(script):

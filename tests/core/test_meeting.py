@@ -161,7 +161,7 @@ def test_meetings_are_a_span_of_time_apart(monkeypatch):
         if meetings.due():
             assert meetings.meet("said") == ["said"]
             met.append(turn)
-    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {24, 25}
+    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {40}
     clock[0] += 1000  # an evaluation
     meetings.begin()
     before = len(met)
@@ -170,7 +170,7 @@ def test_meetings_are_a_span_of_time_apart(monkeypatch):
         if meetings.due():
             meetings.meet(None)
             met.append(turn)
-    assert len(met) - before >= 3
+    assert len(met) - before >= 2
 
 
 def test_a_slow_step_is_a_meeting(monkeypatch):

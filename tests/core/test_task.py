@@ -35,11 +35,30 @@ def near(outputs, labels):
     return abs(outputs - labels) < 0.5
 
 
+class Correlation:
+    """Pearson's, of sums in 64 bits: no mean of anything."""
+
+    def __call__(self, outputs, labels):
+        z, y = outputs.astype(np.float64), labels.astype(np.float64)
+        return np.stack([z * 0 + 1, z, y, z * z, y * y, z * y], 1)
+
+    def result(self, sums):
+        n, z, y, zz, yy, zy = sums
+        return (n * zy - z * y) / np.sqrt((n * zz - z * z) * (n * yy - y * y))
+
+
+def furthest(outputs, labels):
+    return abs(outputs - labels) > 2
+
+
+furthest.result = lambda sums: sums[0]
+
+
 @pytest.fixture(autouse=True)
 def own(monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "own_task", SimpleNamespace(loss=own_loss, same=own_loss, near=near, signed=signed)
-    )
+    names = {"loss": own_loss, "same": own_loss, "near": near, "signed": signed}
+    names |= {"Correlation": Correlation, "corr": Correlation(), "furthest": furthest}
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(**names))
 
 
 def labels_of(kind, shape):
@@ -71,6 +90,7 @@ CASES = {
     "regression": ("mse", ["mse", "mae", "rmse", "huber", "r2"], "numbers", (3,)),
     "absolute": ("mae", ["own_task:near"], "numbers", ()),
     "huber": ("huber", [], "numbers", (2, 3)),
+    "sums": ("mse", ["own_task:Correlation", "own_task:corr", "own_task:furthest", "r2", "mae"], "numbers", ()),
     "own": ("own_task:loss", ["own_task:same", "mae"], "numbers", (4,)),
 }
 
@@ -137,6 +157,42 @@ def test_r2_of_labels_far_from_zero_in_32_bits():
     sums = sum(task(z[rows], {"label": y[rows]}, np.ones(len(rows), np.float32))[1] for rows in parts)
     metrics = pytest.importorskip("sklearn.metrics")
     assert task.results(sums)["r2"] == pytest.approx(metrics.r2_score(y.astype(float), z.astype(float)), rel=1e-6)
+
+
+def test_a_metric_of_ones_own_has_sums_and_a_result():
+    task, z, y = made(*CASES["sums"])
+    found = task.results(summed(task, z, y, np.array_split(np.arange(N), 3), 1))
+    assert found["Correlation"] == pytest.approx(np.corrcoef(z, y)[0, 1], rel=1e-12) == found["corr"]
+    assert found["furthest"] == (abs(z - y) > 2).sum() > 0 and found["mae"] == pytest.approx(abs(z - y).mean())
+    assert task.results(np.zeros(task.length))["Correlation"] != 0  # nan, and no warning
+
+
+def test_sums_far_from_zero_are_added_in_64_bits():
+    task = made(*CASES["sums"])[0]
+    y = (1e4 + RNG.normal(size=N)).astype(np.float32)
+    z = (y + 0.5 * RNG.normal(size=N)).astype(np.float32)
+    found = task.results(task(z, {"label": y}, np.ones(N, np.float32))[1])
+    assert found["Correlation"] == pytest.approx(np.corrcoef(z.astype(float), y.astype(float))[0, 1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "result", "words"),
+    [
+        (lambda z, y: (z, y), lambda sums: 0.0, r"gives \(values, weights\).*gives \(samples, k\): of each sample"),
+        (lambda z, y: np.ones((len(z), 2, 2)), lambda sums: 0.0, r"gives \(2, 2, 2\)"),
+        (lambda z, y: z.sum(), lambda sums: 0.0, "one number for a batch"),
+        (lambda z, y: z, lambda sums: [*sums], "its result failed: TypeError.*called with the 1 sums"),
+        (lambda z, y: z, lambda sums: {}[0], "its result failed: KeyError: 0.*task.metrics: own_task:mine"),
+    ],
+)
+def test_what_is_no_metric_with_a_result(monkeypatch, values, result, words):
+    def mine(outputs, labels):
+        return values(outputs, labels)
+
+    mine.result = result
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(mine=mine))
+    with pytest.raises(ConfigError, match=words):
+        made("mse", ["own_task:mine"], "numbers", ())
 
 
 def test_auc_of_more_than_two_classes_is_refused():

@@ -157,7 +157,7 @@ def test_a_fault_while_packing(tmp_path, photos):
     (bad / "1" / "2.png").write_bytes(b"no image")
     with pytest.raises(DataError, match="no readable image: .*1/2.png"):
         raise told("pack", bad, tmp_path / "packed").exception
-    assert not list((tmp_path / "packed").glob("*.partial")) and not (tmp_path / "packed" / "manifest.json").exists()
+    assert not list((tmp_path / "packed").glob("*.tmp")) and not (tmp_path / "packed" / "manifest.json").exists()
 
 
 def test_ranks_share_the_work_and_weights_are_the_same(tmp_path, photos):

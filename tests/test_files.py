@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hvd_train.core import files
+from hvd_train import files
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])

@@ -84,6 +84,10 @@ def stopped_code(number: int) -> int:
     return 130 if number == signal.SIGINT else Interrupted.exit_code
 
 
+def nothing_saved(number: int) -> str:
+    return f"stopped by {signal.Signals(number).name} before the first step: there was nothing to save"
+
+
 class RankError(TrainError):
     """A function that ``hvd_train.launch`` ran raised: the error's type and message, the rank, and its traceback."""
 

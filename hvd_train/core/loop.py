@@ -319,8 +319,8 @@ class Trainer:
     def _looked_at(self, finite: bool, sums: list[Any], kept: Tree, counts: np.ndarray) -> list[Any]:
         """``sums`` of a step that was taken; of one that was not, none, and all is as it was before."""
         p = self.progress
-        self._in_a_row = 0 if finite else self._in_a_row + 1
         if finite:
+            self._in_a_row = 0
             return sums
         self.frontend.put_back(kept)
         self.counts = counts
@@ -328,6 +328,8 @@ class Trainer:
         parts = self.communicator.allgather_bytes(bytes([own]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]
         what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
+        # Overflows alone are the search for a loss scale, which ends by itself.
+        self._in_a_row += not self.scaled or bool(ranks)
         if self._in_a_row == MOST_IN_A_ROW:
             what = f"{what} not finite, for {MOST_IN_A_ROW} steps in a row"
             raise NonFiniteError(what, where=f"step {p.step}", fix=NONFINITE_FIX, common=True, ranks=ranks)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvd_train.core.meeting import Outside
-from hvd_train.errors import stopped_code
+from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.board import Page, supported
 from hvd_train.launch.environment import World, world
 
@@ -90,15 +90,16 @@ class Ears(Outside):
         if self.asked:
             self._end_now(128 + number, f"ended at once by a second signal, {name}")
         if not self.begun:
-            self._end_now(stopped_code(number), f"stopped by {name} before the first step: there was nothing to save")
+            self._end_now(stopped_code(number), nothing_saved(number))
         self.asked = number
 
     def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:
         for call in self.leaving:
             with suppress(OSError):
                 call()
-        self.end(code=code, line=why, lost=lost)
-        if self._speaks:
+        # What a rank writes while its launcher ends may be lost.
+        self.end(code=code, line=why, lost=lost, unsaid=self.told and not lost)
+        if self._speaks and not (self.told and not lost):
             with suppress(OSError):
                 os.write(2, f"{why}\n".encode())
         os._exit(code)

@@ -13,7 +13,7 @@ from pathlib import Path
 from signal import Signals
 
 from hvd_train.core import checkpoint, faults
-from hvd_train.errors import CommunicationError, ConfigError, stopped_code
+from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
 from hvd_train.launch import local
 from hvd_train.launch.board import VARIABLE, Board, supported
 from hvd_train.launch.spares import Spares
@@ -35,6 +35,7 @@ class Cause:
     rank: int | None = None
     silent: bool = True
     kept: str = ""
+    unsaid: bool = False  # the rank has left it to the supervisor to say
 
 
 def supervise(
@@ -81,10 +82,16 @@ def supervise(
         os.environ.pop(faults.VARIABLE, None)  # of the first start alone
         if cause is None:
             return 0
+        if cause.unsaid:
+            print(cause.what, file=sys.stderr, flush=True)
         if len(received) > 1:
             return 128 + received[-1]
         if received and cause.code not in (75, 130):
-            return stopped_code(received[0]) if cause.rank is None else 128 + received[0]
+            if cause.rank is not None:
+                return 128 + received[0]
+            if not any(t.step for t in told):
+                print(nothing_saved(received[0]), file=sys.stderr, flush=True)
+            return stopped_code(received[0])
         if cause.code in (75, 130) or cause.code in FINAL:
             return cause.code
         if cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
@@ -146,7 +153,8 @@ def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
         record = told.record
         if record:
             if record["code"]:
-                cause = Cause(record.get("line", ""), told.place, record["code"], rank, False, record.get("kept", ""))
+                own = record.get("line", ""), told.place, record["code"], rank, False, record.get("kept", "")
+                cause = Cause(*own, record.get("unsaid", False))
                 found.append((record.get("lost", False), record["time"], cause))
         elif rank in ended:
             how = f"was ended by {by}" if by else "left before the end of the training"

@@ -16,7 +16,7 @@ from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
 from tests.core import test_loop
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
-from tests.numpy_frontend import run_ranks
+from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 EPOCHS = 3
 
@@ -64,6 +64,20 @@ def test_skip_leaves_the_step_out_on_all_ranks(tmp_path, one_bad_sample):
         other, again, _, _ = final(size, c, tmp_path / str(size), checks=True)
         assert other["skipped_steps"] == EPOCHS
         close(tree, again)
+
+
+def test_skip_lets_the_loss_scale_find_its_way(tmp_path, monkeypatch):
+    """Overflows of 16 bits are told by ``finite`` while the loss is a number: more of them than may be left out."""
+    finite, left = NumpyFrontEnd.finite, [13]
+
+    def overflows(frontend):
+        left[0] -= 1
+        return finite(frontend) and left[0] < 0
+
+    monkeypatch.setattr(NumpyFrontEnd, "finite", overflows)
+    c = config(on_nonfinite="skip", precision="16-mixed")
+    summary, _, _, run = final(1, c, tmp_path, checks=True)
+    assert summary["skipped_steps"] == 13 and run.progress.loss_scale == 2.0**3
 
 
 def test_skip_without_an_end_is_an_error(tmp_path, monkeypatch):

@@ -88,9 +88,12 @@ class Job:
         names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
         found = {}
         for process in self.processes():
-            own = process.environ()
+            try:
+                own, line, name = process.environ(), process.cmdline(), process.name()
+            except psutil.Error:
+                continue
             number = next((own[n] for n in names if n in own), None)
-            if number is not None and "fit" in process.cmdline() and "sh" not in process.name():
+            if number is not None and "fit" in line and "sh" not in name:
                 found[int(number)] = process
                 with suppress(OSError):
                     maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -282,6 +285,19 @@ def test_a_worker_that_fails_on_one_rank_ends_all(tmp_path, framework):
     assert "Traceback" not in out + err and steps_taken(tmp_path / "run") > 0
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.long("the same, under the other launcher"))],
+)
+def test_a_stream_that_ends_sooner_on_one_rank_ends_all(tmp_path, launcher):
+    sets = ["data={name: 'tests.own_models:streams'}", "max_epochs=2"]
+    code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets)).end()
+    (line,) = [line for line in err.splitlines() if "the stream ended before" in line]
+    words = r"error\[rank 1\]: .* sample 3\d\d of epoch 0, and its length is 600; data.name"
+    assert code == 3 and re.search(words, line), err
+    assert "Traceback" not in out + err and steps_taken(tmp_path / "run") > 0
+
+
 def steps_taken(folder: Path) -> int:
     """How many steps were taken before the end."""
     return len([line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in line])
@@ -415,6 +431,31 @@ def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, la
     rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["event"] == "train"]
     assert steps == list(range(1, 29 * EPOCHS + 1)), "each step is reported once"
+
+
+@pytest.mark.parametrize(
+    ("framework", "who", "seconds"),
+    [
+        ("pytorch", "job", 0.0),  # while ranks load their framework
+        ("tensorflow", "rank", 2.0),
+        *(
+            pytest.param(framework, who, seconds, marks=pytest.mark.long("other moments before the first step"))
+            for framework in ("pytorch", "tensorflow")
+            for who in ("job", "rank")
+            for seconds in (0.5, 1.0, 1.5, 3.0)
+        ),
+    ],
+)
+def test_f12_a_signal_before_there_is_anything_to_save(tmp_path, framework, who, seconds):
+    """While ranks load their framework, meet, compile; or just after, when they save."""
+    job = Job("-np", tmp_path, *settings(tmp_path / "run", f"framework={framework}", "max_epochs=1000"))
+    job.wait_for(lambda: len(job.ranks()) == 2)
+    time.sleep(seconds)
+    sent = time.monotonic()
+    (job.ranks()[1] if who == "rank" else job.started).send_signal(signal.SIGTERM)
+    found, out, err = job.end()
+    assert found == 75 and "Traceback" not in err and time.monotonic() - sent < 5 + SETTLE, (found, err)
+    assert "before the first step: there was nothing to save" in err or "and saved" in out, (out, err)
 
 
 def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):

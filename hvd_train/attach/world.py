@@ -19,7 +19,7 @@ from hvd_train.frontends.base import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
 from hvd_train.launch.board import SCRIPT
-from hvd_train.launch.environment import world
+from hvd_train.launch.environment import STALL, world
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
 
@@ -48,7 +48,7 @@ def open_world(framework: str) -> Communicator:
 
 
 def _watchdog_s() -> float:
-    given = os.environ.get(VARIABLE, "600")
+    given = os.environ.get(VARIABLE) or os.environ.get(STALL, "600")  # who lets Horovod wait for longer means it
     with suppress(ValueError):
         return float(given)
     raise ConfigError(f"{given!r} is no number of seconds", where=VARIABLE)

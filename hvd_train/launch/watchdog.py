@@ -84,15 +84,20 @@ class Watchdog:
 
     def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
         """What each rank's threads do, the main one last, most recent call first; [""] where it does not say."""
+        before = [_read(one.stack) for one in told]  # they were asked before, perhaps
         self._board.ask()
         time.sleep(ANSWER_SECONDS)
-        found = {}
-        for rank, one in enumerate(told):
-            text = ""
-            with suppress(OSError):
-                text = Path(one.stack).read_text()
-            found[rank] = text.split("\n\n")  # from the newest to the first
-        return found
+        # From the newest to the first.
+        return {
+            k: _read(one.stack).removeprefix(old).split("\n\n")
+            for k, (one, old) in enumerate(zip(told, before, strict=True))
+        }
+
+
+def _read(path: str) -> str:
+    with suppress(OSError, ValueError):
+        return Path(path).read_text() if path else ""
+    return ""
 
 
 def _lines(stack: str) -> list[str]:

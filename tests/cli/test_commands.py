@@ -192,8 +192,8 @@ def test_a_run_tells_what_it_does(trained):
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard"]
     summary = json.loads((folder / "summary.json").read_text())
-    keys = "framework model world_size epochs steps train_samples val_samples val_loss val_accuracy samples_per_second"
-    assert list(summary) == [*keys.split(), "weights_sha256"]
+    keys = "framework model world_size epochs steps train_samples val_samples train_loss train_accuracy val_loss"
+    assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256"]
 
 
 def test_events_are_read_by_tensorboard(trained):

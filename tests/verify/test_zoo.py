@@ -43,11 +43,11 @@ def test_none_is_forgotten():
         assert {path.stem for path in (ROOT / zoo).glob("*.py")} - {"__init__"} == {*ZOO}
 
 
-def check(name, model, data, keys, capfd):
+def check(name, model, data, keys, capfd, verdicts=3):
     base = {"model": {"name": name, **model}, "data": data, "precision": "64", "global_batch_size": 21}
     base |= {"optim": {"lr": 0.02, "momentum": 0.9}} | keys
     assert verify(load_config(base=base), 2, 4) == 0, capfd.readouterr().out
-    assert capfd.readouterr().out.count("\nequal\n") == 3
+    assert capfd.readouterr().out.count("\nequal\n") == verdicts
 
 
 @pytest.mark.long("networks and gradients of all are compared in tests/frontends, worlds of most in tests/ranks")
@@ -101,11 +101,20 @@ TASKS = {
 }
 
 
+AGAIN = pytest.mark.long("the own task in PyTorch runs each time")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long("the own task runs each time")] * (name != "own")) for name in TASKS],
+    ("name", "framework"),
+    [
+        ("own", "pytorch"),
+        pytest.param("own", "tensorflow", marks=AGAIN),
+        *(pytest.param(name, "pytorch", marks=AGAIN) for name in TASKS if name != "own"),
+    ],
 )
-def test_verify_passes_for_every_kind_of_task(name, capfd):
+def test_verify_passes_for_every_kind_of_task(name, framework, capfd):
+    """Functions of one's own belong to one framework, in which N ranks are compared with one."""
     kind, task = TASKS[name]
     data = {"name": f"{HERE}:diabetes", "options": {"kind": kind}}
-    check("mlp", {"hidden": [24]}, data, {"task": task, "optim": {"name": "adam", "lr": 0.02}}, capfd)
+    keys = {"task": task, "optim": {"name": "adam", "lr": 0.02}, "framework": framework}
+    check("mlp", {"hidden": [24]}, data, keys, capfd, verdicts=1 if name == "own" else 3)

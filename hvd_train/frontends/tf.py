@@ -337,6 +337,7 @@ class TensorFlowFrontEnd(StateTree):
         self._accumulate = _graph(self._traced_accumulate)
         self._step = _graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
+        self._compiled: dict[Any, Callable] = {}
         steps = self.config.steps_per_execution
         # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
         # while Python prepares more.
@@ -361,7 +362,8 @@ class TensorFlowFrontEnd(StateTree):
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> tf.Tensor:
-        return self._accumulate(*placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64))
+        numbers = tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
+        return self._run(self._accumulate, *placed, *numbers)
 
     def train_step(
         self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0
@@ -369,13 +371,22 @@ class TensorFlowFrontEnd(StateTree):
         rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
         numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
         if self._alone:
-            sums, self._failures = self._step(*placed, *map(tf.constant, numbers))
+            sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
             return sums
         later = _Later(self.run_queued)
         self.queued.append(((*placed, *numbers), later))
         if len(self.queued) == self._per_call:
             self.run_queued()
         return later
+
+    def _run(self, graph: Any, *given: Any) -> Any:
+        """A graph of (inputs, labels, weights, ...). To find the one of a batch's shapes among others takes TensorFlow
+        0.4 ms a call; fields have theirs, so that the number of samples tells it."""
+        key = graph, given[2].shape[0]
+        if key not in self._compiled:
+            like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
+            self._compiled[key] = graph.get_concrete_function(*like)
+        return self._compiled[key](*given)
 
     def run_queued(self) -> None:
         steps, self.queued = self.queued, []
@@ -411,7 +422,7 @@ class TensorFlowFrontEnd(StateTree):
 
     def evaluate_batch(self, placed) -> tf.Tensor:
         self.run_queued()
-        return self._score(*placed)
+        return self._run(self._score, *placed)
 
     def predict(self, placed) -> Any:
         self.run_queued()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MEETINGS = 5  # 0.4 s apart, or a step where steps take longer
+MEETINGS = 8  # a quarter of a second to a second apart, or a step where steps take longer
 SHARE, SECONDS = 0.2, 0.001  # of a step: what is less is no matter, or noise
 
 

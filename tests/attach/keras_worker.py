@@ -1022,12 +1022,12 @@ def slow():
         time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
 
     hk._slow.cache_clear()
-    own, meeting.SECONDS = meeting.SECONDS, 0.04
+    own, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
     model = hk.distribute(compiled())
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
     with contextlib.redirect_stderr(told := io.StringIO()):
         fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
-    meeting.SECONDS = own
+    meeting.MOST_SECONDS = own
     return {"own/told": np.array(told.getvalue())}
 
 

@@ -34,7 +34,7 @@ class Signal(Outside):
 
 @pytest.fixture
 def every_turn(monkeypatch):
-    monkeypatch.setattr(meeting, "SECONDS", 0.0)
+    monkeypatch.setattr(meeting, "MOST_SECONDS", 0.0)
 
 
 def interrupted(size, c, folder, outside, resume=False, **options):
@@ -146,7 +146,8 @@ def test_a_wish_to_stop_waits_for_its_line_whatever_the_clock_says(tmp_path, mon
 
     ends = []
     for seconds in (0.0, 1000.0):
-        monkeypatch.setattr(meeting, "SECONDS", seconds)
+        for name in ("SECONDS", "MOST_SECONDS"):
+            monkeypatch.setattr(meeting, name, seconds)
         folder = tmp_path / str(seconds)
         ends.append(final(2, config(log_every_n_steps=6), folder, hooks=[Stop()])[0]["steps"])
     assert ends == [6, 6]
@@ -161,7 +162,7 @@ def test_meetings_are_a_span_of_time_apart(monkeypatch):
         if meetings.due():
             assert meetings.meet("said") == ["said"]
             met.append(turn)
-    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {40}
+    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {24, 25}
     clock[0] += 1000  # an evaluation
     meetings.begin()
     before = len(met)
@@ -170,7 +171,7 @@ def test_meetings_are_a_span_of_time_apart(monkeypatch):
         if meetings.due():
             meetings.meet(None)
             met.append(turn)
-    assert len(met) - before >= 2
+    assert len(met) - before >= 3
 
 
 def test_a_slow_step_is_a_meeting(monkeypatch):

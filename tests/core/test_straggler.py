@@ -35,7 +35,7 @@ def test_who_waits_least_is_named_and_since_when(look):
     assert news.index(True) == MEETINGS - 1 and sum(news) == 1
     assert (found.rank, found.since) == (1, 3 * (1 + MEETINGS) + 1)
     assert found.share == pytest.approx(0.51) and found.seconds == pytest.approx(0.051)
-    assert str(found) == "rank 1 is slow: the others wait for it 51% of each step, 51.0 ms, since step 19"
+    assert str(found) == "rank 1 is slow: the others wait for it 51% of each step, 51.0 ms, since step 28"
     assert [look([0.011, 0.010, 0.010]) for _ in range(MEETINGS)].index(True) == MEETINGS - 1
     assert look.stragglers.found is None
 

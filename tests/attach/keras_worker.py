@@ -33,7 +33,7 @@ GLOBAL = 48
 BATCH = GLOBAL // hk.size()  # a rank
 DRAWN = 2 * GLOBAL + 20  # samples of the case that looks at random numbers
 COUNT = 500  # 500 = 10 global batches of 48 and a rest of 20, which 3 ranks share 7, 7, 6
-SECONDS = 120  # of one case: a hang ends with a traceback that says where
+SECONDS = 240  # of one case: a hang ends with a traceback that says where
 WIDE = 128  # a layer that is large enough to be compressed
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 FOLDER = Path(sys.argv[1])

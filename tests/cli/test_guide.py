@@ -126,6 +126,7 @@ def test_commands_run(tmp_path, page):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((image * 15).astype(np.uint8)).save(path)
     tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    tools |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # four ranks, on however many cores
     done = 0
     for line in [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]:
         words = shlex.split(line, comments=True)

@@ -101,9 +101,8 @@ class Reducer:
         self._broken = False
         self._arrivals: dict[int, int] = {}
         self._summed: set[int] = set()  # without ``average``: gradients that no step has used
-        self._joined: dict[
-            int, tuple[torch.Tensor, int]
-        ] = {}  # gradients set by hand, of all ranks, and their versions
+        # Until a step has used them: gradients that were set by hand, of all ranks now, and their versions.
+        self._joined: dict[int, tuple[torch.Tensor, int]] = {}
         self._weights: dict[int, int] = {}  # bits of parameters that no optimizer has stepped so far
         self._stepped: set[int] = set()
         self._numbered = list(enumerate(self._parameters, len(self._riders)))
@@ -356,6 +355,7 @@ class Reducer:
     def used(self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
         """The optimizer has used their gradients."""
         self.steps += 1
+        self._joined.clear()  # they would stay in memory
         if all(optimizer is not known() for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         if self._average and not self._lossy:

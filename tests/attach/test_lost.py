@@ -39,11 +39,15 @@ TOLD = {
 }
 
 
+def ended(launcher, api, kind, env):
+    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
+    env = environment() | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
 @pytest.mark.parametrize(("api", "kind", "launcher"), CASES)
 def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, launcher):
-    env = environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)}
-    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
-    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
     told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     if kind == "leaves":
@@ -67,9 +71,7 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
 )
 def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, launcher):
     """Other shapes; and, within a tf.function, other weights."""
-    env = environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)}
-    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
-    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
     told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     assert run.returncode == 5 and "trained" not in run.stdout, run.stdout[-2000:] + run.stderr[-3000:]
     assert len(told) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
@@ -88,9 +90,7 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
 )
 def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
     """In the script itself, in a callback, and in what loads batches, which TensorFlow asks from within a step."""
-    env = environment() | {"PYTHONPATH": str(ROOT), "HVD_TRAIN_WATCHDOG_S": "3"}
-    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), api, kind])
-    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = ended(launcher, api, kind, {"HVD_TRAIN_WATCHDOG_S": "3"})
     out = run.stdout + run.stderr
     assert run.returncode == 5, out[-5000:]
     place = r"\(in wedged, \S+lost_rank\.py:\d+\); if"
@@ -100,8 +100,6 @@ def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
 def test_f14_a_rank_that_is_stopped_is_named(launcher):
-    env = environment() | {"PYTHONPATH": str(ROOT), "HVD_TRAIN_WATCHDOG_S": "2"}
-    line = world_command(2, launcher, [str(HERE / "lost_rank.py"), "torch", "stops"])
-    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = ended(launcher, "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "2"})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
     assert "error[rank 1]: is stopped (SIGSTOP), for more than 2 s\n" in run.stdout + run.stderr

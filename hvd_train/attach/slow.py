@@ -1,4 +1,4 @@
-"""Says which rank of a user's own script is slow: the ranks meet up to four times a second, whatever a step takes."""
+"""Says which rank of a user's own script is slow: the ranks meet up to four times a second."""
 
 from __future__ import annotations
 

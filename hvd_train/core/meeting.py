@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a rank listens before it loads anything
     from hvd_train.protocol import Communicator
 
-SECONDS, MOST_SECONDS = 0.25, 1.0  # between two meetings: mpirun leaves a second between a signal and the end
-SHARE = 0.005  # of the time, which meetings may take: one costs 0.3 ms, in TensorFlow 1.5 over MPI and 5 over Gloo
+SECONDS, MOST_SECONDS = 0.25, 2.5  # between two meetings; horovodrun leaves 5 seconds between a signal and the end
+MPI_SECONDS = 1.0  # at most, where mpirun leaves one
+SHARE = 0.0025  # of the time, which meetings may take: one costs 0.3 ms, in TensorFlow 1.5 over MPI and 5 over Gloo
+WORDS = 256  # bytes at least: Horovod knows a transfer of the same length again, and asks no rank about it
 
 
 class Outside:
@@ -54,12 +56,14 @@ class Meetings:
         turns = self._turns - self._left
         began = time.monotonic()
         each = (began - self._since) / max(turns, 1)
-        parts = self._communicator.allgather_bytes(json.dumps([each, self._cost, own]).encode(), "meeting")
+        text = json.dumps([each, self._cost, own]).ljust(WORDS)
+        parts = self._communicator.allgather_bytes(text.encode(), "meeting")
         self._cost = min(self._cost or math.inf, time.monotonic() - began)
         told = [json.loads(part) for part in parts]
         if turns:
             each, cost, _ = told[0]
-            span = min(max(SECONDS, cost / SHARE), MOST_SECONDS)
+            most = min(MOST_SECONDS, MPI_SECONDS) if self._communicator.mpi else MOST_SECONDS
+            span = min(max(SECONDS, cost / SHARE), most)
             self._turns = self._left = max(1, min(2 * self._turns, round(span / max(each, 1e-9))))
             self._since = time.monotonic()
         return [said for *_, said in told]

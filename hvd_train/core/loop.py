@@ -440,9 +440,9 @@ class Trainer:
         if rule.save_last or rule.save_top_k or keep or memory:
             self._stragglers.pause()
             self._settle()
-            self._converge()
-            self.outside.at("saving", self.progress.step)
             try:
+                self._converge()
+                self.outside.at("saving", self.progress.step)
                 saving.save(self, metrics or {}, self._writer, keep=keep, memory=memory)
             except NonFiniteError as error:
                 self._roll_back(error)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.core import checkpoint
+from hvd_train.core import checkpoint, meeting
 from hvd_train.core.log import NullLog
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
@@ -121,6 +121,32 @@ def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
         return True
 
     assert run_ranks(2, work) == [True] * 2
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "local_sgd", "partial"])
+def test_a_signal_before_the_line_that_tells_of_a_loss_goes_back_and_saves(tmp_path, monkeypatch, mode):
+    """The save looks at what no line of the log has told yet."""
+    monkeypatch.setattr(meeting, "MOST_SECONDS", 0.0)  # each step is a meeting
+
+    def work(communicator):
+        keys = {"checkpoint": {"every_n_steps": 2}, "log_every_n_steps": 50, "exchange": {"mode": mode}}
+        made = trainer(communicator, config(on_nonfinite="rollback", **keys), tmp_path)
+        step = made.frontend.train_step
+
+        def spoiling(*given, **named):
+            sums = step(*given, **named)
+            if made.frontend.steps == 3:
+                made.outside.asked = signal.SIGTERM
+                return np.concatenate([[np.nan], sums[1:]])  # the sum of losses
+            return sums
+
+        made.frontend.train_step = spoiling
+        with pytest.raises(Interrupted):
+            made.fit()
+        return made.progress.step
+
+    first, second = run_ranks(2, work)
+    assert first == second == steps_saved(tmp_path)[-1]
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])

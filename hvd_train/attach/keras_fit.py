@@ -31,6 +31,7 @@ WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.12
 )
 APART_FIX = "change weights and settings on all ranks alike: no callback may go by what this rank alone has seen"
 ORDER_FIX = (

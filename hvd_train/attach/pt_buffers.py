@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -36,11 +37,12 @@ class Buffers:
         self._communicator = communicator
         norms = {id(layer) for layer in model.modules() if isinstance(layer, _NormBase)}
         statistics = ("running_mean", "running_var", "num_batches_tracked")
-        found: dict[int, tuple[torch.nn.Module, str]] = {}
+        found: dict[Any, tuple[torch.nn.Module, str]] = {}
         for layer in model.modules():
             for name, x in layer._buffers.items():
-                if x is not None and not (id(layer) in norms and name in statistics):
-                    found.setdefault(id(x), (layer, name))
+                if not (id(layer) in norms and name in statistics):
+                    # One that is None may be made of the first batch; several layers may have the same tensor.
+                    found.setdefault((id(layer), name) if x is None else id(x), (layer, name))
         self._places = list(found.values())
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()

@@ -566,9 +566,12 @@ class Codebook(nn.Module):
         self.register_buffer("queue", torch.zeros(3, 64))
         self.register_buffer("place", torch.tensor(0))
         self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.float32).min))
+        self.register_buffer("center", None)  # of the first batch
 
     def forward(self, x):
         x = x.flatten(1)
+        if self.center is None:
+            self.center = x.detach().mean(0)
         self.codes.data.lerp_(x.detach().mean(0), 0.1)
         self.queue[self.place % 3] = x[0].detach()
         self.place += int(x[0, 20] > 0.5) + 1  # by this rank's data

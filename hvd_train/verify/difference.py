@@ -48,7 +48,9 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
     if a.shape != b.shape:
         return math.inf, f"shape {a.shape} against {b.shape}"
     a, b = a.astype(np.float64), b.astype(np.float64)
-    gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(np.abs(a - b), nan=0.0, posinf=math.inf), math.inf)
+    with np.errstate(invalid="ignore"):  # of two infinities
+        away = np.abs(a - b)
+    gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(away, nan=0.0, posinf=math.inf), math.inf)
     if not gap.size or not gap.max():
         return 0.0, "-"
     at = np.unravel_index(int(gap.argmax()), gap.shape)
@@ -119,6 +121,7 @@ def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE) -> list[str]:
         found += _first_loss(a, b, tolerance)
     found += _gradient(a, b, tolerance)
     found += _weights_apart(b, "last", "end")
+    found += _no_numbers(a, b)
     beyond = [row for row in rows(a, b) if not row.difference <= tolerance]
     state = [row for row in beyond if row.what.split("/")[0] in ("weights", "statistics", "slots")]
     if state:
@@ -199,6 +202,18 @@ def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
         return [f"the gradient of step 1 is {ratio:.6g} times that of {a.title}"]
     worst = max(beyond, key=lambda row: row.difference)
     return [f"the gradient of step 1 differs: {worst.what} by {worst.difference:.1e} at {worst.place}"]
+
+
+def _no_numbers(a: Runs, b: Runs) -> list[str]:
+    """What is no number on either side looks equal, and is not compared."""
+    one, two = a.training, b.training
+    if one.losses.shape == two.losses.shape:
+        for step in np.flatnonzero(~np.isfinite(one.losses) & ~np.isfinite(two.losses))[:1]:
+            return [f"the loss of step {step + 1} is {one.losses[step]:g} in both: from there on nothing is compared"]
+    first, second = one.trees["last"], two.trees["last"]
+    weights = [key for key in first.keys() & second.keys() if key.startswith("weights/")]
+    spoilt = sorted(key for key in weights if not (np.isfinite(first[key]) | np.isfinite(second[key])).all())
+    return [f"{key} ends with numbers that are none in both, which are not compared" for key in spoilt[:1]]
 
 
 def _times(two: float, one: float) -> str:

@@ -91,6 +91,18 @@ def test_weights_that_differ_come_with_their_cause():
     assert told(runs(trees=moved))[0].startswith("the first weights differ: weights/b by ")
 
 
+def test_numbers_that_are_none_on_both_sides_are_not_equal():
+    losses = np.array([1.0, np.nan, np.nan])
+    (text,) = told(runs(size=2, losses=losses), runs(losses=losses))
+    assert text == "the loss of step 2 is nan in both: from there on nothing is compared"
+    trees = record().trees
+    spoilt = trees | {"last": trees["last"] | {"weights/b": np.array([0, np.inf, 0])}}
+    (text,) = told(runs(size=2, trees=spoilt), runs(trees=spoilt))
+    assert text == "weights/b ends with numbers that are none in both, which are not compared"
+    masks = {stage: tree | {"statistics/mask": np.full(2, -np.inf)} for stage, tree in trees.items()}
+    assert told(runs(size=2, trees=masks), runs(trees=masks)) == [], "a mask is meant so"
+
+
 def test_gradients():
     tree = {k: x + 0 for k, x in WEIGHTS.items()}
     double = {"first": tree, "last": {k: x + 0.5 for k, x in tree.items()}}

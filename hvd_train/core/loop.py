@@ -18,24 +18,24 @@ import numpy as np
 
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, faults, saving, synchronizers
-from hvd_train.core.agreement import NONFINITE_FIX, agree, collectively
+from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import ordered_sum
 from hvd_train.core.meeting import Meetings, Outside
-from hvd_train.core.precision import FIRST_SCALE, next_scale
+from hvd_train.core.nonfinite import MOST_IN_A_ROW, Skips, rescale
+from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.state_dict import weights_sha256
 from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
-from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Tree
+from hvd_train.protocol import Batch, FrontEnd, Scale, Source
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
 SETTLE_SECONDS = 10.0  # between two words of the rank that writes to those that wait for it
-MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
 
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
@@ -92,7 +92,7 @@ class Trainer:
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         # Of this rank's samples since the last line of the log, by which each loss is divided.
         self.counts = np.zeros(len(frontend.task.terms) if frontend.task.counted else 0)
-        self._skips, self._in_a_row = config.on_nonfinite == "skip", 0
+        self._skips = Skips(frontend, log, self.scaled) if config.on_nonfinite == "skip" else None
         self._last: Path | None = None  # the checkpoint that this run saved or began from
         self._rolled_back = 0  # since the last one
         self._begun = False  # whether the run folder is written
@@ -279,7 +279,8 @@ class Trainer:
             forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
         ]
         placed = self.frontend.to_device(last)
-        kept = self.frontend.statistics() if self._skips else {}
+        if self._skips:
+            self._skips.begin()
         every = c.exchange.compression_error_every_n_steps
         if every and p.step % every == 0:
             self._compression_error(placed, scale, seeds[-1])
@@ -292,9 +293,9 @@ class Trainer:
         self._saved, self._metrics = False, {}
         finite = not c.checks_gradients or self.frontend.finite()
         if self.scaled:
-            self._rescale(finite)
-        if self._skips:
-            sums = self._looked_at(finite, sums, kept, counts)
+            rescale(p, finite, self.log)
+        if self._skips and self._skips.left_out(p, finite, sums):
+            sums, self.counts = [], counts
         self.synchronizer.stepped(self.frontend, p.step)
         return rate, sums
 
@@ -316,28 +317,6 @@ class Trainer:
             return self.schedule.rate(step)
         return self.schedule.rate(self.progress.epoch * self.schedule.steps_per_epoch + place)
 
-    def _looked_at(self, finite: bool, sums: list[Any], kept: Tree, counts: np.ndarray) -> list[Any]:
-        """``sums`` of a step that was taken; of one that was not, none, and all is as it was before."""
-        p = self.progress
-        if finite:
-            self._in_a_row = 0
-            return sums
-        self.frontend.put_back(kept)
-        self.counts = counts
-        own = all(np.isfinite(self.frontend.ops.to_numpy(x)).all() for x in sums)
-        parts = self.communicator.allgather_bytes(bytes([own]), "finite")
-        ranks = [rank for rank, part in enumerate(parts) if not part[0]]
-        what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
-        # Overflows alone are the search for a loss scale, which ends by itself.
-        self._in_a_row += not self.scaled or bool(ranks)
-        if self._in_a_row == MOST_IN_A_ROW:
-            what = f"{what} not finite, for {MOST_IN_A_ROW} steps in a row"
-            raise NonFiniteError(what, where=f"step {p.step}", fix=NONFINITE_FIX, common=True, ranks=ranks)
-        if not self.scaled:  # which has told it
-            p.skipped += 1
-            self.log.message(f"step {p.step}: {what} not finite, nothing was changed")
-        return []
-
     def _roll_back(self, error: NonFiniteError) -> None:
         """Takes the weights of the last checkpoint, with ``on_nonfinite: rollback``; the samples since are left out."""
         self._rolled_back += 1
@@ -357,17 +336,6 @@ class Trainer:
         self.counts = np.zeros_like(self.counts)
         self._saved, self._metrics = False, {}
         self.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(found).name}")
-
-    def _rescale(self, finite: bool) -> None:
-        p = self.progress
-        p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
-        if finite:
-            return
-        p.skipped += 1
-        if p.loss_scale < 1:
-            what = "the gradients overflow in 16 bits, however small the loss is scaled"
-            raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
-        self.log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")
 
     def _compression_error(self, placed: Any, scale: Scale, seed: int) -> None:
         """How far the compressed gradient is from the exact one, and what it saves; on the step's last micro-batch."""

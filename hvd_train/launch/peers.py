@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_train.launch.board import Board, Page, supported
-from hvd_train.launch.watchdog import Watchdog
+from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog
 
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
 LOOK_SECONDS, LOOKERS = 0.5, 4
+PATIENCE_SECONDS = 2 * (LOOK_SECONDS + ANSWER_SECONDS) + 1.0  # until the one that speaks has seen it too, and has ended
 
 
 def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page | None:
@@ -55,13 +56,12 @@ def _look(board: Board, company: list[int], rank: int, limit: float, goes_on: st
         before = now
     stuck = {company[place]: told for place, told in watchdog.stuck.items()}
     culprit, lookers = min(stuck), company[:LOOKERS]
-    if rank == next((other for other in lookers if other not in stuck), lookers[0]):
-        what, stack = stuck[culprit]
-        where = f"; {board.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
-        with suppress(OSError):
-            os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
-    else:
-        time.sleep(1.0)  # a launcher ends all with the first
+    if rank != next((other for other in lookers if other not in stuck), lookers[0]):
+        time.sleep(PATIENCE_SECONDS)  # a launcher ends all with the first
+    what, stack = stuck[culprit]
+    where = f"; {board.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
+    with suppress(OSError):
+        os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
     os._exit(5)
 
 

@@ -128,8 +128,11 @@ def test_commands_run(tmp_path, page):
         Image.fromarray((image * 15).astype(np.uint8)).save(path)
     tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     tools |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # four ranks, on however many cores
+    lines = [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]
+    if any("--run-dir runs/first" in line and " fit " not in line for line in lines):
+        lines = ["hvd-train fit -c first.yaml", *lines]  # which the reader has from the page before
     done = 0
-    for line in [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]:
+    for line in lines:
         words = shlex.split(line, comments=True)
         if len(words) < 3:
             continue

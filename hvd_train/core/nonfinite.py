@@ -1,0 +1,61 @@
+"""Steps whose gradients are not finite: left out (``on_nonfinite: skip``), or signs of a loss scaled too far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.agreement import NONFINITE_FIX
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.manifest import Progress
+from hvd_train.core.precision import next_scale
+from hvd_train.errors import NonFiniteError
+from hvd_train.protocol import FrontEnd, Tree
+
+MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
+
+
+class Skips:
+    """Leaves out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` tells of them."""
+
+    def __init__(self, frontend: FrontEnd, log: RunLog | NullLog, scaled: bool) -> None:
+        self._frontend, self._log, self._scaled = frontend, log, scaled
+        self._kept: Tree = {}
+        self._in_a_row = 0
+
+    def begin(self) -> None:
+        """Before the step."""
+        self._kept = self._frontend.statistics()
+
+    def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
+        """Whether the step was left out, and all is as it was before. ``sums``: this rank's, of each micro-batch."""
+        if finite:
+            self._in_a_row = 0
+            return False
+        self._frontend.put_back(self._kept)
+        own = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
+        parts = self._frontend.communicator.allgather_bytes(bytes([own]), "finite")
+        ranks = [rank for rank, part in enumerate(parts) if not part[0]]
+        what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
+        # Overflows alone are the search for a loss scale, which ends by itself.
+        self._in_a_row += not self._scaled or bool(ranks)
+        if self._in_a_row == MOST_IN_A_ROW:
+            what = f"{what} not finite, for {MOST_IN_A_ROW} steps in a row"
+            raise NonFiniteError(what, where=f"step {p.step}", fix=NONFINITE_FIX, common=True, ranks=ranks)
+        if not self._scaled:
+            p.skipped += 1
+            self._log.message(f"step {p.step}: {what} not finite, nothing was changed")
+        return True
+
+
+def rescale(p: Progress, finite: bool, log: RunLog | NullLog) -> None:
+    """The loss scale after a step in 16 bits; raises NonFiniteError where none is small enough."""
+    p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
+    if finite:
+        return
+    p.skipped += 1
+    if p.loss_scale < 1:
+        what = "the gradients overflow in 16 bits, however small the loss is scaled"
+        raise NonFiniteError(what, where=f"step {p.step}", fix="set precision: bf16-mixed or 32", common=True)
+    log.message(f"step {p.step}: a gradient overflowed, nothing was changed; loss scale {p.loss_scale:g}")

@@ -8,6 +8,7 @@ descriptor of its stack], then the record, JSON. Asked with ``ASK`` it writes it
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import mmap
 import os
@@ -57,7 +58,11 @@ class Board:
     """The owner's side: ``with Board(ranks) as board``; with ``path`` that of another reader."""
 
     def __init__(self, ranks: int, path: str = "") -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hvd-train-board")
+        self._descriptor = (
+            os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if path
+            else os.memfd_create("hvd-train-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        )
         if not path:
             os.ftruncate(self._descriptor, ranks * PAGE)
         self._memory = mmap.mmap(self._descriptor, ranks * PAGE)
@@ -91,6 +96,17 @@ class Board:
                     self.open[rank] = os.pidfd_open(pid)
                 except ProcessLookupError:
                     self.gone.add(rank)
+
+    def claim(self) -> bool:
+        """True once, for the first of all its readers."""
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        except PermissionError:
+            return False
+        return True
+
+    def claimed(self) -> bool:
+        return bool(fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL)
 
     def signal(self, number: int) -> None:
         for descriptor in self.open.values():

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
 LOOK_SECONDS, LOOKERS = 0.5, 4
-PATIENCE_SECONDS = 2 * (LOOK_SECONDS + ANSWER_SECONDS) + 1.0  # until the one that speaks has seen it too, and has ended
 
 
 def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page | None:
@@ -40,13 +39,22 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page |
         board = board or Board(len(company), path)
     except OSError:  # a kernel that keeps processes apart
         return None
+    _boards.append(board)
     if company.index(communicator.rank) < LOOKERS:
-        given = [board, company, communicator.rank, limit, goes_on]
+        given = [board, company, limit, goes_on]
         threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
     return page
 
 
-def _look(board: Board, company: list[int], rank: int, limit: float, goes_on: str) -> None:
+_boards: list[Board] = []
+
+
+def told() -> bool:
+    """Whether a rank of this host has told which one is stuck, and ends all with that."""
+    return any(board.claimed() for board in _boards)
+
+
+def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:
     watchdog, before = Watchdog(board, limit), time.monotonic()
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)
@@ -55,13 +63,14 @@ def _look(board: Board, company: list[int], rank: int, limit: float, goes_on: st
             watchdog = Watchdog(board, limit)
         before = now
     stuck = {company[place]: told for place, told in watchdog.stuck.items()}
-    culprit, lookers = min(stuck), company[:LOOKERS]
-    if rank != next((other for other in lookers if other not in stuck), lookers[0]):
-        time.sleep(PATIENCE_SECONDS)  # a launcher ends all with the first
+    culprit = min(stuck)
     what, stack = stuck[culprit]
     where = f"; {board.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
-    with suppress(OSError):
-        os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
+    if board.claim():
+        with suppress(OSError):
+            os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
+    else:
+        time.sleep(ANSWER_SECONDS)  # a launcher ends all with the first, and another is writing
     os._exit(5)
 
 

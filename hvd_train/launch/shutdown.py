@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
-from hvd_train.launch import slurm
+from hvd_train.launch import peers, slurm
 from hvd_train.launch.environment import world
 from hvd_train.launch.outside import EARS
 
@@ -64,7 +64,7 @@ def shutdown_with(error: BaseException) -> None:
         ears.end(code=code, line=told[:2000], lost=isinstance(error, LostRankError), kept=kept)
     if isinstance(error, LostRankError):
         code = slurm.code_of_lost(error.exit_code)
-        if not (ears and ears.told):  # who reads it knows the cause, which comes first
+        if not (ears and ears.told) and not peers.told():  # who reads it knows the cause, which comes first
             print(f"error{rank_tag()}: {error}", file=sys.stderr)
         time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
         shutdown(code)

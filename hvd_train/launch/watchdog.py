@@ -17,6 +17,7 @@ WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes 
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
 ANSWER_SECONDS = 1.0
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
 # Where a rank's main thread is while it waits for the others, or computes.
 INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|attach)/(?!faults)")
 
@@ -87,9 +88,9 @@ class Watchdog:
         before = [_read(one.stack) for one in told]  # they were asked before, perhaps
         self._board.ask()
         time.sleep(ANSWER_SECONDS)
-        # From the newest to the first.
+        # The last answer, for others may ask at the same time; within it from the newest thread to the first.
         return {
-            k: _read(one.stack).removeprefix(old).split("\n\n")
+            k: DUMP.split(_read(one.stack).removeprefix(old))[-1].split("\n\n")
             for k, (one, old) in enumerate(zip(told, before, strict=True))
         }
 

@@ -361,6 +361,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a block, at least four steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all ranks, which wait for a signal
     only = ["ours", *given.engines.split(",")] if given.engines else None
     given.output.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict] = {}

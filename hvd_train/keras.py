@@ -197,6 +197,9 @@ def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
     schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
     if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
+    if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(_scaled)):
+        fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
+        raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
     if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
         raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
     keras_loss.check(model)

@@ -21,11 +21,12 @@ FIX = "call it once on a batch, or model.build(input_shape), before hk.distribut
 
 
 def is_built(model: Any) -> bool:
-    """Whether it has its weights; a model whose ``call`` is Keras' own, as in many GANs, is the sum of its parts."""
-    parts = [layer for layer in model._flatten_layers() if layer is not model]
-    return bool(model.variables) and (
-        model.built or type(model).call is keras.Model.call and all(layer.built for layer in parts)
-    )
+    """Whether it has its weights; a model whose ``call`` is Keras' own, as in many GANs, is the sum of its parts, and a
+    Sequential too, which a PyTorch module among its layers leaves half built."""
+    parts = all(layer.built for layer in model._flatten_layers() if layer is not model)
+    if isinstance(model, keras.Sequential):
+        return bool(model.variables) and model.built and parts
+    return bool(model.variables) and (model.built or type(model).call is keras.Model.call and parts)
 
 
 def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Callable[[], None]) -> None:

@@ -105,14 +105,19 @@ class Rank:
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
         kept = PIPELINE if data.kind_of(passed) == "dataset" else ()
+        if kept and self.model.run_eagerly and self.world.rank == 0:
+            what = "over a tf.data.Dataset a step that runs eagerly draws the same on all ranks"
+            warnings.warn(f"{what} from random, numpy.random and tf.random; use keras.random there", stacklevel=3)
         with warnings.catch_warnings(), self.draws.own(self.changes.fits, kept):
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
             try:
-                return self._fit(**call)
+                found = self._fit(**call)
             finally:
                 self._seen = None
+        self.compare("model.fit, its end")
+        return found
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("_use_cached_eval_dataset", False):
@@ -165,22 +170,22 @@ class Rank:
         alone = {k: _numbers(x) for k, x in results.items() if k in logs}  # of this rank's samples
         if not self._scoring:
             self._average_statistics()
-        if self._scoring and not self._scoring.part:
-            return self._logs(logs)
+        whole = bool(self._scoring and not self._scoring.part)  # on each rank, which may draw samples of its own
         variables = [v for metric in self.model.metrics for v in metric.variables]
-        counts = not self._scoring or self._scoring.counts
+        counts = self.world.rank == 0 if whole else not self._scoring or self._scoring.counts
         mine = [_numpy(v) if counts else np.zeros_like(_numpy(v)) for v in variables]
         for v, total in zip(variables, self._sum(mine), strict=True):
             v.assign(total)
         found = self._logs(logs)
         if found is not logs:
             return found
-        values = [np.asarray(_numpy(x), np.float64) for x in keras.tree.flatten(logs)]
-        means = keras.tree.pack_sequence_as(logs, [(x / self.world.size).tolist() for x in self._sum(values)])
+        values = [np.asarray(_numpy(x), np.float64) * (counts or not whole) for x in keras.tree.flatten(logs)]
+        several = 1 if whole else self.world.size
+        means = keras.tree.pack_sequence_as(logs, [(x / several).tolist() for x in self._sum(values)])
         # Under a metric's name a step may give something else.
         same = self._sum([np.array(_alike(_numbers(logs[k]), x), np.float64) for k, x in alone.items()])
-        whole = self._results()
-        return means | {k: whole[k] for k, ranks in zip(alone, same, strict=True) if ranks == self.world.size}
+        results = self._results()
+        return means | {k: results[k] for k, ranks in zip(alone, same, strict=True) if ranks == self.world.size}
 
     def _results(self) -> dict[str, Any]:
         """Of the metrics, by their own names, as a step of Keras' guide gives them, and as Keras' own step does."""
@@ -192,7 +197,7 @@ class Rank:
         Generators of random numbers start from rank 0's seed plus the rank: masks differ, and repeat from run to run.
         """
         slots = [v for optimizer in optimizers_of(self.model) for v in optimizer.variables]
-        variables = {id(v): v for v in [*self.model.variables, *slots]}.values()
+        variables = {id(v): v for v in [*self.model.variables, *slots, *_buffers(self.model)]}.values()
         arrays = [_numpy(v) for v in variables]
         header = json.dumps({"epoch": self.model._initial_epoch}).encode()
         sent = self.world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
@@ -326,6 +331,11 @@ class Rank:
     ) -> data.Scored:
         if not self.shard:
             return data.Scored(given, batch=batch, limit=steps)
+        states = [x.name for x in self.model._flatten_layers() if getattr(x, "stateful", False)]
+        if states:
+            what = f"{', '.join(states)}: stateful=True goes on from batch to batch, and each rank scores other batches"
+            fix = "score on one rank, a copy of the model: keras.models.clone_model and set_weights"
+            raise ConfigError(what, where="hvd_train.keras", fix=fix, common=True)
         execution = self.model.steps_per_execution
         options: Any = dict(batch=batch, steps=steps, uncut=uncut, execution=execution, seen=seen)
         found = collectively(self.world, lambda: data.scoring(*given, self.world, **options))
@@ -351,7 +361,8 @@ class Rank:
 
     def _average_statistics(self) -> None:
         """Running means and variances are what each rank gathers from its own samples."""
-        own = {str(k): v for k, v in enumerate(self.model.non_trainable_variables) if not v.path.endswith(SEED)}
+        gathered = [*self.model.non_trainable_variables, *_buffers(self.model)]
+        own = {str(k): v for k, v in enumerate(gathered) if not v.path.endswith(SEED)}
         arrays = ((name, keras.ops.convert_to_numpy(v)) for name, v in own.items() if "float" in v.dtype)
         apart = {name: _numpy(own[name]) for name in differing(arrays, self.world)}
         for name, value in mean(apart, self.world, self.reduction.ops).items():
@@ -380,6 +391,25 @@ class Rank:
             raise ConfigError(what, where="model.predict", fix="pad them to one length", common=True)
         whole = np.concatenate(found)
         return whole.astype(object) if texts else whole
+
+
+class _Buffer:
+    """One of a PyTorch module within a Keras layer, which Keras does not count among its variables."""
+
+    def __init__(self, path: str, tensor: Any) -> None:
+        self.path, self._tensor = path, tensor
+        self.dtype = keras.backend.standardize_dtype(tensor.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(keras.ops.convert_to_numpy(self._tensor), dtype)
+
+    def assign(self, value: np.ndarray) -> None:
+        self._tensor.data.copy_(keras.ops.convert_to_tensor(value))
+
+
+def _buffers(model: Any) -> list[_Buffer]:
+    wrapped = [x for x in model._flatten_layers() if isinstance(x, keras.layers.TorchModuleWrapper)]
+    return [_Buffer(f"{x.path}/{name}", b) for x in wrapped for name, b in x.module.named_buffers()]
 
 
 class _Alike(keras.callbacks.Callback):

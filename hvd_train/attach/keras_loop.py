@@ -41,7 +41,7 @@ class Batches:
     epoch with steps running statistics are averaged; one rank alone may go through others."""
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
-        self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, -_steps()
+        self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, 0
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -76,9 +76,9 @@ def shard(
     )
     agree(world, facts)
     parts = found["x"]
-    if data.kind_of(parts) == "dataset":
-        return parts
     size = int(facts[data.BATCH_SIZE]) * (record.together if (record := recording()) else 1)
+    if data.kind_of(parts) == "dataset":
+        return _heard(parts, size)
     if not isinstance(parts, data.Epochs):  # a sharded DataLoader
 
         def loaded(number: int) -> Iterable:
@@ -93,6 +93,38 @@ def shard(
         parts.on_epoch_end()
 
     return Batches(epoch, len(parts), size)
+
+
+def _heard(parts: Any, batch_size: int) -> Any:
+    """A tf.data.Dataset of this rank's batches: a loop of Python's over it does what one over ``Batches`` does."""
+    import tensorflow as tf
+
+    found = parts.with_options(tf.data.Options())  # an object of our own
+    kind = type(found)
+
+    def iterate(self: Any) -> Any:
+        batches, before = kind.__iter__(self), _steps()
+        if not tf.executing_eagerly():
+            return batches
+        own = type(batches)
+
+        def following(self: Any) -> Any:
+            Reduction.hear()
+            try:
+                batch = own.__next__(self)
+            except StopIteration:
+                Reduction.counts(1.0)
+                if _steps() > before:
+                    Reduction.settle()
+                raise
+            Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
+            return batch
+
+        batches.__class__ = type(own.__name__, (own,), {"__next__": following})
+        return batches
+
+    found.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+    return found
 
 
 def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:

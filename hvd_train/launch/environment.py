@@ -57,6 +57,12 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
         node = min(number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
         return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
+    if "TORCHELASTIC_RUN_ID" in environ and number(environ, "WORLD_SIZE", 1) > 1:
+        raise ConfigError(
+            "torchrun tells Horovod nothing: each process would train alone",
+            where="launcher",
+            fix="start it with horovodrun, mpirun or srun; hvd-train fit -np N starts N ranks here",
+        )
     return World()
 
 

@@ -634,12 +634,14 @@ def draws():
             hk.distribute(model, shard=kind != "divided")
             after = []
             for _ in range(2):
-                model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[told])
+                with warnings.catch_warnings(record=True) as warned:
+                    model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[told])
                 after += [random.random(), np.random.random(), float(keras.random.normal(()))]
             ids_of = np.concatenate([step["ids"] for step in told.steps])
             found[f"own/{run} {kind} ids"] = ids_of[ids_of >= 0]
             found[f"own/{run} {kind} drawn"] = np.concatenate([step["drawn"] for step in told.steps])
             found[f"own/{run} {kind} after"] = np.array(after)
+            found[f"own/{run} {kind} told"] = np.array([str(w.message) for w in warned if "eager" in str(w.message)])
     return found
 
 
@@ -697,18 +699,21 @@ def loop(kind="eager"):
             found = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
             return hk.reduce({"loss": found[0], "samples": keras.ops.shape(x)[0]})
 
-        if kind == "graph":
+        if kind != "eager":
             import tensorflow as tf
 
             step = tf.function(step)
-        batches = hk.shard(x, y, batch_size=BATCH)
-        next(iter(batches)) if hk.rank() == 0 else None
+        if kind == "dataset":
+            batches = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+        else:
+            batches = hk.shard(x, y, batch_size=BATCH)
+            next(iter(batches)) if hk.rank() == 0 else None
         for _ in range(2):
             for part in batches:
                 found = step(*part)
                 losses.append(float(found["loss"])) if len(part[0]) == BATCH else None
         total = float(hk.reduce(len(losses), op="sum")) / hk.size()
-        return trained(model, losses=losses, steps=len(batches), total=total)
+        return trained(model, losses=losses, steps=len(batches) if kind != "dataset" else 0, total=total)
 
     return case
 
@@ -755,9 +760,21 @@ def statistics_of_a_loop():
     batches = hk.shard(*digits(), batch_size=BATCH)
     list(batches) if hk.rank() == 0 else None
     batches.set_epoch(0)
+
+    def step(x, y):
+        descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x, training=True))])
+
     for x, y in batches:
-        descent(optimizer, model.trainable_weights, lambda x=x, y=y: [loss_of(y, model(x, training=True))])
-    return trained(model)
+        step(x, y)
+    found = trained(model)
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        traced = tf.function(step)
+        for x, y in hk.shard(tf.data.Dataset.from_tensor_slices(digits()).batch(BATCH)):
+            traced(x, y)
+        found |= {f"dataset {k}": v for k, v in trained(model).items()}
+    return found
 
 
 def overflow():
@@ -864,7 +881,37 @@ def stops():
         model = hk.distribute(compiled())
         fit(model, x, y, epochs=3, callbacks=[extra])
         found.append(int(model.optimizer.iterations))
-    return {"own/steps" if hk.size() == 1 else "steps": np.array(found)}
+    found = {"own/steps" if hk.size() == 1 else "steps": np.array(found)}
+    return found | drawn_validation() | (wrapped() if not TENSORFLOW else {})
+
+
+def drawn_validation():
+    """Nobody can divide it, so every rank scores it, and each draws other samples."""
+    x, y = digits()
+
+    def drawing():
+        while True:
+            rows = np.random.randint(0, COUNT, 9)
+            yield x[rows], y[rows]
+
+    keras.utils.set_random_seed(3)
+    model = hk.distribute(compiled(optimizer=SGD(0.5)))
+    best = keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)
+    options = {"validation_data": drawing(), "validation_steps": 2, "callbacks": [best]}
+    found = trained(model, fit(model, x, y, epochs=6, **options))
+    return {f"drawn {k}": v for k, v in found.items()}
+
+
+def wrapped():
+    """A PyTorch module within a Keras model: what it gathers is no variable of Keras."""
+    import torch
+
+    norm = torch.nn.BatchNorm1d(64).double()
+    norm.running_mean += hk.rank()
+    model = keras.Sequential([keras.Input((64,)), keras.layers.TorchModuleWrapper(norm), keras.layers.Dense(10)])
+    hk.distribute(compiled(model))
+    fit(model, *digits(), epochs=1)
+    return {"wrapped": norm.running_mean.numpy(), "wrapped predicted": model.predict(digits(9)[0], verbose=0)}
 
 
 def backup():
@@ -917,6 +964,11 @@ def refused():
     frozen.layers[0].trainable = True
     any_length = keras.Input((None, 3))
     long = hk.distribute(compiled(keras.Model(any_length, keras.layers.Dense(2)(any_length))))
+    went_on = compiled()
+    went_on.train_on_batch(x[:BATCH], y[:BATCH])
+    pairs = keras.Input((4, 16), batch_size=10)
+    keeps = keras.Model(pairs, keras.layers.Dense(10)(keras.layers.LSTM(4, stateful=True)(pairs)))
+    hk.distribute(compiled(keeps))
     scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
 
     def look(validates):
@@ -939,6 +991,8 @@ def refused():
         "unseen variable": lambda: fit(frozen, x, y),
         "no reduction": lambda: hk.distribute(compiled(loss=cross_entropy(reduction=None))),
         "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
+        "trained before": lambda: hk.distribute(went_on, lr_scaling="linear"),
+        "stateful": lambda: keeps.predict(x.reshape(-1, 4, 16), batch_size=10, verbose=0),
         "no such compression": lambda: hk.distribute(compiled(), compression="zip"),
         "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
         "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
@@ -1131,6 +1185,7 @@ if TENSORFLOW:
         "tf_data": tf_data,
         "jit_compile": jit_compile,
         "loop_graph": loop("graph"),
+        "loop_dataset": loop("dataset"),
         "masked_steps_per_execution": reading(cross_entropy, steps_per_execution=3),
         "steps_per_execution": simple(lambda: SGD(0.1, momentum=0.9), steps_per_execution=3),
     }
@@ -1142,6 +1197,7 @@ if __name__ == "__main__":
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
+        hk.keras_loop._iterations.clear()  # steps of the cases before, which are not the same ones in each world
         with counted(f"Keras scripts on {keras.backend.backend()}", name):
             np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())
         if hk.rank() == 0:

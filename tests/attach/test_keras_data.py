@@ -285,6 +285,19 @@ def test_a_loop_that_is_left_goes_on_in_another_order_and_a_look_shifts_nothing(
     assert before == look == first() and after not in (before, ended) and ended != before
 
 
+def test_batches_made_anew_for_each_epoch_have_orders_of_their_own():
+    """As in ``for epoch in range(9): for x in hk.shard(x, batch_size=4)``."""
+    optimizer = keras.optimizers.SGD()
+    keras_loop.follow([optimizer])
+    orders = []
+    for _ in range(3):
+        batches = keras_loop.shard(np.arange(60), None, None, batch_size=4, shuffle=True, seed=0, world=Serial())
+        for batch in batches:
+            orders.append(np.asarray(batch).tolist())
+            optimizer._iterations.assign_add(1)
+    assert len({tuple(sum(orders[k : k + 15], [])) for k in (0, 15, 30)}) == 3
+
+
 X, Y, W = np.ones((8, 3)), np.arange(8), np.linspace(0, 1, 8)
 GIVEN = {
     "an array alone": (X,),

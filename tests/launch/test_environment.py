@@ -54,6 +54,14 @@ def test_world(environ, expected):
     assert world(environ) == expected
 
 
+def test_torchrun_is_no_launcher_of_horovods():
+    """Each of its processes would train alone."""
+    with pytest.raises(ConfigError, match="torchrun tells Horovod nothing.*horovodrun"):
+        world({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"})
+    assert world({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}) == World()
+    assert world(OPEN_MPI | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}).size == 3
+
+
 def test_a_variable_that_is_no_number_is_named():
     """F33."""
     with pytest.raises(ConfigError, match="'x' is not a number; environment variable HOROVOD_SIZE"):

@@ -364,6 +364,9 @@ class FrontEnd(Protocol):
 
     def put_back(self, kept: Tree) -> None: ...
 
+    def neutral(self, own: Tree) -> Tree:
+        """What ``statistics`` gives, as ``load`` takes it."""
+
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """``Exchange.compression_error`` of this batch's gradient, which is then forgotten; between steps."""
 

@@ -179,7 +179,8 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
-        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume))
+        rule = job.config.checkpoint
+        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, rule.monitor, rule.mode))
     if snapshot is None:
         return None
     rows = [row for row in changed(snapshot.config(), job.config) if not _allowed(row[0], allow_change)]
@@ -291,7 +292,7 @@ def train(
         log.files = {"config.yaml": resolved_yaml(config), "environment.json": about}
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
-        log.replace = overwrite and resume is None
+        log.replace = overwrite and not folder.goes_on(run_dir, resume)
     faults.at("start")
     try:
         summary = trainer.fit()

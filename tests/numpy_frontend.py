@@ -205,7 +205,7 @@ class NumpyFrontEnd(StateTree):
         rng = np.random.default_rng(communicator.rank)  # different on purpose: rank 0's must win
         self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
         self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
-        self.layouts["mean"] = Layout.of((1,), ("mean", None, None, (1,)))
+        self.layouts["mean"] = Layout.of((1,), ("norm.mean", None, None, (1,)))
         self.slots = {n: np.zeros_like(x) for n, x in self.w.items()}
         self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         self.statistic = np.zeros(1)

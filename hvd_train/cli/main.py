@@ -98,8 +98,9 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
 @click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder: config, metrics, checkpoints, events.")
 @click.option(
     "--resume",
-    metavar="auto|last|PATH",
-    help="Go on from a checkpoint: auto (newest, or from the start if there is none), last (newest), or a folder.",
+    metavar="auto|last|best|PATH",
+    help="Go on from a checkpoint: auto (newest, or from the start if there is none), last (newest), best (by "
+    "checkpoint.monitor), or a folder.",
 )
 @click.option(
     "--allow-change", metavar="KEY", multiple=True, help="Let this key differ from the resumed run's; repeatable."
@@ -413,7 +414,7 @@ def sweep(
 @config_option
 @set_option
 @click.option("--run-dir", type=click.Path(file_okay=False), help="As of fit.")
-@click.option("--resume", metavar="auto|last|PATH", help="As of fit.")
+@click.option("--resume", metavar="auto|last|best|PATH", help="As of fit.")
 @click.option("--overwrite", is_flag=True, help="As of fit.")
 @param_option
 @random_option

@@ -232,9 +232,19 @@ def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
     """A run folder holds one run: another one in its place must be asked for."""
     metrics = run_dir / "metrics.jsonl"
     used = (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoint.find(run_dir / "checkpoints"))
-    if used and resume is None and not overwrite:
+    missing = resume is not None and not Path(resume).exists()  # which is told as that
+    if used and not overwrite and not missing and not goes_on(run_dir, resume):
+        other = f", and {resume} is not of it" if resume else ""
         fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
-        raise ConfigError("the run folder holds a run already", where=str(run_dir), fix=fix)
+        raise ConfigError(f"the run folder holds a run already{other}", where=str(run_dir), fix=fix)
+
+
+def goes_on(run_dir: Path, resume: str | None) -> bool:
+    """Whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
+    if resume in (None, "auto", "last", "best"):
+        return resume is not None
+    named, own = Path(str(resume)).resolve(), run_dir.resolve()
+    return named == own or named.is_relative_to(own / "checkpoints")
 
 
 # ---- an old run in the way of a new one

@@ -160,7 +160,7 @@ class Lines(Hook):
             task.check(sums, sums[task.length :])
             trainer.counts, sums = np.zeros(len(task.terms)), sums[: task.length]
         result = task.results(sums)
-        if not math.isfinite(result["loss"]):
+        if result["samples"] and not math.isfinite(result["loss"]):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"
             raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)
         p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums)]

@@ -283,7 +283,8 @@ class Trainer:
             self._skips.begin()
         every = c.exchange.compression_error_every_n_steps
         if every and p.step % every == 0:
-            self._compression_error(placed, scale, seeds[-1])
+            whole = np.divide(scale, p.loss_scale).tolist()  # thresholds are for gradients as they are
+            self._compression_error(placed, whole, seeds[-1])
         sums = [
             self.frontend.add_gradients(self.frontend.to_device(batch), scale, seed)
             for batch, seed in zip(earlier, seeds, strict=False)
@@ -355,7 +356,7 @@ class Trainer:
 
     def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
         p, c = self.progress, self.config
-        epoch, train = p.epoch, _told("train", self.frontend.task.results(np.array(p.epoch_sums)))
+        epoch, train = p.epoch, _told("train", self._of_epoch())
         del train["train_samples"]
         p.train = train
         self._before, self._saved, p.ending = copy.deepcopy(p), False, False
@@ -383,6 +384,11 @@ class Trainer:
         every = c.checkpoint.every_n_epochs
         if last or (complete and every and p.epoch % every == 0):
             self._save({**train, **(p.val if val else {})})
+
+    def _of_epoch(self) -> dict[str, float]:
+        """Of the training samples of this epoch that have been counted; after a rollback there may be none."""
+        task = self.frontend.task
+        return task.results(np.array(self.progress.epoch_sums or np.zeros(task.length)))
 
     def _validate(self, epoch: int, rate: float) -> dict[str, float]:
         p = self.progress
@@ -458,11 +464,16 @@ class Trainer:
             "train_samples": p.seen,
             **({"skipped_steps": p.skipped} if self.config.checks_gradients else {}),
             "val_samples": p.val.get("val_samples", 0),
-            **{f"train_{name}": p.train.get(f"train_{name}") for name in self.config.task.names},
-            **{f"val_{name}": p.val.get(f"val_{name}") for name in self.config.task.names},
+            **_numbers({f"train_{name}": p.train.get(f"train_{name}") for name in self.config.task.names}),
+            **_numbers({f"val_{name}": p.val.get(f"val_{name}") for name in self.config.task.names}),
             "samples_per_second": self.samples_per_second(),
             "weights_sha256": weights_sha256(self.frontend.state()),
         }
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """None for what is no number, as JSON knows no nan."""
+    return {name: x if x is not None and math.isfinite(x) else None for name, x in values.items()}
 
 
 def _told(part: str, results: Mapping[str, float]) -> dict[str, float]:

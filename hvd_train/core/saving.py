@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_train import errors
+from hvd_train.config import Config
 from hvd_train.core import checkpoint, faults
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.manifest import Progress
@@ -138,7 +139,7 @@ def save(
     trainer.frontend.average_statistics()
     after = trainer.frontend.statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
-    own = {key: x for key, x in before.items() if x.tobytes() != after[key].tobytes()}
+    own = trainer.frontend.neutral({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
     local = []
     for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
         part = communicator.broadcast_bytes(pack(own | _local(trainer)) if root == communicator.rank else b"", root)
@@ -249,8 +250,13 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
             notes.append(
                 f"precision {found['precision']} -> {trainer.config.precision}: loss scale {fresh.loss_scale:g}"
             )
-        for name in ("loss_scale", "good_steps", "skipped"):
+        changed = found["precision"] != trainer.config.precision
+        for name in ("loss_scale", "good_steps", *(["skipped"] if changed else [])):
             setattr(progress, name, getattr(fresh, name))
+    rule = _rule(trainer.config)
+    if progress.best is not None and found["early_stopping"] != rule:
+        notes.append(f"early stopping: {found['early_stopping']} -> {rule}; what was best before does not count")
+        progress.best, progress.waited, progress.stopped = None, 0, False
     train = found["data"].get("train")
     other = train is not None and train != trainer.data["train"]
     if progress.consumed and (other or progress.consumed > trainer.train_size):
@@ -289,6 +295,11 @@ def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
     return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
 
 
+def _rule(config: Config) -> str:
+    rule = config.early_stopping
+    return f"{rule.mode} of {rule.monitor}" if rule else "none"
+
+
 def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
@@ -300,6 +311,7 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
         "mode": config.exchange.mode,
         "precision": config.precision,
         "task": config.task.model_dump(mode="json"),
+        "early_stopping": _rule(config),
         "data": snapshot.meta.get("data", {}),
         "ranks": len(snapshot.local),
         "kept": any(not key.startswith(STATISTICS) for tree in snapshot.local for key in tree),

@@ -111,7 +111,8 @@ def _auc_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
     """Histograms of the sigmoid, of the class 0 and of the class 1."""
     bins = length // 2
     score = z[:, 1] - z[:, 0] if len(z.shape) > 1 else z
-    at = ops.cast(ops.clip(ops.sigmoid(score) * bins, bins - 1.0), "int64")
+    place = ops.clip(ops.sigmoid(score) * bins, bins - 1.0)
+    at = ops.cast(ops.where(score == score, place, 0.0), "int64")  # nan has no place, and the loss tells it
     one = ops.cast(y > 0.5, ops.dtype(w))
     return ops.join([ops.scatter(bins, at, w * (1 - one)), ops.scatter(bins, at, w * one)])
 
@@ -461,11 +462,13 @@ class Task:
         return self._ops.cast(self._ops.from_numpy(np.zeros((rows, *like[0]))), like[1])
 
     def results(self, sums: np.ndarray) -> dict[str, float]:
-        """{"loss", each loss of several, each metric, "samples"} of sums over all ranks."""
+        """{"loss", each loss of several, each metric, "samples"} of sums over all ranks; nan where no sample counts."""
         samples, found = float(sums[self.samples]), {}
         for term, (value, count) in zip(self.terms, self.entries, strict=True):
             found[f"{term.output}_loss"] = float(sums[value]) / (float(sums[count]) or 1.0)
         values: dict[str, float] = {"loss": sum(found.values()), **(found if len(found) > 1 else {})}
+        if not samples:
+            return dict.fromkeys([*values, *(metric.title for _, metric in self._metrics)], math.nan) | {"samples": 0}
         for _, metric in self._metrics:
             own = sums[metric.begin : metric.begin + metric.length]
             if metric.result:

@@ -139,6 +139,13 @@ class StateTree(ABC):
     def put_back(self, kept: Tree) -> None:
         self._assign(kept)
 
+    def neutral(self, own: Tree) -> Tree:
+        return dict(self._neutral(key, array) for key, array in own.items())
+
+    def _neutral(self, key: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+        prefix, layout = self._split(key)
+        return (prefix + layout.name, layout.to_neutral(array)) if layout else (key, array)
+
     def checksums(self) -> dict[str, int]:
         return {self.layouts[own].name: checksum(x) for own, x in self._weights()}
 
@@ -187,9 +194,7 @@ class StateTree(ABC):
     def state(self, into: Tree | None = None) -> Tree:
         tree = {}
         for key, array in self._views():
-            prefix, layout = self._split(key)
-            name = prefix + layout.name if layout else key
-            x = layout.to_neutral(array) if layout else array
+            name, x = self._neutral(key, array)
             tree[name] = np.empty_like(x) if into is None else into[name]
             np.copyto(tree[name], x, casting="no")
         return tree

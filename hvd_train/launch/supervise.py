@@ -187,7 +187,8 @@ def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[
             kept.append(word)
     if resume not in ("auto", "last"):
         new = sorted(now - known)
-        return [*kept, "--resume", str(new[-1][1]) if new else resume]
+        # The run folder is this run's by now, which begins anew where it has saved nothing.
+        return [*kept, "--resume", *([str(new[-1][1])] if new else [resume, "--overwrite"])]
     return [*kept, "--resume", "auto"]
 
 

@@ -161,6 +161,7 @@ def made(tmp_path_factory):
         "model": (fit(run, "--overwrite", sets=[*data, "model={name: nothing}"]), 2, "there is no model 'nothing'"),
         "first step": (fit(run, "--overwrite", sets=[*data, own]), 2, "the model gives logits of shape"),
         "no such checkpoint": (fit(run, "--resume", "step-9", sets=data), 4, "there is no checkpoint"),
+        "of another": (fit(run, "--resume", folder / "damaged", sets=data), 2, "holds a run already, and /"),
         "damaged": (fit(folder / "damaged", *go_on, sets=data), 4, "no checkpoint can be used"),
         "new": (fit(folder / "new" / "one", sets=["data={name: npz, path: nowhere.npz}"]), 3, "no such file"),
     }
@@ -179,6 +180,7 @@ def made(tmp_path_factory):
 
 
 REFUSED = ["used", "config", "data.name", "smaller", "other", "missing", "model", "first step", "no such checkpoint"]
+REFUSED += ["of another"]
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "damaged", "new"])
@@ -207,6 +209,22 @@ def test_a_canary_sings_where_it_is_unpickled(tmp_path):
 def test_refused_commands_change_no_byte(made):
     assert made.after == made.before
     assert made.first.code == made.last.code == 0 and made.first.out == made.last.out
+
+
+def test_from_another_run_in_the_place_of_a_run(made, tmp_path):
+    """Of what the folder held nothing stays, and nothing is mixed with it."""
+    more = ["max_steps=8"]
+    first, second = commands(
+        fit(tmp_path / "run", sets=[*made.data, "max_steps=16"]),
+        fit(
+            tmp_path / "run", "--resume", made.run, "--overwrite", "--allow-change", "max_steps", sets=made.data + more
+        ),
+    )
+    assert first.code == second.code == 0, first.err + second.err
+    assert "resumed at step 6" in second.out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} <= {7, 8}
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000008"]
 
 
 def test_eval_and_export_use_what_the_checkpoint_was_trained_with(made, tmp_path):

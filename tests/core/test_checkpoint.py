@@ -11,10 +11,12 @@ import sys
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hvd_train import run
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.checkpoint import Progress, Snapshot
@@ -437,3 +439,14 @@ def test_words_and_paths(tmp_path):
         checkpoint.resolve(tmp_path, str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="no checkpoint has a val_accuracy"):
         checkpoint.resolve(tmp_path, "best", "val_accuracy", "max")
+
+
+def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
+    for step, loss, accuracy in ((1, 0.3, 0.8), (2, 0.2, 0.9), (3, 0.1, 0.7)):
+        checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
+    monkeypatch.setattr(run, "changed", lambda before, now: [])
+    for rule, step in (({}, 3), ({"monitor": "val_accuracy", "mode": "max"}, 2)):
+        config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
+        monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)
+        found = run._find_snapshot(SimpleNamespace(config=config), "best", ["data"])
+        assert found.step == step

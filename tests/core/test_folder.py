@@ -15,7 +15,7 @@ import pytest
 
 from hvd_train.core import folder
 from hvd_train.core.folder import Lock
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,24 @@ def dead_lock(run_dir, **changed):
     if changed:
         path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     return path
+
+
+def test_a_checkpoint_of_another_run_goes_into_no_run(tmp_path):
+    """It would cut the log of the run that lies there, and drop its checkpoints."""
+    for name in "ab":
+        (tmp_path / name / "checkpoints" / "step-00000003").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text("{}\n")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "a")
+    for own in ("auto", "last", "best", tmp_path / "a", link, link / "checkpoints" / "step-00000003"):
+        folder.check_free(tmp_path / "a", str(own), False)
+        assert folder.goes_on(tmp_path / "a", str(own))
+    for other in (None, str(tmp_path / "b"), str(tmp_path / "b" / "checkpoints" / "step-00000003"), str(tmp_path)):
+        assert not folder.goes_on(tmp_path / "a", other)
+        with pytest.raises(ConfigError, match="holds a run already.*--overwrite"):
+            folder.check_free(tmp_path / "a", other, False)
+        folder.check_free(tmp_path / "a", other, True)
+        folder.check_free(tmp_path / "new", other, False)
 
 
 def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
@@ -141,7 +159,7 @@ TAKERS = """
 import os, sys, time
 from pathlib import Path
 from hvd_train.core import folder
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, ConfigError
 from tests.core.test_folder import dead_lock
 root, real = Path(sys.argv[1]), folder._dead
 def slow(*args):

@@ -428,6 +428,37 @@ def test_patience_is_kept_over_a_resume(tmp_path):
     assert final(1, config(max_epochs=20, **slow), tmp_path / "cut", resume=True)[0]["epochs"] == whole == 4
 
 
+def test_another_rule_of_early_stopping_begins_anew(tmp_path):
+    """What an accuracy was at its best says nothing of a loss; a run that the old one ended goes on."""
+    rules = {"first": {"monitor": "val_accuracy", "mode": "max", "patience": 1}, "then": {"patience": 2}}
+    slow = {"optim": {"lr": 0.001, "momentum": 0.0}}
+    first = final(1, config(max_epochs=9, early_stopping=rules["first"], **slow), tmp_path)[0]
+    assert first["epochs"] < 9
+
+    def work(communicator):
+        made = trainer(communicator, config(max_epochs=9, early_stopping=rules["then"], **slow), tmp_path)
+        notes = made.restore(checkpoint.newest(tmp_path / "checkpoints", pytest.fail))
+        return notes, made.fit()
+
+    ((notes, summary),) = run_ranks(1, work)
+    assert notes == ["early stopping: max of val_accuracy -> min of val_loss; what was best before does not count"]
+    assert summary["epochs"] == 9
+
+
+def test_the_error_of_compression_is_that_of_gradients_as_they_are(tmp_path, monkeypatch):
+    """A threshold is no threshold for gradients that are multiplied by the loss scale."""
+    asked = []
+    monkeypatch.setattr(
+        NumpyFrontEnd, "compression_error", lambda own, placed, scale, seed: asked.append(scale) or np.ones(5)
+    )
+    monkeypatch.setattr(NullLog, "compression_error", lambda *_: None)
+    made = config(
+        precision="16-mixed", max_steps=2, exchange={"compression": "threshold", "compression_error_every_n_steps": 1}
+    )
+    final(1, made, tmp_path, checks=True)
+    assert asked == [1 / 8, 1 / 8]
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path, size):
     """F25."""

@@ -105,6 +105,33 @@ def test_rollback_goes_on_from_the_last_checkpoint_with_the_samples_that_follow(
         close(whole[1], final(size, c, tmp_path / str(size))[1])
 
 
+def test_rollback_where_an_epoch_has_one_line(tmp_path):
+    """Of which nothing is left then, and nothing is told of the epoch's training."""
+    c = config(on_nonfinite="rollback", log_every_n_steps=50, max_epochs=2)
+    for size in (1, 2):
+        summary = final(size, c, tmp_path / str(size), poison_at=9)[0]
+        assert summary["epochs"] == 2 and summary["train_loss"] is None and summary["val_loss"] > 0
+
+
+def test_an_epoch_that_was_left_out_is_not_the_best(tmp_path, monkeypatch):
+    """All steps of the second one."""
+    finite = NumpyFrontEnd.finite
+    monkeypatch.setattr(NumpyFrontEnd, "finite", lambda own: finite(own) and not 7 < own.steps <= 14)
+    rule = {"monitor": "train_loss", "save_top_k": 1, "save_last": False}
+    log = Recorder()
+    early = {"monitor": "train_loss", "patience": 2}
+    c = config(on_nonfinite="skip", checkpoint=rule, early_stopping=early, max_epochs=4)
+    summary = final(1, c, tmp_path, checks=True, log=log)[0]
+    assert summary["skipped_steps"] == 7 and summary["epochs"] == 4
+    assert checkpoint.resolve(tmp_path, "best", "train_loss").name == "step-00000028"
+
+
+def test_steps_that_were_left_out_count_over_a_resume(tmp_path, one_bad_sample):
+    final(1, config(on_nonfinite="skip", max_epochs=1), tmp_path, checks=True)
+    again = final(1, config(on_nonfinite="skip"), tmp_path, checks=True, resume=True)
+    assert again[0]["skipped_steps"] == EPOCHS
+
+
 def test_rollback_finds_the_newest_whatever_else_is_kept(tmp_path, one_bad_sample):
     rule = {"every_n_steps": 2, "save_last": False, "save_top_k": 1, "monitor": "val_loss"}
     c = config(on_nonfinite="rollback", checkpoint=rule, check_val_every_n_epoch=1)

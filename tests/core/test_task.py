@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -193,6 +194,14 @@ def test_what_is_no_metric_with_a_result(monkeypatch, values, result, words):
     monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(mine=mine))
     with pytest.raises(ConfigError, match=words):
         made("mse", ["own_task:mine"], "numbers", ())
+
+
+def test_outputs_that_are_no_numbers_have_a_place_in_the_histogram():
+    task, z, y = made(*CASES["binary"])
+    z[3] = np.nan
+    with np.errstate(invalid="ignore"):
+        found = task.results(summed(task, z, y, [np.arange(N)], 0))
+    assert math.isnan(found["loss"]) and 0 < found["auc"] < 1
 
 
 def test_auc_of_more_than_two_classes_is_refused():

@@ -181,7 +181,7 @@ def test_an_old_kernel_runs_the_job_unwatched(run, tmp_path, monkeypatch):
 def test_going_on_from_a_checkpoint_that_was_named():
     old, new = (5, Path("run/checkpoints/step-5"), 1), (9, Path("run/checkpoints/step-9"), 2)
     named = ["fit", "--resume=there/step-2", "--overwrite"]
-    assert _going_on(named, {old}, {old}) == ["fit", "--resume", "there/step-2"]
+    assert _going_on(named, {old}, {old}) == ["fit", "--resume", "there/step-2", "--overwrite"]
     assert _going_on(named, {old}, {old, new}) == ["fit", "--resume", "run/checkpoints/step-9"]
     assert _going_on(["fit", "--resume", "last"], {old}, {old}) == ["fit", "--resume", "auto"]
 

@@ -481,9 +481,10 @@ def submit(
     # The command line comes first.
     own = slurm.model_dump() | {key: value for key, value in asked.items() if value is not None}
     times = own["requeue"]
-    if times and overwrite:
-        fix = "give another --run-dir, or remove the folder"
-        raise ConfigError("each start of the job would begin anew", where="submit: --requeue --overwrite", fix=fix)
+    anew = "--overwrite" if overwrite else "--resume" if resume not in (None, "auto", "last") else ""
+    if times and anew:
+        fix = "give another --run-dir, or remove the folder" if overwrite else "give --resume auto, or leave --requeue out"
+        raise ConfigError("each start of the job would begin anew", where=f"submit: --requeue {anew}", fix=fix)
     own_seed, swept = _seed_of(draws, seed), bool(params or draws or at_once)
     given = {"a script": program, "--output": output, "--follow": follow, "--overwrite": overwrite}
     given["--resume, but for auto"] = resume not in (None, "auto")

@@ -243,8 +243,8 @@ def goes_on(run_dir: Path, resume: str | None) -> bool:
     """Whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
     if resume in (None, "auto", "last", "best"):
         return resume is not None
-    named, own = Path(str(resume)).resolve(), run_dir.resolve()
-    return named == own or named.is_relative_to(own / "checkpoints")
+    named = Path(str(resume)).resolve()
+    return named == run_dir.resolve() or named.is_relative_to((run_dir / "checkpoints").resolve())  # may be a link
 
 
 # ---- an old run in the way of a new one

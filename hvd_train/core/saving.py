@@ -151,6 +151,7 @@ def save(
             "world_size": communicator.size,
             "config": c.model_dump(mode="json"),
             "compression": trainer.compression,
+            "neutral": True,  # the names of each rank's own statistics; older checkpoints do not tell
             "sample": asdict(trainer.sample),
             "data": trainer.data,
             "progress": asdict(p),
@@ -236,9 +237,19 @@ def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]
     for piece in broadcast(communicator, tree):
         trainer.frontend.load(piece)
     if found and found["ranks"] == communicator.size:
+        collectively(communicator, lambda: _check_own(trainer, own) if found["neutral"] else None)
         trainer.frontend.load(own)
     trainer.synchronizer.load_local(trainer.frontend, mine)
     return notes
+
+
+def _check_own(trainer: Trainer, own: Tree) -> None:
+    """``load`` leaves out what it does not know: the run would go on with other statistics, and nobody be told."""
+    here = trainer.frontend.neutral(trainer.frontend.statistics())
+    unknown = [key for key, x in sorted(own.items()) if key not in here or here[key].shape != x.shape]
+    if unknown:
+        what = "the checkpoint has statistics of a rank, which this model has not"
+        raise CheckpointError(f"{what}: {', '.join(unknown[:20])}", fix="it is damaged: take another one")
 
 
 def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[str]:
@@ -254,7 +265,7 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
         for name in ("loss_scale", "good_steps", *(["skipped"] if changed else [])):
             setattr(progress, name, getattr(fresh, name))
     rule = _rule(trainer.config)
-    if progress.best is not None and found["early_stopping"] != rule:
+    if (progress.best is not None or progress.waited) and found["early_stopping"] != rule:
         notes.append(f"early stopping: {found['early_stopping']} -> {rule}; what was best before does not count")
         progress.best, progress.waited, progress.stopped = None, 0, False
     train = found["data"].get("train")
@@ -313,6 +324,7 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
         "task": config.task.model_dump(mode="json"),
         "early_stopping": _rule(config),
         "data": snapshot.meta.get("data", {}),
+        "neutral": snapshot.meta.get("neutral", False),
         "ranks": len(snapshot.local),
         "kept": any(not key.startswith(STATISTICS) for tree in snapshot.local for key in tree),
     }

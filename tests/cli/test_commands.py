@@ -311,4 +311,6 @@ def test_submit_overwrites_as_fit_does_and_never_at_each_start(tmp_path):
     line = ["submit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(tmp_path), "--dry-run"]
     assert "--overwrite to start anew" in run(*line, code=2).stderr
     assert f"--run-dir {tmp_path} --overwrite\n" in run(*line, "--overwrite").stdout
-    assert "each start of the job would begin anew" in run(*line, "--overwrite", "--requeue", "2", code=2).stderr
+    for more in (["--overwrite"], ["--resume", str(tmp_path)]):
+        told = run(*line, *more, "--requeue", "2", code=2).stderr
+        assert "each start of the job would begin anew" in told and f"--requeue {more[0]}" in told

@@ -56,7 +56,10 @@ def test_a_checkpoint_of_another_run_goes_into_no_run(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("{}\n")
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
-    for own in ("auto", "last", "best", tmp_path / "a", link, link / "checkpoints" / "step-00000003"):
+    places = [link / "checkpoints" / "step-00000003", tmp_path / "disk" / "step-00000003"]
+    os.rename(tmp_path / "a" / "checkpoints", tmp_path / "disk")
+    (tmp_path / "a" / "checkpoints").symlink_to(tmp_path / "disk")
+    for own in ("auto", "last", "best", tmp_path / "a", link, *places):
         folder.check_free(tmp_path / "a", str(own), False)
         assert folder.goes_on(tmp_path / "a", str(own))
     for other in (None, str(tmp_path / "b"), str(tmp_path / "b" / "checkpoints" / "step-00000003"), str(tmp_path)):
@@ -159,7 +162,7 @@ TAKERS = """
 import os, sys, time
 from pathlib import Path
 from hvd_train.core import folder
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import CheckpointError
 from tests.core.test_folder import dead_lock
 root, real = Path(sys.argv[1]), folder._dead
 def slow(*args):

@@ -428,8 +428,10 @@ def test_patience_is_kept_over_a_resume(tmp_path):
     assert final(1, config(max_epochs=20, **slow), tmp_path / "cut", resume=True)[0]["epochs"] == whole == 4
 
 
-def test_another_rule_of_early_stopping_begins_anew(tmp_path):
-    """What an accuracy was at its best says nothing of a loss; a run that the old one ended goes on."""
+@pytest.mark.parametrize("numbers", [True, False])
+def test_another_rule_of_early_stopping_begins_anew(tmp_path, numbers):
+    """What an accuracy was at its best says nothing of a loss; a run that the old one ended goes on, also where none of
+    its values was a number."""
     rules = {"first": {"monitor": "val_accuracy", "mode": "max", "patience": 1}, "then": {"patience": 2}}
     slow = {"optim": {"lr": 0.001, "momentum": 0.0}}
     first = final(1, config(max_epochs=9, early_stopping=rules["first"], **slow), tmp_path)[0]
@@ -437,8 +439,10 @@ def test_another_rule_of_early_stopping_begins_anew(tmp_path):
 
     def work(communicator):
         made = trainer(communicator, config(max_epochs=9, early_stopping=rules["then"], **slow), tmp_path)
-        notes = made.restore(checkpoint.newest(tmp_path / "checkpoints", pytest.fail))
-        return notes, made.fit()
+        found = checkpoint.newest(tmp_path / "checkpoints", pytest.fail)
+        assert found.progress.stopped and found.progress.waited and found.progress.best is not None
+        found.meta["progress"]["best"] = found.progress.best if numbers else None
+        return made.restore(found), made.fit()
 
     ((notes, summary),) = run_ranks(1, work)
     assert notes == ["early stopping: max of val_accuracy -> min of val_loss; what was best before does not count"]

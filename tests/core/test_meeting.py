@@ -14,7 +14,7 @@ from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.meeting import Meetings, Outside
-from hvd_train.errors import Interrupted
+from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
 from tests.core.test_loop import config, final, same, trainer, without_speed
 from tests.numpy_frontend import run_ranks
@@ -114,6 +114,23 @@ def test_ranks_leave_while_the_batch_job_has_the_time_that_a_save_takes(
     outside.number, outside.job_end = signal.SIGUSR1, time.time() + left
     found = interrupted(size, config(checkpoint={"every_n_steps": 3}), tmp_path, outside)
     assert found == steps and (steps is None or find(tmp_path / "checkpoints")[-1][0] == steps)
+
+
+def test_statistics_that_nothing_takes_are_refused(tmp_path, every_turn):
+    """Each rank's own have neutral names; those of older checkpoints, which may not, are left behind as ever."""
+    c = config()
+    step = interrupted(2, c, tmp_path, Signal("training", 2))
+    found = checkpoint.load(checkpoint.place(tmp_path / "checkpoints", step))
+    for tree in found.local:
+        tree["statistics/mean"] = tree.pop("statistics/norm.mean")
+
+    def restored(communicator):
+        return trainer(communicator, c, tmp_path).restore(found if communicator.rank == 0 else None)
+
+    with pytest.raises(CheckpointError, match=r"statistics of a rank, which this model has not: statistics/mean;"):
+        run_ranks(2, restored)
+    del found.meta["neutral"]
+    assert run_ranks(2, restored) == [[]] * 2
 
 
 def test_interrupted_again_and_again(tmp_path, every_turn):

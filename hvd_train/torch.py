@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from hvd_train import files
 from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
-from hvd_train.attach.pt_buffers import Buffers
+from hvd_train.attach.pt_buffers import Buffers, bits
 from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
 from hvd_train.attach.recorded import recording
@@ -134,9 +134,9 @@ def distribute(
     run to run where the script seeds. The learning rate stays as it is, and batches are each rank's own.
 
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
-    call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never) the ranks
-    compare their weights and learning rates, and end with a CommunicationError where they differ. Raises ConfigError on
-    all ranks.
+    call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never), and with
+    the last batch of each pass over a loader of ``shard``, the ranks compare their weights and learning rates, and end
+    with a CommunicationError where they differ. Raises ConfigError on all ranks.
     """
     communicator = _world()
     further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
@@ -152,6 +152,7 @@ def distribute(
     words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
     agree(communicator, _facts(bare, optimizers) | {"options": words})
     _broadcast(communicator, bare, optimizers)
+    _tell_plain(communicator, bare)
 
     def reducer_of(parameters: dict[str, torch.nn.Parameter], first: bool) -> Reducer:
         return Reducer(
@@ -238,6 +239,8 @@ def shard(loader: DataLoader) -> DataLoader:
 
     def ended(batches: int) -> None:
         agree(communicator, {"batches of the stream": str(batches)}, "ht.shard.end_of_stream")
+        for reducer in {id(reducer): reducer for _, reducer in _distributed if reducer}.values():
+            reducer.compare()
 
     here: Any = dict(ended=ended, number=number, together=record.together if (record := recording()) else 1)
     return pt_passes.shared(loader, own, communicator.rank, communicator.size, **here)
@@ -415,6 +418,25 @@ def _broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: S
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
             _lay_slots(optimizer)
+
+
+def _tell_plain(communicator: Communicator, model: torch.nn.Module) -> None:
+    """Tensors that are neither parameters nor buffers stay each rank's own, and may be meant to."""
+    if communicator.size == 1:
+        return
+    own = {}
+    for path, layer in model.named_modules():
+        for name, x in vars(layer).items():
+            # Of what is made anew in each forward, as by weight_norm, the sources are parameters.
+            made = {f"{name}_orig", f"{name}_g"} & set(layer._parameters)
+            if isinstance(x, torch.Tensor) and not (made or x.grad_fn or x.is_meta or x.is_quantized):
+                own[f"{path}.{name}".lstrip(".")] = int(bits(x))
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(own).encode(), "tensors")]
+    apart = [name for name in own if len({told.get(name, own[name]) for told in everyone}) > 1]
+    if apart and not communicator.rank:
+        what = f"{', '.join(apart)}: tensors of the model that are no buffers, and differ between ranks"
+        fix = "register_buffer gives all ranks rank 0's; or set a seed before the model is made"
+        warnings.warn(f"{what}; {WHERE}; {fix}", stacklevel=3)
 
 
 def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[torch.nn.Module, str]]:

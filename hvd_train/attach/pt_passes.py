@@ -10,11 +10,23 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from hvd_train.attach import pt_draws, pt_own, pt_share, pt_stream
+from hvd_train.attach import pt_data, pt_draws, pt_own, pt_share, pt_stream
 from hvd_train.data.order import mix
 
 watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
+_asked = 0
+
+
+def asked() -> int:
+    """How often this rank has found that ranks should be compared; they are when its next gradients travel, for it may
+    be alone with that."""
+    return _asked
+
+
+def _ask() -> None:
+    global _asked
+    _asked += 1
 
 
 class Pass:
@@ -43,6 +55,8 @@ class Pass:
                 self._end()
             raise
         self._batch += 1
+        if training and self._plan and self._batch + 1 == self._plan.count and pt_share.steps() > self._steps:
+            _ask()  # at a pass' last batch
         self._known = self._known and self._share.at_home
         if watch:
             batch = watch(self, batch, training)
@@ -82,11 +96,17 @@ class Pass:
         told: Any = self._batches
         return self._plan.digest if self._plan else f"{told.digest:08x}" if self._known else ""
 
+    def moved(self) -> dict[str, str]:
+        """pt_data.Orders.moved, of a pass that began before the last step."""
+        return self._share.orders.moved() if pt_share.steps() > self._steps else {}
+
     def _end(self) -> None:
         share = self._share
         if pt_share.steps() > self._steps:
             if isinstance(share, pt_stream.Stream):
                 share.ended(self._batch + 1)
+            elif not self._plan:
+                _ask()
             pt_draws.start_epoch(mix(share.seed, share.epoch), pt_share.steps(), share.rank)
         elif share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
@@ -149,7 +169,7 @@ def shared(
         own["share"] = pt_share.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
     else:
         own["share"] = _share(loader, seed, rank, size)
-    own["share"].number = number
+    own["share"].number, own["share"].orders = number, pt_data.Orders(loader.dataset)
     # The script may seed workers itself; it has its say once in those that persist.
     own["share"].told = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
     kind = type(loader)
@@ -177,9 +197,14 @@ def _plain(sampler: Any, samples: Any) -> bool:
 
 
 def orders() -> dict[str, str]:
-    """The order of samples of each pass in use, for those of which ranks may have other ones."""
+    """The order of samples of each pass in use, for those of which ranks may have other ones; and of what scripts have
+    shuffled themselves, where the pass is no look."""
     digests = sorted({p.digest for p in _open if p.used} - {""})
-    return {"order of samples": " ".join(digests)} if digests else {}
+    found = {"order of samples": " ".join(digests)} if digests else {}
+    for p in sorted(_open, key=lambda p: p.number):
+        for name, digest in p.moved().items() if p.used else ():
+            found[f"order of {name} in loader {p.number}, which random.Random(epoch).shuffle makes equal"] = digest
+    return found
 
 
 def weight() -> float:

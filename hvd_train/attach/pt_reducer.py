@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,9 @@ from hvd_train.protocol import Communicator, Compressor, TensorSpec
 BROKEN = 0  # a gradient that would be compressed is not finite
 LATE = 1  # a gradient came after its bucket had gone
 FAILED = 2  # an error ended the backward pass
-BUFFERS = 3  # from here on: a buffer has changed
+ASKED = 3  # weights are to be compared
+BUFFERS = 4  # from here on: a buffer has changed
+FIRST = 2  # passes: ranks whose gradients are equal in all of them do the same work
 APART_FIX = (
     "what a rank decides by its loss or its data sets it apart: decide by ht.sum, which is the same on all ranks, and "
     "keep what a layer gathers from its data in a buffer"
@@ -62,6 +65,9 @@ class Reducer:
         self.fellows = [self]  # of the same model, with what was unfrozen; the first has its statistics and buffers
         self.number: float = number
         self.passes = self.steps = 0
+        self._first, self._own = FIRST, 0  # of the first passes, how many are to come; bits of this rank's gradient
+        self._equal = 0  # of them, in how many all ranks' were equal
+        self._compared, self._asked = 0, pt_passes.asked()  # passes before the last comparison
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self.stepping = False  # within a step that calls backward() itself
         self._communicator, self._buffers, self._every, self._slow = communicator, buffers, every, slow
@@ -100,6 +106,7 @@ class Reducer:
         self._settled, self._weight = -1, 1.0
         self._broken = False
         self._arrivals: dict[int, int] = {}
+        self._kept: set[int] = set()  # without ``average``: gradients that were added to the last sum
         self._summed: set[int] = set()  # without ``average``: gradients that no step has used
         # Until a step has used them: gradients that were set by hand, of all ranks now, and their versions.
         self._joined: dict[int, tuple[torch.Tensor, int]] = {}
@@ -110,10 +117,20 @@ class Reducer:
         pt_backward.watch_checkpoints()
         for i, parameter in self._numbered:
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+            if not average:
+                parameter.register_hook(torch.utils.hooks.unserializable_hook(lambda _, i=i: self._before(i)))
             if lossy:
                 parameter.register_hook(torch.utils.hooks.unserializable_hook(lambda _: self._settle()))
 
     # ---- one pass
+
+    def _before(self, i: int) -> None:
+        """A hook, without ``average``: backward is to add to gradient ``i``. Is it the last sum, or was that cleared?
+        Clipping and the like change it, too, so changes cannot tell."""
+        if not self._arrivals.get(i) or i in self._kept:
+            view = self._views[i]
+            kept = self._gradient(i) is view and (view._version == self._versions[i] or bool(view.any()))
+            (self._kept.add if kept else self._kept.discard)(i)
 
     @torch.no_grad()
     def _arrived(self, i: int) -> None:
@@ -166,6 +183,8 @@ class Reducer:
         if not all(map(self._at_home, members)) or self._held(b, others):
             self._renew(b)
         own = self._mean * self._weight if self._average else 1.0
+        if self._first:
+            self._own += sum(int(bits(x)) for i, x in sources.items() if i >= riders and x is not None)
         for i, source in sources.items():
             view = self._views[i]
             if i < riders:
@@ -186,9 +205,8 @@ class Reducer:
         """The factor of a gradient that lies where the last one lay: with that one in it, or in its place."""
         if self._average:
             return self._mean * self._weight
-        changes = self._views[i]._version - self._versions[i]
         arrivals = self._arrivals.get(i, 0)
-        if changes and changes == arrivals:  # nothing but additions
+        if arrivals and i in self._kept:
             what = "a second backward() before the step would count the first one's sum once more for each rank"
             fix = "put all but the last into ht.no_sync, or clear the gradients before"
             raise ConfigError(what, where="ht.distribute(average=False)", fix=fix, common=True)
@@ -235,12 +253,13 @@ class Reducer:
         missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
         self.passes += 1
         changed = self._buffers.changed(self.passes, self._every) if self._buffers else []
+        asked = pt_passes.asked() != self._asked
         self._flags.zero_()
         self._flags[:count] = 1
         if missing:
             self._flags[missing] = 0
-        if late or failed or any(changed):
-            self._flags[count:] = torch.tensor([0.0, bool(late), failed, *changed])
+        if late or failed or asked or any(changed):
+            self._flags[count:] = torch.tensor([0.0, bool(late), failed, asked, *changed])
         if failed:
             self._views[0].copy_(self._flags * self._mean)
         gradients, state = self._sent.finish(self._sent.bucket[0], self._send if failed else None)  # flags go last
@@ -248,14 +267,14 @@ class Reducer:
         for b, gradient in enumerate(gradients):
             if gradient.data_ptr() != self._flats[b].data_ptr():
                 self._flats[b].copy_(gradient)
-        broken, any_late, any_failed, *changed = told[count:].tolist()
+        broken, any_late, any_failed, any_asked, *changed = told[count:].tolist()
         if any_failed:
             self._failed(failed)
             return
         for i, rider in enumerate(self._riders):
             if i:
                 self._common[i].add_(self._views[i])
-                rider.copy_(self._common[i])
+                rider.data.copy_(self._common[i])  # a graph that is kept may hold it
         if broken:
             for flat in self._flats.values():  # on some rank: all of them see it, and no residual keeps it
                 flat.fill_(torch.nan)
@@ -282,8 +301,17 @@ class Reducer:
         if self._buffers:
             self._buffers.share(changed)
         self.unreduced = self.failed = False
-        pt_passes.exchanged()
-        self.compare()
+        if self._first:
+            self._tell_equal()
+        self._passed(bool(any_asked))
+
+    def _tell_equal(self) -> None:
+        own, self._own, self._first = self._own % 2**64, 0, self._first - 1
+        everyone = self._communicator.allgather_bytes(own.to_bytes(8, "little"), "gradients")
+        self._equal += own > 0 and len(everyone) > 1 and len(set(everyone)) == 1
+        if self._equal == FIRST and not self._communicator.rank:
+            what = "all ranks computed the same gradients: do they go through the same samples?"
+            warnings.warn(f"{what} Use the loader that ht.shard gives; draw batches apart", stacklevel=2)
 
     def _once_more(self, late: Mapping[int, torch.Tensor], nowhere: Collection[int]) -> None:
         """A part of the model ran twice in a pass: from now on nothing travels before the pass is over."""
@@ -407,10 +435,13 @@ class Reducer:
             raise ConfigError(what, where=where, fix=fix, common=True)
         # A step within a step (super().step()) finds what the outer one has joined.
         new = [i for i in own if not self._joined_before(i)]
+        if pt_passes.asked() != self._asked:
+            new.append(0)  # of the flags
         everyone = self._communicator.allgather_bytes(",".join(map(str, new)).encode())
-        if not any(everyone):
+        told = {int(i) for part in everyone for i in part.decode().split(",") if i}
+        chosen = sorted(told - {0})
+        if not chosen:
             return
-        chosen = sorted({int(i) for part in everyone for i in part.decode().split(",") if i})
         for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):
             same = [i for i in chosen if self._tensors[i].dtype == dtype]
             parts = [torch.zeros_like(self._tensors[i]) if (g := self._gradient(i)) is None else g for i in same]
@@ -424,8 +455,7 @@ class Reducer:
                 p.grad = torch.empty_like(p, requires_grad=False).copy_(part.reshape(p.shape))
                 self._joined[i] = p.grad, p.grad._version
         self.passes += 1
-        pt_passes.exchanged()
-        self.compare()
+        self._passed(0 in told)
 
     def _joined_before(self, i: int) -> bool:
         gradient, version = self._joined.get(i, (None, 0))
@@ -435,12 +465,20 @@ class Reducer:
         """The loss of all ranks, of this rank's own."""
         return total(loss * pt_passes.weight()) * self._mean if self._average else total(loss)
 
-    def compare(self) -> None:
-        """Now and then, on all ranks together: their weights must be the same."""
+    def _passed(self, asked: bool) -> None:
+        """Gradients have travelled. ``asked``: by any rank."""
+        pt_passes.exchanged()
         if self._slow:
             self._slow.stepped()
-        if not due(self.passes, self._every):
+        if asked or due(self.passes, self._every):
+            self.compare()
+
+    def compare(self) -> None:
+        """Now and then, on all ranks together: their weights must be the same, if there was a pass since."""
+        self._asked = pt_passes.asked()
+        if not self._every or self.passes == self._compared:
             return
+        self._compared = self.passes
         weights = dict(zip(self._names, self._parameters, strict=True))
         if self._model:  # frozen ones that a layer changes, and what it has put in the place of others
             weights |= self._model.named_parameters()

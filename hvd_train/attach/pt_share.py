@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,11 @@ import torch
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_train.attach import pt_draws
+from hvd_train.attach import pt_data, pt_draws
 from hvd_train.data.order import mix, permute, share
 from hvd_train.errors import ConfigError, DataError
 
 WHERE = "ht.shard"
-SPLIT = "make and split data with a seed, before ht.distribute"
-PROBES = 64  # rows of a TensorDataset that are compared between ranks
 
 
 _steps = 0
@@ -64,6 +61,7 @@ class Passes:
 
     shuffle = True  # whether passes differ
     number = 0  # of the loader
+    orders: pt_data.Orders  # of its data set
     told = False  # whether workers are told what to draw from
     trained = False  # whether steps were made in a pass over this loader
 
@@ -241,20 +239,5 @@ def facts(loader: data.DataLoader) -> dict[str, str]:
         "batch_size": str(loader.batch_size),
         "sampler": f"{type(loader.sampler).__name__} in {type(loader.batch_sampler).__name__}",
         "drop_last": str(loader.drop_last),
-        **_content(loader.dataset, "data"),
+        **pt_data.content(loader.dataset),
     }
-
-
-def _content(samples: Any, name: str) -> dict[str, str]:
-    """Hashes of what can be told without a call of the user's code: data drawn or split without a seed differ."""
-    if isinstance(samples, data.ConcatDataset):
-        return {k: v for i, x in enumerate(samples.datasets) for k, v in _content(x, f"{name}[{i}]").items()}
-    if isinstance(samples, data.Subset):
-        chosen = hashlib.sha256(np.asarray(samples.indices).astype(np.int64).tobytes()).hexdigest()[:12]
-        return {f"{name}: indices": f"{chosen}; {SPLIT}", **_content(samples.dataset, name)}
-    if type(samples) is data.TensorDataset and len(samples):
-        rows = range(0, len(samples), -(-len(samples) // PROBES))
-        parts = [x[rows].detach().cpu().contiguous() for x in samples.tensors]
-        total = b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in parts)
-        return {f"{name}: tensors": f"{hashlib.sha256(total).hexdigest()[:12]}; {SPLIT}"}
-    return {}

@@ -483,7 +483,7 @@ def submit(
     times = own["requeue"]
     anew = "--overwrite" if overwrite else "--resume" if resume not in (None, "auto", "last") else ""
     if times and anew:
-        fix = "give another --run-dir, or remove the folder" if overwrite else "give --resume auto, or leave --requeue out"
+        fix = "give another --run-dir, or remove the folder" if overwrite else "give --resume auto"
         raise ConfigError("each start of the job would begin anew", where=f"submit: --requeue {anew}", fix=fix)
     own_seed, swept = _seed_of(draws, seed), bool(params or draws or at_once)
     given = {"a script": program, "--output": output, "--follow": follow, "--overwrite": overwrite}

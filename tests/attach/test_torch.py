@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import data
 
 import hvd_train.torch as ht
-from hvd_train.attach import pt_files, pt_passes, pt_share
+from hvd_train.attach import pt_data, pt_files, pt_passes, pt_share
 from hvd_train.attach.pt_buffers import bits
 from hvd_train.attach.pt_reducer import Reducer
 from hvd_train.attach.pt_residuals import Residuals
@@ -200,6 +200,25 @@ def test_a_model_that_was_not_distributed_is_told(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_ranks_that_do_the_same_work_are_told(cases, world):
+    (same, apart), *others = [own["same work"] for own in cases(*world)[1]]
+    assert len(same) == 1 and same[0].startswith("all ranks computed the same gradients") and apart == []
+    assert all(own == [[], []] for own in others)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_tensors_that_are_no_buffers_are_told(cases, world):
+    (told,), *others = [own["plain tensors"] for own in cases(*world)[1]]
+    assert told.startswith("1.table: tensors of the model that are no buffers, and differ between ranks; ht.distribute")
+    assert all(own == [] for own in others)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_what_a_data_set_holds_by_itself_is_its_own(cases, world):
+    assert all(0 < own["own data"] < 60 for own in cases(*world)[1])
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_slow_rank_is_named(cases, world):
     """F15"""
     told = [own["slow"] for own in cases(*world)[1]]
@@ -240,6 +259,12 @@ ERRORS = {
     "gathered": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 .* in a buffer",
     "gathered anew": "CommunicationError: the weights of rank.* differ .*, first in codes; backward pass 2 ",
     "graph": r"ConfigError: backward\(create_graph=True\) keeps a graph of .*; 4.bias",
+    "unsorted": r"ConfigError: the ranks differ.*\n  data: classes +rank 0.*; sort what [\s\S]*  data: index ",
+    "shuffled": r"CommunicationError: the ranks differ \(order of data: files in loader .*Random\(epoch\).shuffle "
+    "makes equal: .*; backward pass 2 of",
+    "late": r"CommunicationError: the ranks differ \(learning rate of SGD: .*\); backward pass 4 of",
+    "late stream": r"CommunicationError: the weights of rank.* \(learning rate of SGD: .*\); backward pass 4 of",
+    "summed clipped": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
     "twice summed": "ConfigError: a second backward.* before the step would count the first one's sum .* ht.no_sync",
     "summed again": r"ConfigError: a gradient was replaced after backward\(\) had summed it",
     "replaced": "ConfigError: a parameter of shape .7, 32. came to the model after ht.distribute",
@@ -329,6 +354,26 @@ def test_a_sum_stays_itself():
     model.zero_grad(set_to_none=False)
     model[0](x).sum().backward()
     assert (model[0].bias.grad == 2).all() and (model[1].bias.grad == 0).all()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_sum_that_was_touched_is_not_added_to(to_none):
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed(), average=False)
+    for _ in range(3):
+        for reducing in (False, True):  # the first only accumulates
+            reducer.reducing = reducing
+            model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert torch.allclose(model.bias.grad, torch.tensor(4.0))
+        model.zero_grad(to_none)
+    model(x).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    reducer.reducing = False
+    model(x).sum().backward()
+    reducer.reducing = True
+    with pytest.raises(ConfigError, match="count the first one's sum once more"):
+        model(x).sum().backward()
 
 
 def test_gradients_of_this_rank_alone_are_marked():
@@ -611,6 +656,99 @@ def test_weights_make_a_mean_over_samples(count, size):
         total = sum(w * float(np.mean(part)) for w, part in zip(weights, parts, strict=True)) / size
         assert total == pytest.approx(np.mean([i for part in parts for i in part]), rel=1e-12)
         assert k + 1 == len(shares[0]) or weights == [1.0] * size
+
+
+class Holding(data.Dataset):
+    """A data set of the user's own with some attributes."""
+
+    def __init__(self, count=40, **held):
+        self.count = count
+        vars(self).update(held)
+
+    def __len__(self):
+        return self.count
+
+
+FORTY = list(range(40))
+TELLING = [
+    (["a", "b"], ["b", "a"]),
+    ({"a", "b"}, {"a", "c"}),
+    ({"a": 0, "b": 1}, {"a": 1, "b": 0}),
+    (FORTY, FORTY[::-1]),
+    ({"train": FORTY, "rest": 1}, {"train": FORTY[1:], "rest": 1}),
+    ([("/a/x.png", 0), ("/a/y.png", 1)], [("/a/y.png", 1), ("/a/x.png", 0)]),
+    ([Path("/a/x"), Path("/a/y")], [Path("/a/y"), Path("/a/x")]),
+    ([{"file": "x"}, {"file": "y"}], [{"file": "y"}, {"file": "x"}]),
+    (np.arange(5), np.arange(5)[::-1]),
+    (np.array(["a", "b"], object), np.array(["b", "a"], object)),
+    (torch.arange(5), torch.arange(5).int()),
+    (torch.eye(2, dtype=torch.bfloat16), torch.eye(2, dtype=torch.bfloat16).flip(0)),
+    ([torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]),
+    (data.TensorDataset(torch.ones(2)), data.TensorDataset(torch.zeros(2))),
+    (Holding(files=["a", "b"]), Holding(files=["b", "a"])),
+    (data.ConcatDataset([FORTY, FORTY]), data.ConcatDataset([FORTY, FORTY[::-1]])),
+]
+SILENT = [
+    (1, 2),
+    ("a", "b"),
+    ((0, 2), (1, 2)),
+    ([0.1, 0.2], [0.3]),
+    ({"rank": 0, "size": 2}, {"rank": 1, "size": 2}),
+    (["/tmp/r0/a", "/tmp/r0/b"], ["/tmp/r1/a", "/tmp/r1/b"]),
+    ({"a": 0, "b": 1}, {"b": 1, "a": 0}),
+    ([object()] * 3, [object()] * 2),
+    ({object()}, {object(), object()}),
+    (torch.tensor(1), torch.tensor(2)),
+    ([], ["a"]),
+    (torch.ones(2).to_sparse(), torch.zeros(2).to_sparse()),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "differ"), [(*x, True) for x in TELLING] + [(*x, False) for x in SILENT])
+def test_what_a_data_set_tells(one, other, differ):
+    found = pt_data.content(Holding(held=one)), pt_data.content(Holding(held=other))
+    assert (found[0] != found[1]) == differ
+    if not isinstance(one, data.Dataset):
+        assert pt_data.content(Holding(cached=one)) == {}
+
+
+def test_a_data_set_that_holds_itself():
+    own = Holding(files=["a", "b"])
+    own.again, own.files[0] = own, own.files
+    assert list(pt_data.content(own)) == ["data: files"]
+
+
+@pytest.mark.parametrize(
+    "make", [list, lambda x: [str(k) for k in x], lambda x: [[k] for k in x], np.array, torch.tensor]
+)
+def test_what_a_script_shuffles(make):
+    """In its place or anew; not what is filled, nor what holds no entry for each sample."""
+    samples = Holding(1000, files=make(range(1000)), few=make(range(10)), other=[None] * 1000)
+    orders = pt_data.Orders(data.Subset(samples, range(5)))
+    assert orders.moved() == {}
+    samples.other[::3], samples.few = range(334), samples.few[:5]
+    assert orders.moved() == {}
+    found = []
+    for _ in range(2):
+        order = np.random.permutation(1000).tolist()
+        samples.files = [samples.files[k] for k in order] if isinstance(samples.files, list) else samples.files[order]
+        found.append(orders.moved())
+        assert list(found[-1]) == ["data: files"] and orders.moved() == found[-1]
+    assert found[0] != found[1]
+    samples.files[::2] = samples.files[1::2]
+    assert orders.moved() == {}
+
+
+def test_ranks_are_to_be_compared_at_the_end_of_a_pass_with_steps():
+    asked = []
+    for kind in (data.DataLoader, Doubled):
+        loader = pt_passes.shared(kind(range(12), batch_size=2), 0, 0, 2)
+        for steps in (0, 1, 1):
+            for _ in loader:
+                asked.append(pt_passes.asked())
+                _ = [pt_share.stepped() for _ in range(steps)]
+            asked.append(pt_passes.asked())
+    assert np.diff(asked).nonzero()[0].tolist() == [5, 9, 18, 22]
 
 
 SEVEN_TO_SIX = 7 * 2 / 13  # weight of a rank that has 7 of the last 13 samples

@@ -475,6 +475,27 @@ def caught(overlap):
     return case
 
 
+def norm_kept(train):
+    """Graphs that outlive a backward pass: two losses of one, then two graphs at once."""
+
+    def case():
+        model = cnn(norm=True)
+        model[1].running_mean.fill_(0.1)
+        model, optimizer = ht.distribute(model, sgd(model))
+        for x, y in loader():
+            model[1].train(train)
+            optimizer.zero_grad()
+            one, two, three = model(x), model(-x), model(x / 2)
+            F.cross_entropy(one, y).backward(retain_graph=True)
+            one.pow(2).mean().backward()
+            for out in (two, three):
+                F.cross_entropy(out, y).backward()
+            optimizer.step()
+        return model
+
+    return case
+
+
 # Weights after 20 steps are those of one rank with the same global batch.
 SAME = {
     "sgd": simple(mlp),
@@ -505,6 +526,7 @@ SAME = {
     "stream": sampled_by(streamed(0)),
     "stream of workers": sampled_by(streamed(2)),
     "gan": gan,
+    "norm fixed": norm_kept(False),
     "lbfgs": lbfgs,
     "by hand": by_hand,
     "by hand summed": by_hand_summed,
@@ -529,6 +551,23 @@ def trained_apart():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     return model
+
+
+def gan_at_once():
+    """In the order of the DCGAN example: what the generator made for the other's step is used for its own."""
+    generator = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64)).double()
+    discriminator = nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).double()
+    g, d = torch.optim.Adam(generator.parameters(), 0.01), torch.optim.Adam(discriminator.parameters(), 0.01)
+    ht.distribute(generator, discriminator, g, d)
+    for x, _ in loader():
+        fake = generator(x[:, 0, 0, :4])
+        d.zero_grad()
+        (discriminator(fake.detach()).mean() - discriminator(x.flatten(1)).mean()).backward()
+        d.step()
+        g.zero_grad()
+        (-discriminator(fake).mean()).backward()
+        g.step()
+    return nn.ModuleList([generator, discriminator])
 
 
 def norm_local():
@@ -617,6 +656,8 @@ def in_stages(**options):
 ALIKE = {
     **SAME,
     "norm local": norm_local,
+    "norm kept": norm_kept(True),
+    "gan at once": gan_at_once,
     "norm wide": norm_wide,
     "norm reset": norm_reset,
     "buffers": buffers,
@@ -746,6 +787,64 @@ def forgotten():
         found.append([str(x.message) for x in told if "ht.distribute" in str(x.message)])
         ht._tell_alone.cache_clear()
     return found
+
+
+class Words(torch.utils.data.Dataset):
+    """Of the user's own. What a rank has by itself is right."""
+
+    def __init__(self, count: int = 60) -> None:
+        self.rank, self.shape, self.folder = ht.rank(), (ht.rank(), 3), f"/tmp/rank{ht.rank()}"
+        self.files = [f"{self.folder}/{k}.png" for k in range(count)]
+        self.options = {"device": f"cuda:{ht.rank()}", "seconds": time.perf_counter()}
+        self.ready, self.made = {}, [None] * count
+        self.seen = np.zeros(count, bool)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i):
+        self.ready[i], self.made[i], self.seen[i] = i, torch.ones(1), True
+        return torch.full((1,), float(self.files[i].rpartition("/")[2][:-4]))
+
+
+def walked(samples, epochs=2, **options):
+    model, optimizer = ht.distribute(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1e-9))
+    batches = ht.shard(DataLoader(samples, batch_size=12 // ht.size(), **options))
+    for _ in range(epochs):
+        yield
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+
+def own_data():
+    """Caches that are filled on each rank apart, a seeded shuffle for each epoch."""
+    for epoch, _ in enumerate(walked(samples := Words(), shuffle=True, epochs=4)):
+        random.Random(epoch).shuffle(samples.files)
+    return len(samples.ready)
+
+
+def same_work():
+    """What is told where ranks take the same batches, and where they do not."""
+    found = []
+    for batches in (DataLoader(digits(240), 60), loader(240)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = mlp()
+            fit(*ht.distribute(model, sgd(model)), batches=batches)
+        found.append([str(x.message) for x in told if "same gradients" in str(x.message)])
+    return found
+
+
+def plain_tensors():
+    """Attributes that are no buffers: drawn on each rank apart, the same, made anew in each forward."""
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), nn.utils.spectral_norm(nn.Linear(2, 2)))
+    model[1].table, model.scale = torch.full((3,), 1.0 + ht.rank()), torch.ones(2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ht.distribute(model)
+    return [str(x.message) for x in told if "register_buffer" in str(x.message)]
 
 
 def transfers():
@@ -959,6 +1058,24 @@ def errors(folder: Path):
             optimizer.step()
             schedule.step(-step * ht.rank())
 
+    def late(batches):
+        """Apart after the 10th pass, or in few of them; nobody is to look in the first training."""
+
+        def case():
+            for every in (0, 100):
+                torch.manual_seed(0)
+                model, optimizer = ht.distribute(model := mlp(), sgd(model), agreement_every_n_steps=every)
+                own = batches()
+                for epoch in range(2):
+                    for step, (x, y) in enumerate(own):
+                        optimizer.zero_grad()
+                        F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+                        if not epoch and step == 2:
+                            optimizer.param_groups[0]["lr"] /= 1 + ht.rank()
+
+        return case
+
     def drift():
         model, optimizer = ht.distribute(model := mlp(), sgd(model), agreement_every_n_steps=4)
         for step, (x, y) in enumerate(loader()):
@@ -1007,6 +1124,12 @@ def errors(folder: Path):
             p.grad = p.grad / 8
         optimizer.step()
 
+    def summed_clipped():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model), average=False)
+        for _ in range(2):
+            model(digits(8)[:][0]).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
     def twice_summed():
         model, optimizer = ht.distribute(model := mlp(), sgd(model), average=False)
         for _ in range(2):
@@ -1044,6 +1167,17 @@ def errors(folder: Path):
     def drawn():
         ht.shard(DataLoader(TensorDataset(torch.full((40,), ht.rank()))))
 
+    def unsorted():
+        """As ``list(set(labels))`` gives them, which differs between processes."""
+        samples = Words()
+        samples.classes = ["cat", "dog", "hen"][:: 1 - 2 * (ht.rank() % 2)]
+        samples.index = {name: k for k, name in enumerate(samples.classes)}
+        ht.shard(DataLoader(torch.utils.data.Subset(samples, range(40))))
+
+    def shuffled():
+        for _ in walked(samples := Words()):
+            random.shuffle(samples.files)
+
     return {
         name: told(work)
         for name, work in {
@@ -1061,12 +1195,17 @@ def errors(folder: Path):
             "unequal": lambda: ht.shard(DataLoader(digits(40 + ht.rank()))),
             "split": split,
             "drawn": drawn,
+            "unsorted": unsorted,
+            "shuffled": shuffled,
+            "late": late(lambda: loader(240)),
+            "late stream": late(lambda: ht.shard(streamed(0)(GLOBAL_BATCH // ht.size()))),
             "plateau": plateau,
             "drift": drift,
             "gathered": gathered(lambda model, codes: model.codes.data.copy_(codes)),
             "gathered anew": gathered(lambda model, codes: setattr(model, "codes", nn.Parameter(codes))),
             "graph": graph,
             "twice summed": twice_summed,
+            "summed clipped": summed_clipped,
             "summed again": summed_again,
             "replaced": replaced,
             "within": within,
@@ -1116,6 +1255,9 @@ def main(folder: Path) -> None:
             "pickled": lambda: pickled(folder),
             "forgotten": forgotten,
             "transfers": transfers,
+            "own data": own_data,
+            "same work": same_work,
+            "plain tensors": plain_tensors,
             "slow": slow,
             "sampled": sampled,
             "errors": lambda: errors(folder),

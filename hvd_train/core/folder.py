@@ -118,12 +118,19 @@ class Lock:
             signal.signal(signal.SIGTERM, self._before)
 
     def check(self) -> None:
-        """Raises where another process has taken the lock over."""
-        holder = _read(self.path)
-        if holder is None or holder.token != self._own.token:
-            what = (
-                f"the run folder was taken over{f' by {holder}' if holder else ''}: this process did not move for long"
-            )
+        """Raise where another process has taken the lock over, or somebody removed it."""
+        try:
+            holder = _read(self.path)
+        except OSError:  # too many open files, a network file system that does not answer: nobody else has shown up
+            return
+        if holder is None:
+            name, gone = "the run folder's lock", self.path
+            if not self.path.parent.exists():
+                name, gone = "the run folder", self.path.parent
+            what = f"{name} was removed while the run wrote to it"
+            raise CheckpointError(what, where=str(gone), fix="nothing more was written; start the run again")
+        if holder.token != self._own.token:
+            what = f"the run folder was taken over by {holder}: this process did not move for long"
             raise CheckpointError(what, where=str(self.path.parent), fix="nothing more was written; end one of the two")
 
     def _ticket(self) -> Path:
@@ -173,17 +180,17 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            holder = _read(self.path)
-            if holder is not None and holder.token == self._own.token:
-                with suppress(OSError):
+            with suppress(OSError):
+                holder = _read(self.path)
+                if holder is not None and holder.token == self._own.token:
                     os.utime(self.path)
 
     def release(self) -> None:
         """What the end of ``with`` does, for a process that ends sooner."""
         self._ended.set()
-        holder = _read(self.path)
-        if holder is not None and holder.token == self._own.token:
-            with suppress(OSError):
+        with suppress(OSError):
+            holder = _read(self.path)
+            if holder is not None and holder.token == self._own.token:
                 self.path.unlink()
         self._leave_no_folder()
 
@@ -199,12 +206,12 @@ class Lock:
 
 
 def _read(path: Path) -> Holder | None:
-    """None: there is no lock. One that cannot be understood is somebody's."""
+    """None: there is no lock. One that cannot be understood is somebody's; raises OSError where it cannot be read."""
     try:
         return Holder.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError):
+    except ValidationError:
         return Holder()
 
 

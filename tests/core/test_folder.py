@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,35 @@ def test_the_holder_shows_that_it_lives_and_notices_a_loss(tmp_path, monkeypatch
         with pytest.raises(CheckpointError, match="was taken over by"):
             lock.check()
     assert names(tmp_path) == ["lock"], "the other's lock stays"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_a_lock_that_cannot_be_read_is_not_taken_over(tmp_path, monkeypatch, number):
+    """Only a lock that can be read and is another's is one; at the start, the error is told as what it is."""
+    with Lock(tmp_path) as lock, monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", broken(number))
+        lock.check()
+        with pytest.raises(CheckpointError, match=f"the run folder cannot be written: {os.strerror(number)}"):
+            Lock(tmp_path).__enter__()
+    assert names(tmp_path) == []
+
+
+def broken(number):
+    def read_bytes(path):
+        raise OSError(number, os.strerror(number))
+
+    return read_bytes
+
+
+def test_a_run_folder_that_was_removed_is_told_as_that(tmp_path):
+    run = tmp_path / "run"
+    with Lock(run) as lock:
+        lock.path.unlink()
+        with pytest.raises(CheckpointError, match=f"the run folder's lock was removed .*; {lock.path}; nothing more"):
+            lock.check()
+        shutil.rmtree(run)
+        with pytest.raises(CheckpointError, match=f"the run folder was removed .*; {run}; nothing more was written"):
+            lock.check()
 
 
 TAKERS = """

@@ -12,7 +12,6 @@ from typing import Any
 from hvd_train import __version__, files
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
-from hvd_train.core.log import warn
 from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
@@ -21,7 +20,7 @@ from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Field, Sample
-from hvd_train.run import refuse_foreign
+from hvd_train.run import chosen, refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in OWN.items()} | {"onnx": ".onnx", "safetensors": ".safetensors"}
@@ -59,8 +58,7 @@ def export(
     output = output or Path(config.run_dir) / f"model{ENDINGS[to]}"
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
-    monitor = config.checkpoint.monitor, config.checkpoint.mode
-    snapshot = checkpoint.choose(Path(config.run_dir), which, *monitor, warn)
+    snapshot = chosen(config, which)
     opens = not _knows_sample(snapshot)
     used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)

@@ -179,8 +179,7 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
-        rule = job.config.checkpoint
-        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, rule.monitor, rule.mode))
+        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, *_best(job.config)))
     if snapshot is None:
         return None
     rows = [row for row in changed(snapshot.config(), job.config) if not _allowed(row[0], allow_change)]
@@ -289,7 +288,7 @@ def train(
     kept = keep_memory()  # from here on: what the set-up freed has gone back
     if isinstance(log, RunLog):
         about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
-        log.files = {"config.yaml": resolved_yaml(config), "environment.json": about}
+        log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not folder.goes_on(run_dir, resume)
@@ -378,8 +377,7 @@ def trained_config(
     place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
     config = saved(place) if place else None
     if which != "last":
-        rule = config.checkpoint if config else Config().checkpoint
-        config = saved(checkpoint.resolve(folder, which, rule.monitor, rule.mode))
+        config = saved(checkpoint.resolve(folder, which, *_best(config or Config())))
     assert config is not None
     given = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
     return config, {
@@ -398,14 +396,27 @@ def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:
         )
 
 
+def _best(config: Config) -> tuple[str, str]:
+    """What makes a checkpoint the best: (monitor, mode)."""
+    return config.checkpoint.monitor, config.mode_of(config.checkpoint)
+
+
+def chosen(config: Config, which: str) -> checkpoint.Snapshot:
+    """The checkpoint that --checkpoint names, verified."""
+    if which == "best":
+        for note in config.notes:
+            warn(note)
+    return checkpoint.choose(Path(config.run_dir), which, *_best(config), warn)
+
+
 def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
     """Rank 0 reads; all ranks get the weights and statistics (the optimizer's slots are not needed)."""
-    communicator, run_dir = job.communicator, Path(job.config.run_dir)
+    communicator = job.communicator
 
     def read() -> checkpoint.Snapshot | None:
         if communicator.rank:
             return None
-        return checkpoint.choose(run_dir, which, job.config.checkpoint.monitor, job.config.checkpoint.mode, warn)
+        return chosen(job.config, which)
 
     snapshot = collectively(communicator, read)
     tree = without_slots(snapshot.tree) if snapshot else {}

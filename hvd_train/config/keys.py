@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,7 +24,7 @@ from hvd_train.frameworks import FRAMEWORKS
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
-Mode = Literal["min", "max"]
+Mode = Literal["auto", "min", "max"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Numbers = Finite | Annotated[list[Finite], Field(min_length=1)]
 
@@ -175,14 +175,20 @@ class DataConfig(Section):
 
 
 LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
-METRICS = ("accuracy", "top5", "cross_entropy", "mse", "mae", "huber", "bce", "rmse", "r2", "f1", "auc")
+# metric -> whether a smaller or a larger value is better
+METRICS: dict[str, Literal["min", "max"]] = {
+    **dict.fromkeys(("cross_entropy", "mse", "mae", "huber", "bce", "rmse"), "min"),
+    **dict.fromkeys(("accuracy", "top5", "r2", "f1", "auc"), "max"),
+}
 
 
 TAKEN = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # what else a line of the log holds
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, 1) or [other for other in known if name and name in other]
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), list(known), 1) or [
+        other for other in known if name and name in other
+    ]
     return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
 
 
@@ -223,9 +229,19 @@ class TaskConfig(Section):
     @property
     def names(self) -> list[str]:
         """What an evaluation tells."""
-        several = [f"{name}_loss" for name in self.terms] if len(self.terms) > 1 else []
+        return [name for name, _ in self._told]
+
+    @property
+    def better(self) -> dict[str, Literal["min", "max"] | None]:
+        """{name of what an evaluation tells: which value is better}; None: a metric of the user's, who must say it."""
+        return dict(self._told)
+
+    @property
+    def _told(self) -> list[tuple[str, Literal["min", "max"] | None]]:
+        losses: list[tuple[str, Literal["min", "max"] | None]] = [("loss", "min")]
+        losses += [(f"{name}_loss", "min") for name in self.terms] if len(self.terms) > 1 else []
         each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
-        return ["loss", *several, *(title_of(name, metric) for name, metric in each)]
+        return losses + [(title_of(name, metric), METRICS.get(metric)) for name, metric in each]
 
     @model_validator(mode="after")
     def _combinations(self) -> TaskConfig:
@@ -374,14 +390,14 @@ class CheckpointConfig(Section):
     save_top_k: Count = Field(1, description="keep the k best by monitor")
     save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
     monitor: str = Field("val_loss", description="what 'best' means: val_NAME or train_NAME of the loss or a metric")
-    mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
+    mode: Mode = Field("auto", description="which monitor is better; auto: the metric knows, but for your own")
 
 
 class EarlyStoppingConfig(Section):
     monitor: str = Field("val_loss", description="what must improve: val_NAME or train_NAME")
     patience: Positive = Field(3, description="evaluations without improvement before training stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
-    mode: Mode = Field("min", description="whether a smaller or larger monitor is better")
+    mode: Mode = Field("auto", description="which monitor is better; auto: the metric knows, but for your own")
 
 
 def _number(value: Any) -> Any:
@@ -501,6 +517,17 @@ class Config(Section):
             for key, rule in rules
             if rule and rule.monitor not in told
         ]
+        for key, one in rules:
+            if one and one.monitor in told:
+                known = self._known(one)
+                if one.mode == "auto" and not known:
+                    problems.append(
+                        (f"{key}.mode", f"auto knows built-in metrics only; set min or max for {one.monitor}")
+                    )
+                elif known and one.mode not in ("auto", known):
+                    taken, better = ("smallest", "larger") if one.mode == "min" else ("largest", "smaller")
+                    what = f"takes the {taken} {one.monitor} as best, although a {better} one is better"
+                    self._notes.append(f"{key}.mode: {one.mode} {what}; set {key}.mode: auto to change that")
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
         if self.devices is not None and self.device == "cpu":
@@ -512,6 +539,19 @@ class Config(Section):
     def notes(self) -> list[str]:
         """What the user is told of the configuration, a line each."""
         return self._notes
+
+    def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig) -> str:
+        """Whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
+        return rule.mode if rule.mode != "auto" else self._known(rule) or "min"
+
+    def _known(self, rule: CheckpointConfig | EarlyStoppingConfig) -> Literal["min", "max"] | None:
+        return self.task.better.get(rule.monitor.partition("_")[2])
+
+    def resolved(self) -> Config:
+        """The same with a ``mode`` in place of each ``auto``."""
+        rules = {"checkpoint": self.checkpoint, "early_stopping": self.early_stopping}
+        said = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in rules.items() if rule}
+        return self.model_copy(update=said)
 
     @property
     def checks_gradients(self) -> bool:

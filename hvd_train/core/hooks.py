@@ -200,7 +200,7 @@ class EarlyStopping(Hook):
         rule, p = self._rule, trainer.progress
         if not epoch.complete or "val_loss" not in epoch.metrics:
             return  # an interruption within an epoch must not change when training stops
-        value = epoch.metrics[rule.monitor] * (1 if rule.mode == "min" else -1)
+        value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
         if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
             p.best, p.waited = value, 0
             return

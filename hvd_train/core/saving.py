@@ -180,7 +180,7 @@ def save(
                 save_top_k=0 if memory else rule.save_top_k,
                 save_last=last,
                 monitor=rule.monitor,
-                mode=rule.mode,
+                mode=c.mode_of(rule),
             )
             return checkpoint.place(folder, snapshot.step).exists()
 
@@ -308,7 +308,7 @@ def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
 
 def _rule(config: Config) -> str:
     rule = config.early_stopping
-    return f"{rule.mode} of {rule.monitor}" if rule else "none"
+    return f"{config.mode_of(rule)} of {rule.monitor}" if rule else "none"
 
 
 def _head(snapshot: checkpoint.Snapshot | None) -> bytes:

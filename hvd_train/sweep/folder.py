@@ -135,7 +135,7 @@ def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
         one, rule = state(sweep, trial), trial.config.checkpoint
         value: Any = one.summary.get(rule.monitor)
         if isinstance(value, int | float) and math.isfinite(value):
-            found.append((value if rule.mode == "min" else -value, trial.number))
+            found.append((value if trial.config.mode_of(rule) == "min" else -value, trial.number))
     return [sweep.trials[number] for _, number in sorted(found)]
 
 

@@ -441,11 +441,25 @@ def test_words_and_paths(tmp_path):
         checkpoint.resolve(tmp_path, "best", "val_accuracy", "max")
 
 
+def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, capsys):
+    """Once `min` was every metric's default, so an old run of val_accuracy kept its smallest."""
+    for step, accuracy in ((1, 0.8), (2, 0.9)):
+        saved = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
+        meta = {"monitor": {"val_accuracy": accuracy}, "progress": {"step": step}}
+        meta["config"] = saved.model_dump(mode="json")
+        checkpoint.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
+    for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
+        config, _ = run.trained_config(None, sets, str(tmp_path), "best")
+        assert run.chosen(config, "best").step == step
+        told = capsys.readouterr().err
+        assert told.count("\n") == lines and ("takes the smallest val_accuracy as best" in told) == bool(lines)
+
+
 def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
     for step, loss, accuracy in ((1, 0.3, 0.8), (2, 0.2, 0.9), (3, 0.1, 0.7)):
         checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
     monkeypatch.setattr(run, "changed", lambda before, now: [])
-    for rule, step in (({}, 3), ({"monitor": "val_accuracy", "mode": "max"}, 2)):
+    for rule, step in (({}, 3), ({"monitor": "val_accuracy"}, 2)):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
         monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)
         found = run._find_snapshot(SimpleNamespace(config=config), "best", ["data"])

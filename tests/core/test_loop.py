@@ -414,6 +414,21 @@ def test_all_ranks_stop_early_together(tmp_path, size, mode, epochs):
         assert again["epochs"] == epochs, "a run that stopped early does not go on when resumed"
 
 
+def test_an_accuracy_that_grows_improves(tmp_path):
+    """Nobody says so: with the smallest as best the run would end, and the checkpoint of its worst epoch be kept."""
+    monitor = {"monitor": "train_accuracy"}
+    c = config(max_epochs=6, early_stopping=monitor | {"patience": 2}, checkpoint=monitor | {"save_last": False})
+    told = []
+
+    class Watch(Hook):
+        def on_epoch(self, trainer, epoch):
+            told.append(epoch.metrics["train_accuracy"])
+
+    assert final(1, c, tmp_path, hooks=[Watch()])[0]["epochs"] == 6
+    (kept,) = (tmp_path / "checkpoints").iterdir()
+    assert checkpoint.load(kept).meta["monitor"]["train_accuracy"] == max(told) > min(told)
+
+
 def test_min_delta_counts_small_gains_as_none(tmp_path):
     rule = {"monitor": "train_loss", "patience": 1, "min_delta": 1e9}
     assert final(1, config(max_epochs=9, early_stopping=rule), tmp_path)[0]["epochs"] == 2

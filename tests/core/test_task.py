@@ -345,6 +345,48 @@ def test_any_name_can_be_the_monitor():
     Config.model_validate({"early_stopping": {"monitor": "train_accuracy", "mode": "max"}})
 
 
+@pytest.mark.parametrize(
+    ("task", "monitor", "mode"),
+    [
+        ({}, "val_loss", "min"),
+        ({}, "val_accuracy", "max"),
+        ({"loss": "mse", "metrics": ["r2"]}, "train_r2", "max"),
+        ({"loss": "mse", "metrics": ["rmse"]}, "val_rmse", "min"),
+        ({"loss": "own_task:loss"}, "val_loss", "min"),
+        ({"loss": {"a": "mse", "b": "bce"}}, "val_b_loss", "min"),
+        ({"loss": {"a": "mse", "b": "bce"}}, "val_b_accuracy", "max"),
+    ],
+    ids=str,
+)
+def test_a_metric_knows_which_value_is_better(task, monitor, mode):
+    rule = {"monitor": monitor}
+    config = Config.model_validate({"task": task, "checkpoint": rule, "early_stopping": rule})
+    assert config.mode_of(config.checkpoint) == config.mode_of(config.early_stopping) == mode
+    assert config.resolved().checkpoint.mode == config.resolved().early_stopping.mode == mode
+    assert (config.checkpoint.mode, config.notes) == ("auto", []), "another monitor may be set later"
+
+
+@pytest.mark.parametrize("section", ["checkpoint", "early_stopping"])
+def test_a_metric_of_the_users_must_say_which_value_is_better(section):
+    keys = {"task": {"metrics": ["own_task:near"]}, section: {"monitor": "val_near"}}
+    with pytest.raises(
+        ValueError, match=f"{section}.mode: auto knows built-in metrics only; set min or max for val_near"
+    ):
+        Config.model_validate(keys)
+    config = Config.model_validate(keys | {section: {"monitor": "val_near", "mode": "max"}})
+    assert config.mode_of(getattr(config, section)) == "max" and not config.notes
+
+
+def test_a_mode_that_contradicts_the_metric_is_taken_and_told():
+    """As the configurations of older run folders hold it."""
+    config = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
+    (note,) = config.notes
+    assert config.mode_of(config.checkpoint) == "min"
+    assert note.startswith(
+        "checkpoint.mode: min takes the smallest val_accuracy as best, although a larger one is better"
+    )
+
+
 def seen(outputs, labels):
     """1 where it gets what the model gave and the data hold, (n, 1) and (n,)."""
     return np.full(len(labels), float(outputs.shape == (len(labels), 1) and labels.shape == (len(labels),)))

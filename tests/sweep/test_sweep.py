@@ -113,6 +113,13 @@ def test_results(tmp_path):
     assert caught.value.exit_code == 3
 
 
+def test_the_best_trial_has_the_largest_accuracy(tmp_path):
+    trials = plan(TINY, ["checkpoint.monitor=val_accuracy"], ["optim.lr=0.1,0.01"], None, 0, tmp_path)
+    for trial, accuracy in zip(trials, (0.8, 0.9), strict=True):
+        finished(trial, val_loss=1 - accuracy, val_accuracy=accuracy)
+    assert [trial.number for trial in sweeps.best_first(sweeps.Sweep(tmp_path, trials, []), trials)] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("sets", "trials", "eta", "what"),
     [

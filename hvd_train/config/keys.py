@@ -175,10 +175,16 @@ class DataConfig(Section):
 
 
 LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
-# metric -> whether a smaller or a larger value is better
+# {metric: (what it is, how its classes or labels are joined; "": by default)}
+AVERAGED = {
+    f"{kind}_{how}" if how else kind: (kind, how)
+    for kind in ("f1", "precision", "recall", "auc")
+    for how in ("", "macro", "micro", "weighted")
+}
+# {metric: whether a smaller or a larger value is better}
 METRICS: dict[str, Literal["min", "max"]] = {
     **dict.fromkeys(("cross_entropy", "mse", "mae", "huber", "bce", "rmse"), "min"),
-    **dict.fromkeys(("accuracy", "top5", "r2", "f1", "auc"), "max"),
+    **dict.fromkeys(("accuracy", "top5", "r2", *AVERAGED), "max"),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config.keys import TaskConfig, title_of
+from hvd_train.config.keys import AVERAGED, TaskConfig, title_of
 from hvd_train.config.own import own_function
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Field, Ops, Sample, Tensor, one_or_all
@@ -86,8 +86,8 @@ def _r2(sums: np.ndarray) -> float:
     return 1 - residual / spread if spread > 0 else math.nan
 
 
-def _f1_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
-    """Per class: found rightly, found, there."""
+def _class_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
+    """Per class: rightly found, found, there. Of outputs (n, C) the largest is found, of (n,) class 1 where z > 0."""
     there = ops.cast(y, "int64")
     classes, found = length // 3, ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
     right, known = w * ops.cast(found == there, ops.dtype(w)), found < classes  # there may be more logits
@@ -95,44 +95,95 @@ def _f1_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
     return ops.join([ops.scatter(classes, there, right), told, ops.scatter(classes, there, w)])
 
 
-def _f1(sums: np.ndarray) -> float:
-    """The mean over the classes that occur; of two classes without logits of their own, that of the class 1."""
-    right, found, there = np.split(sums, 3)
-    used = found + there > 0
-    scores = 2 * right[used] / (found + there)[used]
-    return float(scores.mean()) if used.any() else math.nan
+def _label_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
+    """Per label of several, which are yes or no: rightly found, found, there."""
+    z, y, w = (ops.reshape(x, (-1, length // 3)) for x in (z, y, w))
+    found, there = ops.cast(z > 0, ops.dtype(w)), ops.cast(y > 0.5, ops.dtype(w))
+    return ops.join([ops.add_rows(w * x) for x in (found * there, found, there)])
 
 
-def _f1_of_one(sums: np.ndarray) -> float:
-    return _f1(np.array([sums[1], sums[3], sums[5]]))
+def _rates(kind: str, counts: np.ndarray) -> np.ndarray:
+    """(3, K) -> (K,); 0 where there is nothing to divide by, as scikit-learn has it."""
+    right, found, there = counts
+    above, below = {"f1": (2 * right, found + there), "precision": (right, found), "recall": (right, there)}[kind]
+    return np.divide(above, below, out=np.zeros_like(below, dtype=float), where=below > 0)
+
+
+def _of_counts(kind: str, average: str, form: str, sums: np.ndarray) -> float:
+    """``average`` "one": class 1 alone."""
+    counts = sums.reshape(3, -1)
+    _, found, there = counts
+    if form == "classes" and not counts.any():  # no place had a label
+        return math.nan
+    if average == "micro":
+        return float(_rates(kind, counts.sum(1, keepdims=True))[0])
+    rates = _rates(kind, counts)
+    if average == "one":
+        return float(rates[1])
+    if average == "weighted":
+        return float(rates @ there / there.sum()) if there.any() else 0.0
+    return float(rates[found + there > 0].mean() if form == "classes" else rates.mean())
 
 
 def _auc_sums(z: Tensor, y: Tensor, w: Tensor, length: int, ops: Ops) -> Tensor:
-    """Histograms of the sigmoid, of the class 0 and of the class 1."""
-    bins = length // 2
+    """Per label: histograms of the sigmoid, of the class 0 and of the class 1."""
+    labels = length // (2 * BINS)
     score = z[:, 1] - z[:, 0] if len(z.shape) > 1 else z
-    place = ops.clip(ops.sigmoid(score) * bins, bins - 1.0)
+    place = ops.clip(ops.sigmoid(score) * BINS, BINS - 1.0)
     at = ops.cast(ops.where(score == score, place, 0.0), "int64")  # nan has no place, and the loss tells it
+    if labels > 1:
+        at = ops.reshape(ops.reshape(at, (-1, labels)) + ops.from_numpy(np.arange(labels) * BINS), (-1,))
     one = ops.cast(y > 0.5, ops.dtype(w))
-    return ops.join([ops.scatter(bins, at, w * (1 - one)), ops.scatter(bins, at, w * one)])
+    return ops.join([ops.scatter(length // 2, at, w * (1 - one)), ops.scatter(length // 2, at, w * one)])
 
 
-def _auc(sums: np.ndarray) -> float:
+def _of_bins(average: str, sums: np.ndarray) -> float:
     """The chance that a sample of class 1 lies above one of class 0; within a bin it is a half."""
-    zero, one = np.split(sums, 2)
-    below = np.cumsum(zero) - zero / 2
-    pairs = zero.sum() * one.sum()
-    return float((below * one).sum() / pairs) if pairs else math.nan
+    zero, one = sums.reshape(2, -1, BINS)
+    if average == "micro":
+        zero, one = zero.sum(0, keepdims=True), one.sum(0, keepdims=True)
+    below = np.cumsum(zero, 1) - zero / 2
+    pairs, there = zero.sum(1) * one.sum(1), one.sum(1)
+    both = pairs > 0  # of a label that all or none have, there is no AUC
+    if not both.any():
+        return math.nan
+    areas = (below * one).sum(1)[both] / pairs[both]
+    return float(np.average(areas, weights=there[both] if average == "weighted" else None))
 
 
 # ---- the task
 
 
-OF_CLASSES = ("cross_entropy", "top5", "accuracy", "f1", "auc")  # metrics that may see a number for each class
+SUMS = ("r2", *AVERAGED)  # metrics that are no mean
+OF_CLASSES = ("cross_entropy", "top5", "accuracy", *AVERAGED)  # metrics that may see a number for each class
 
-SUMS: dict[str, tuple[Callable[..., Tensor], Callable[[np.ndarray], float]]] = {
-    "r2": (_r2_sums, _r2), "f1": (_f1_sums, _f1), "auc": (_auc_sums, _auc),
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Form:
+    """What labels are: one of ``size`` "classes" (yes or no is one of two), or ``size`` "labels" of yes or no."""
+
+    kind: str
+    size: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[int], labels: Sequence[int]) -> Form:
+        """Of a sample's shapes. Along one axis there are several labels, along more (masks) places of one label."""
+        if len(outputs) == len(labels) + 1 and outputs[-1] > 1:
+            return cls("classes", outputs[-1])
+        several = len(labels) == 1 and labels[0] > 1
+        return cls("labels", labels[0]) if several else cls("classes", 2)
+
+
+def _sums_of(kind: str, form: Form) -> tuple[Callable[..., Tensor], Callable[[np.ndarray], float], int]:
+    """Of a built-in metric that is no mean: (what gives its sums, what becomes of them, how many there are)."""
+    if kind == "r2":
+        return _r2_sums, _r2, 4
+    what, average = AVERAGED[kind]
+    if what == "auc":
+        return _auc_sums, partial(_of_bins, average), 2 * BINS * (form.size if form.kind == "labels" else 1)
+    usual = "one" if form == Form("classes", 2) else "macro"
+    counts = _class_sums if form.kind == "classes" else _label_sums
+    return counts, partial(_of_counts, what, average or usual, form.kind), 3 * form.size
 
 
 @dataclass(frozen=True)
@@ -176,15 +227,29 @@ class Term:
         self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
         self.ignore = ignore
         self.counted = self.masked
-        if loss == "cross_entropy":
-            self.check_classes(self.field.classes or 0 if self.field else 0)
+        self.check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
 
     def check_classes(self, count: int) -> None:
-        """What metrics look at: of more than two classes there is no one AUC."""
+        """What metrics look at: classes or numbers; of more than two classes there is no one AUC."""
         for kind in self.metrics:
-            if (kind == "auc" or (kind == "f1" and self.own)) and count > 2:
+            if not self.own and ":" not in kind and not self.sees(kind):
+                which, other = ("numbers", "classes") if self.loss == "cross_entropy" else ("classes", "numbers")
+                fix = f"leave it out: it is of {which}, and the loss {self.loss} of {other}"
+                raise refused("the metric does not fit the loss", f"task.metrics: {kind}", fix)
+            if kind.startswith("auc") and ":" not in kind and count > 2:
                 fix = "leave it out, or give a metric of your own"
                 raise refused(f"{count} classes, and it is of two", f"task.metrics: {kind}", fix)
+
+    def sees(self, kind: str) -> bool:
+        """Whether a built-in metric can look at what a built-in loss looks at."""
+        return kind in OF_CLASSES if self.loss == "cross_entropy" else kind not in ("cross_entropy", "top5")
+
+    @property
+    def form(self) -> Form:
+        """As the data have it; of a loss of the user's own, the outputs tell more."""
+        if self.loss == "cross_entropy" and self.field:
+            return Form("classes", self.field.classes or 1)
+        return Form.of((), self.field.shape if self.field else ())
 
     def part(self, given: Any) -> Any:
         """What of the outputs or labels belongs to this term."""
@@ -213,6 +278,7 @@ class Task:
         self.terms = [Term(name, *each, sample, config.ignore_index) for name, each in config.terms.items()]
         self._shapes: Any = None  # of the outputs, where own losses must be asked for their weights
         self._own_lengths: dict[tuple[int, str], int] = {}  # of own metrics, which only made-up samples tell
+        self._forms = [term.form for term in self.terms]
         self.own = config.own
         self._place()
 
@@ -224,8 +290,7 @@ class Task:
         for k, term in enumerate(self.terms):
             for kind in term.metrics:
                 if kind in SUMS:
-                    classes = term.field.classes if term.field and term.loss == "cross_entropy" else None
-                    wide.append((k, kind, {"r2": 4, "f1": 3 * (classes or 2), "auc": 2 * BINS}[kind]))
+                    wide.append((k, kind, _sums_of(kind, self._forms[k])[2]))
                     continue
                 own = _own_metric(kind) if ":" in kind else None
                 length = self._own_lengths.get((k, kind), 1) if own else 1 + term.masked
@@ -239,11 +304,9 @@ class Task:
         self.samples = at  # its entry
         at += 1
         for k, kind, length in wide:
-            term, title = self.terms[k], title_of(self.terms[k].output, kind)
+            title = title_of(self.terms[k].output, kind)
             own = _own_metric(kind) if ":" in kind else None
-            function, result = (own, own.result) if own else SUMS[kind]
-            if kind == "f1" and length == 6 and not (term.field and term.loss == "cross_entropy"):
-                result = _f1_of_one
+            function, result = (own, own.result) if own else _sums_of(kind, self._forms[k])[:2]
             self._metrics.append((k, Metric(title, kind, function, result, length, at)))
             at += length
         self.length = at
@@ -268,6 +331,8 @@ class Task:
             z, y = term.part(outputs), term.part(labels)
             if term.own:
                 term.counted = self._probed(term.function, "task.loss", term.loss, z, y, weights)
+                if any(kind in SUMS for kind in term.metrics):
+                    self._forms[k] = Form.of(*(tuple(x.shape)[1:] for x in self._beside(term, z, y)))
             for kind in term.metrics:
                 if ":" in kind:
                     function = _own_metric(kind)

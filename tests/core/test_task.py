@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hvd_train.cli import guide
 from hvd_train.config import Config, TaskConfig
-from hvd_train.config.keys import LOSSES, METRICS
+from hvd_train.config.keys import AVERAGED, LOSSES, METRICS
 from hvd_train.core import task as module
 from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
@@ -83,11 +85,13 @@ def made(loss, metrics, kind, shape, masked=False):
     return task, outputs, labels
 
 
+COUNTED = [kind for kind in AVERAGED if not kind.startswith("auc")]
 CASES = {
-    "classes": ("cross_entropy", ["accuracy", "top5", "f1"], "classes", ()),
+    "classes": ("cross_entropy", ["accuracy", "top5", *COUNTED], "classes", ()),
+    "labels": ("bce", ["accuracy", *AVERAGED], "binary", (4,)),
     "places": ("cross_entropy", ["accuracy", "top5", "f1"], "classes", (PLACES,)),
     "masked": ("cross_entropy", ["accuracy", "top5", "cross_entropy", "f1"], "classes", (PLACES,), True),
-    "binary": ("bce", ["accuracy", "bce", "f1", "auc"], "binary", ()),
+    "binary": ("bce", ["accuracy", "bce", *AVERAGED], "binary", ()),
     "regression": ("mse", ["mse", "mae", "rmse", "huber", "r2"], "numbers", (3,)),
     "absolute": ("mae", ["own_task:near"], "numbers", ()),
     "huber": ("huber", [], "numbers", (2, 3)),
@@ -148,6 +152,97 @@ def test_results_are_their_formulas():
     assert found["accuracy"] == pytest.approx(((z > 0) == (y > 0)).mean(), rel=1e-12)
     assert found["auc"] == pytest.approx(metrics.roc_auc_score(y, z), abs=0.01)
     assert found["f1"] == pytest.approx(metrics.f1_score(y, z > 0), rel=1e-12)
+
+
+def table_of(page, columns):
+    """Rows of the guide's tables that have so many columns, less the code's quotes."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return [row for row in rows if len(row) == columns and row[0].startswith("`")]
+
+
+FORMS = {
+    "two outputs": (3, 2, None),
+    "one output": (3, None, None),
+    "more classes": (4, CLASSES, None),
+    "several labels": (5, None, 4),
+}
+
+
+@pytest.mark.parametrize("loss", ["built-in", "own"])
+@pytest.mark.parametrize("form", FORMS)
+def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
+    """As the guide's table has it; with a loss of the user's own the outputs tell which form it is."""
+    metrics, page = pytest.importorskip("sklearn.metrics"), guide.page("own-loss")
+    column, classes, several = FORMS[form]
+    y = RNG.integers(0, classes or 2, (200, several) if several else 200)
+    z = RNG.normal(size=(*y.shape, classes)) + np.eye(classes)[y] if classes else RNG.normal(size=y.shape) + y
+    rows, calls = table_of(page, 5), {}
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            cell = row[3] if row[column - 1] == "the same" else row[column - 1]
+            calls[name] = row[2] if cell == "the same" else cell
+    for kind in ("precision", "recall"):
+        calls |= {f"{kind}_{how}": calls[f"f1_{how}"].replace("f1", kind) for how in ("macro", "micro", "weighted")}
+    assert set(calls) == {*AVERAGED, "accuracy", "top5"}
+    names = [name for name, cell in calls.items() if cell not in ("", "refused")]
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(any=lambda z, y: z.reshape(len(z), -1)[:, 0]))
+    usual = "cross_entropy" if classes else "bce"
+    field = Field(y.shape[1:], "int64", classes=classes)
+    config = TaskConfig(loss="own_task:any" if loss == "own" else usual, metrics=names)
+    task = Task(config, Sample({}, {"label": field}), NumpyOps())
+    if loss == "own":
+        task.probe(z[:2], {"label": y[:2]}, np.ones(2))
+    labels = y if classes else y.astype(float)
+    found = task.results(sum(task(z[k], {"label": labels[k]}, np.ones(len(k)))[1] for k in np.split(np.arange(200), 4)))
+    known = {"y": y, "z": z[:, 1] - z[:, 0] if classes == 2 else z, "found": z.argmax(1) if classes else z > 0}
+    for name in names:
+        cell = calls[name]
+        while cell.startswith("as `"):
+            cell = calls[cell.split("`")[1]]
+        call = cell.strip("`").replace('average="macro"', f'average="{name[4:] or "macro"}"') if "auc" in name else cell
+        wanted = eval(call.strip("`"), vars(metrics), known)
+        assert found[name] == pytest.approx(wanted, abs=2e-3 if "auc" in name else 1e-12), name
+
+
+def test_losses_are_those_of_scikit_learn():
+    """The guide's second table."""
+    metrics, calls = pytest.importorskip("sklearn.metrics"), table_of(guide.page("own-loss"), 3)
+    calls = {name.strip("`"): call.strip("`") for name, _, call in calls}
+    assert set(calls) == {*LOSSES, "rmse", "r2"}
+    y, z = RNG.normal(size=(2, N, 3))
+    task = Task(TaskConfig(loss="mse", metrics=["rmse", "mae", "r2", "mse"]), fields((3,), "float32"), NumpyOps())
+    found = task.results(task(z, {"label": y}, np.ones(N))[1])
+    for name in ("mse", "rmse", "mae", "r2"):
+        assert found[name] == pytest.approx(eval(calls[name], vars(metrics), {"y": y, "z": z}), rel=1e-12)
+    y, z = RNG.integers(0, 2, (N, 3)), RNG.normal(size=(N, 3))
+    task = Task(TaskConfig(loss="bce"), fields((3,), "float32"), NumpyOps())
+    known = {"y": y.ravel(), "z": z.ravel(), "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "softmax": softmax}
+    wanted = eval(calls["bce"], vars(metrics), known)
+    assert task.results(task(z, {"label": y.astype(float)}, np.ones(N))[1])["loss"] == pytest.approx(wanted, rel=1e-12)
+    y = np.arange(N) % 3
+    task = Task(TaskConfig(), Sample({}, {"label": Field((), "int64", classes=3)}), NumpyOps())
+    wanted = eval(calls["cross_entropy"], vars(metrics), known | {"y": y, "z": z})
+    assert task.results(task(z, {"label": y}, np.ones(N))[1])["loss"] == pytest.approx(wanted, rel=1e-12)
+
+
+def fields(shape, dtype):
+    return Sample({}, {"label": Field(shape, dtype)})
+
+
+@pytest.mark.parametrize(("loss", "metric"), [("bce", "top5"), ("mse", "cross_entropy"), ("cross_entropy", "mse")])
+def test_metrics_that_do_not_fit_the_loss_are_refused(loss, metric):
+    kind = "classes" if loss == "cross_entropy" else "numbers"
+    with pytest.raises(
+        ConfigError, match=f"does not fit the loss; task.metrics: {metric}; .* the loss {loss} of {kind}"
+    ):
+        made(loss, [metric], kind, ())
+
+
+def test_a_share_of_nothing_is_0():
+    """As in scikit-learn: no sample of class 1 is there, and none is found."""
+    task = Task(TaskConfig(loss="bce", metrics=["f1", "precision", "recall"]), fields((), "float32"), NumpyOps())
+    found = task.results(task(-np.ones(N), {"label": np.zeros(N)}, np.ones(N))[1])
+    assert (found["f1"], found["precision"], found["recall"]) == (0, 0, 0)
 
 
 def test_r2_of_labels_far_from_zero_in_32_bits():
@@ -412,7 +507,6 @@ def test_built_in_and_own_metrics_stand_beside_any_loss(monkeypatch, loss):
     [
         ("mae", np.zeros((N, 3)), r"outputs of shape \(23, 3\) for labels of shape \(23,\); task.metrics: mae"),
         ("top5", np.zeros((N, 1)), r"logits of shape \(23, 1\) for labels of shape \(23,\)"),
-        ("f1", np.zeros((N, 3)), "3 classes, and it is of two; task.metrics: f1"),
         ("auc", np.zeros((N, 3)), "3 classes, and it is of two; task.metrics: auc"),
         ("mae", {"a": np.zeros(N), "b": np.zeros(N)}, "the loss takes several outputs or labels together"),
     ],

@@ -655,9 +655,9 @@ TASKS = {
     "mse": ({"loss": "mse", "metrics": ["mae", "rmse", "r2", "huber"]}, "numbers"),
     "mae": ({"loss": "mae"}, "numbers"),
     "huber": ({"loss": "huber"}, "numbers"),
-    "bce": ({"loss": "bce", "metrics": ["accuracy", "f1", "auc"]}, "binary"),
+    "bce": ({"loss": "bce", "metrics": ["accuracy", "f1", "recall_micro", "auc"]}, "binary"),
     "own": ({"loss": "tests.own_models:weighted", "metrics": ["tests.own_models:weighted", "mse"]}, "numbers"),
-    "classes": ({"metrics": ["accuracy", "top5", "f1", "cross_entropy"]}, "classes"),
+    "classes": ({"metrics": ["accuracy", "top5", "f1", "precision", "cross_entropy"]}, "classes"),
 }
 
 

@@ -179,7 +179,7 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
-        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, *_best(job.config)))
+        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, *_best(job.config), warn))
     if snapshot is None:
         return None
     rows = [row for row in changed(snapshot.config(), job.config) if not _allowed(row[0], allow_change)]

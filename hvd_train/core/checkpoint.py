@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from pydantic import ValidationError
 
 from hvd_train.config import Config
 from hvd_train.core import faults
-from hvd_train.core.manifest import FORMAT, MANIFEST, NAME, Progress, read
+from hvd_train.core.manifest import MANIFEST, NAME, Progress, encode, read
 from hvd_train.core.state_dict import packed, unpack, without_slots
 from hvd_train.errors import CheckpointError
 from hvd_train.files import sync, write
@@ -128,7 +127,6 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
             write(temporary / f"{part}.safetensors", _noted(packed(tree), entry, moved))
             moved()
         manifest = {
-            "format": FORMAT,
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "consumed": snapshot.consumed,
@@ -137,7 +135,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
             "files": files,
         }
         faults.at("manifest")
-        write(temporary / MANIFEST, [json.dumps(manifest, sort_keys=True, indent=1).encode()])
+        write(temporary / MANIFEST, [encode(manifest)])
         sync(temporary)
         before = [final] if final.exists() else []
         if before:
@@ -266,13 +264,21 @@ def told(meta: dict[str, Any], key: str, path: Path) -> Any:
     return meta[key]
 
 
-def _ranked(folder: Path, monitor: str, mode: str) -> list[tuple[float, int, Path]]:
-    """(monitored value, best smallest; step; path) of the checkpoints that have one, best first."""
+def _no_warning(text: str) -> None:
+    """For callers whose user has been warned, or who look at all checkpoints again and again."""
+
+
+def _ranked(
+    folder: Path, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning
+) -> list[tuple[float, int, Path]]:
+    """(monitored value, best smallest; step; path) of the checkpoints that have one, best first. ``warn``: of each one
+    whose manifest is damaged, and which may have been the best."""
     sign, rows = (1 if mode == "min" else -1), []
     for step, path in find(folder):
         try:
             value = read(path)[0].meta.monitor.get(monitor)
-        except CheckpointError:
+        except CheckpointError as error:
+            warn(f"checkpoint {path.name} cannot be used ({error}); the best of the others is taken")
             continue
         if value is not None and math.isfinite(value):
             rows.append((sign * float(value), step, path))
@@ -299,12 +305,10 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
             _remove(path)
 
 
-def choose(
-    run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = lambda text: None
-) -> Snapshot:
+def choose(run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning) -> Snapshot:
     """What --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
     if which != "last":
-        return load(resolve(run_dir, which, monitor, mode))
+        return load(resolve(run_dir, which, monitor, mode, warn))
     found = newest(run_dir / "checkpoints", warn)
     if found is None:
         raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
@@ -315,11 +319,17 @@ def choose(
     return found
 
 
-def resolve(run_dir: Path, which: str, monitor: str = "val_loss", mode: str = "min") -> Path:
+def resolve(
+    run_dir: Path,
+    which: str,
+    monitor: str = "val_loss",
+    mode: str = "min",
+    warn: Callable[[str], None] = _no_warning,
+) -> Path:
     """``best``, ``last``, or the path of a checkpoint, a run folder or its ``checkpoints``."""
     folder = run_dir / "checkpoints"
     if which == "best":
-        ranked = _ranked(folder, monitor, mode)
+        ranked = _ranked(folder, monitor, mode, warn)
         if ranked:
             return ranked[0][2]
         raise CheckpointError(f"no checkpoint has a {monitor}", where=str(folder), fix="use 'last' or a path")

@@ -1,9 +1,15 @@
-"""What a checkpoint says of itself: every field typed and bounded, so that nothing of a foreign file is believed."""
+"""The manifest of a checkpoint: every field typed and bounded, and a SHA-256 over all of them.
+
+Format 2 holds the digest, so that no flipped bit goes unseen. Format 1, of older versions, has none and is still read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,13 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvd_train.errors import CheckpointError
 
-FORMAT = 1
+FORMAT, PLAIN_FORMAT = 2, 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-([0-9]{1,18})(\.was-[0-9a-f]+)?$")
 MAX_BYTES, MAX_RANKS = 32 << 20, 1 << 16
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=1000)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^(weights|optimizer|rank-[0-9]{1,6})\.safetensors$")]
 
 
@@ -53,7 +60,7 @@ class _Part(BaseModel):
 
 class File(_Part):
     bytes: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    sha256: Digest
 
 
 class Samples(_Part):
@@ -94,13 +101,38 @@ class Meta(_Part):
 
 
 class Manifest(_Part):
-    format: Literal[1]
+    format: Literal[1, 2]
     step: Count
     epoch: Count
     consumed: Count
     ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)]
     meta: Meta
     files: dict[FileName, File]
+    sha256: Digest | None = None  # over all other fields; of format 2
+
+
+def encode(fields: dict[str, Any]) -> bytes:
+    """The bytes of a manifest with these fields; ``format`` and ``sha256`` are set here."""
+    whole = {**fields, "format": FORMAT}
+    return json.dumps({**whole, "sha256": _digest(json.loads(json.dumps(whole)))}, sort_keys=True, indent=1).encode()
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    """Of what the JSON says, however it is written: spaces and the order of keys do not count."""
+    fields = {name: value for name, value in raw.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of two equal keys Python takes the last one without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _TwiceError(Counter(name for name, _ in pairs).most_common(1)[0][0][:60])
+    return found
+
+
+class _TwiceError(ValueError):
+    pass
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
@@ -112,10 +144,12 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
         if file.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"has {file.stat().st_size:,} bytes, which no manifest has", where=str(file))
         content = file.read_bytes()
-        raw = json.loads(content)
-        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+        raw = json.loads(content, object_pairs_hook=_unique)
+        if isinstance(raw, dict) and raw.get("format", FORMAT) not in (PLAIN_FORMAT, FORMAT):
             found = json.dumps(raw["format"])[:20]
-            raise CheckpointError(f"has format {found}; this version reads {FORMAT}", where=str(path))
+            raise CheckpointError(
+                f"has format {found}; this version reads {PLAIN_FORMAT} and {FORMAT}", where=str(path)
+            )
         manifest = Manifest.model_validate_json(content)
     except FileNotFoundError as error:
         raise CheckpointError("there is no checkpoint", where=str(file)) from error
@@ -123,13 +157,15 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
     except ValidationError as error:
         raise _damaged(file, *_first(error)) from error
+    except _TwiceError as error:
+        raise _damaged(file, str(error), "stands twice") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(file, "no JSON") from error
-    _check(path, manifest)
+    _check(path, manifest, raw)
     return manifest, raw["meta"]
 
 
-def _check(path: Path, manifest: Manifest) -> None:
+def _check(path: Path, manifest: Manifest, raw: dict[str, Any]) -> None:
     """What holds between fields."""
     name, file = NAME.match(path.name), path / MANIFEST
     if name and int(name.group(1)) != manifest.step:
@@ -140,6 +176,24 @@ def _check(path: Path, manifest: Manifest) -> None:
     kept = sorted(int(n[5:].split(".")[0]) for n in manifest.files if n.startswith("rank-"))  # of all ranks, or of none
     if kept and kept != list(range(manifest.ranks)):
         raise _damaged(file, "files", f"of {manifest.ranks} ranks: {', '.join(map(str, kept))}")
+    for what, one, other in _doubled(raw):
+        if one != other:
+            raise _damaged(file, what, f"{json.dumps(one)[:40]} and {json.dumps(other)[:40]}, which must be equal")
+    if manifest.sha256 != (_digest(raw) if manifest.format == FORMAT else None):
+        raise _damaged(file, "its SHA-256 differs")
+
+
+def _doubled(raw: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, one value, the other) of what a manifest says twice: all that guards one of format 1."""
+    meta = raw["meta"]
+    progress, config = meta.get("progress") or {}, meta.get("config") or {}
+    for name in ("step", "epoch", "consumed"):
+        yield f"progress.{name}", progress.get(name, raw[name]), raw[name]
+    pairs = {"framework": (meta.get("framework"), config.get("framework"))}
+    pairs["world_size"] = meta.get("world_size"), raw["ranks"] or None
+    for name, (one, other) in pairs.items():
+        if one is not None and other is not None:
+            yield name, one, other
 
 
 def _first(error: ValidationError) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from hvd_train.config import load_config
+from hvd_train.core.manifest import encode
 from hvd_train.data.sources import open_data
 from tests.cli.test_commands import ROOT, SECONDS, run
 
@@ -190,7 +191,7 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["meta"]["sample"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    (step / "manifest.json").write_bytes(encode(manifest))
     for which in ("best", str(step)):
         where = ["--run-dir", "run", "--checkpoint", which, "-o", "deep/weights", "--overwrite"]
         run("export", *where, "--to", "safetensors", cwd=tmp_path)

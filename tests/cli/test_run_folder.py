@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvd_train.core.manifest import encode
 from tests.cli.test_commands import ROOT, SECONDS
 
 # One process runs many command lines, so that PyTorch is loaded once. stdin: lists of arguments.
@@ -110,7 +111,7 @@ def foreign(run, folder, name, content):
     path = step / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(encode(manifest))
     (step / name).write_bytes(content)
     return folder
 
@@ -341,7 +342,7 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
     if key == "model":
         del manifest["meta"]["config"]["model"]["hidden"]
     del manifest["meta"]["sample"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    (step / "manifest.json").write_bytes(encode(manifest))
     where = ["--run-dir", tmp_path / "run"]
     own = ["--set", f"{key}.name=evil:{key}"]
     lines = [

@@ -20,6 +20,7 @@ from hvd_train import run
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.checkpoint import Progress, Snapshot
+from hvd_train.core.manifest import encode, read
 from hvd_train.errors import CheckpointError
 from hvd_train.protocol import Field, Sample
 
@@ -101,10 +102,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
     """F19, F20."""
     checkpoint.save(tmp_path, snapshot(3))
     path = checkpoint.save(tmp_path, snapshot(7))
-    if name == "manifest.json" and damage is flip:  # a flipped byte of JSON may still be JSON: make it one that is not
-        (path / name).write_text("{")
-    else:
-        damage(path / name)
+    damage(path / name)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(path)
     assert "step-00000007" in caught.value.where
@@ -183,7 +181,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
     tracemalloc.start()
     for number in range(CASES):
         if number % 5:
-            content = json.dumps(mutated(json.loads(text), rng)).encode()
+            content = encode(mutated(json.loads(text), rng))
         else:  # bytes
             content = bytearray(text)
             content[rng.integers(len(content))] = rng.integers(256)
@@ -223,7 +221,7 @@ def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
             content[:8] = int(rng.integers(2**62)).to_bytes(8, "little")
         entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (path / name).write_bytes(content)
-        (path / "manifest.json").write_text(json.dumps(manifest | {"files": manifest["files"] | {name: entry}}))
+        (path / "manifest.json").write_bytes(encode(manifest | {"files": manifest["files"] | {name: entry}}))
         tracemalloc.reset_peak()
         try:
             found = checkpoint.load(path)
@@ -253,10 +251,70 @@ def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
 def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
     path = checkpoint.save(tmp_path, full_snapshot())
     manifest = json.loads((path / "manifest.json").read_text()) | change
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(path)
     assert words in str(caught.value) and str(path) in caught.value.where
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
+    """F20: every bit, one at a time: it is told, or the manifest means the same (the case of "\\u00e9", of 1e-05)."""
+    path = checkpoint.save(tmp_path, full_snapshot())
+    file, seen = path / "manifest.json", 0
+    text = file.read_bytes()
+    saved = json.loads(text)
+    with file.open("r+b", buffering=0) as stream:
+        for bit in range(8 * len(text)):
+            at, flipped = bit // 8, text[bit // 8] ^ 1 << bit % 8
+            stream.seek(at)
+            stream.write(bytes([flipped]))
+            try:
+                _, meta = read(path)
+                assert json.loads(file.read_bytes()) == saved and meta == saved["meta"], (
+                    f"bit {bit} of {text[at:][:40]}"
+                )
+            except CheckpointError as error:
+                seen += 1
+                one_line(error, path)
+            stream.seek(at)
+            stream.write(text[at : at + 1])
+    assert file.read_bytes() == text and read(path)[1] == saved["meta"]
+    assert seen > 0.99 * 8 * len(text)
+
+
+def older(path):
+    """The manifest of a checkpoint as older versions wrote it: format 1, without a digest."""
+    manifest = json.loads((path / "manifest.json").read_text()) | {"format": 1}
+    del manifest["sha256"]
+    return manifest
+
+
+def test_an_older_manifest_is_read_and_what_it_says_twice_is_compared(tmp_path):
+    path = checkpoint.save(tmp_path, full_snapshot())
+    manifest, told = older(path), []
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.newest(tmp_path, told.append).progress.consumed == 32 and told == []
+    for change, words in [
+        ({"consumed": 33}, "progress.consumed: 32 and 33"),
+        ({"epoch": 0}, "progress.epoch: 1 and 0"),
+        ({"meta": manifest["meta"] | {"framework": "tensorflow"}}, 'framework: "tensorflow" and "pytorch"'),
+        ({"meta": manifest["meta"] | {"world_size": 3}}, "world_size: 3 and 2"),
+    ]:
+        (path / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(path)
+        assert f"({words}, which must be equal); {path}" in str(caught.value)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """Readers of JSON differ in which of two they take."""
+    path = checkpoint.save(tmp_path, full_snapshot())
+    text = json.dumps(older(path))
+    for key in ("consumed", "monitor"):
+        doubled = text.replace(f'"{key}":', f'"{key}": 5, "{key}":', 1)
+        (path / "manifest.json").write_text(doubled)
+        with pytest.raises(CheckpointError, match=f"the manifest is damaged .{key}: stands twice."):
+            checkpoint.load(path)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "rank-1"])
@@ -265,7 +323,7 @@ def test_a_file_that_the_manifest_does_not_name_is_missed(tmp_path, name):
     path = checkpoint.save(tmp_path, full_snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][f"{name}.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match="the manifest is damaged .files: (no optimizer|of 2 ranks: 0)"):
         checkpoint.load(path)
 
@@ -276,7 +334,7 @@ def test_foreign_bytes_under_a_valid_hash(tmp_path):
     (path / "weights.safetensors").write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["weights.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match="no safetensors file"):
         checkpoint.load(path)
 
@@ -453,6 +511,17 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
         assert run.chosen(config, "best").step == step
         told = capsys.readouterr().err
         assert told.count("\n") == lines and ("takes the smallest val_accuracy as best" in told) == bool(lines)
+
+
+def test_a_damaged_best_is_told(tmp_path):
+    """Its manifest cannot say that it was the best: the user hears that another one is taken."""
+    for step, loss in LOSSES.items():
+        checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss))
+    flip(tmp_path / "checkpoints" / "step-00000002" / "manifest.json")
+    warnings = []
+    assert checkpoint.choose(tmp_path, "best", "val_loss", "min", warnings.append).step == 4
+    (said,) = warnings
+    assert said.startswith("checkpoint step-00000002 cannot be used (the manifest is damaged")
 
 
 def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ from hvd_train.attach.keras_exchange import (
 from hvd_train.attach.keras_fit import Rank
 from hvd_train.attach.recorded import recording
 from hvd_train.attach.slow import Slow
-from hvd_train.attach.world import exchange_options, open_world
+from hvd_train.attach.world import exchange_options, open_world, place
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
@@ -222,7 +222,7 @@ def _error(what: str, fix: str) -> ConfigError:
 
 def _settle_threads() -> None:
     """This rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
-    here = world()
+    here = place()
     if here.size == 1 or keras.backend.backend() not in BACKENDS:
         return
     if keras.backend.backend() == "tensorflow":

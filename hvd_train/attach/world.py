@@ -19,9 +19,15 @@ from hvd_train.frontends.base import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
 from hvd_train.launch.board import SCRIPT
-from hvd_train.launch.environment import STALL, world
+from hvd_train.launch.environment import STALL, World, world
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
+
+
+def place() -> World:
+    """This process' place, as its launcher says it, before the world is opened. A mistake is told in a line."""
+    sys.excepthook = _end
+    return world()
 
 
 @functools.cache
@@ -84,7 +90,7 @@ def exchange_options(where: str, compression: str, options: dict[str, Any], over
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not world().launcher and not isinstance(error, TrainError):
+    if not shutdown.rank_tag() and not isinstance(error, TrainError):
         sys.__excepthook__(kind, error, trace)
         return
     if isinstance(error, KeyboardInterrupt):

@@ -926,13 +926,13 @@ def guide(topic: str | None) -> None:
 
 def main() -> None:
     """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
-    if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
-        from hvd_train.launch.outside import listen
-
-        listen().anew()
     from hvd_train.launch import shutdown
 
     try:
+        if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
+            from hvd_train.launch.outside import listen
+
+            listen().anew()
         cli.main(prog_name="hvd-train", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)

@@ -26,7 +26,7 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.core.state_dict import PIECE_BYTES
 from hvd_train.core.task import Task, refused
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
-from hvd_train.launch.environment import world
+from hvd_train.launch.environment import ALONE, LAUNCHERS, world
 from hvd_train.launch.slurm import meet
 from hvd_train.protocol import Batch, Build, Communicator, Ops, Sample, Scale, Tree, made_up
 
@@ -282,10 +282,13 @@ class HorovodCommunicator(ABC):
         self.mpi = self.hvd.mpi_enabled()
         if self.size != self._expected:
             # Without this, each process would train alone and nobody would notice.
-            other = "set HOROVOD_CONTROLLER=gloo" if here.launcher == "srun" else "use --gloo"
+            other = "set HOROVOD_CONTROLLER=gloo" if here.launcher == "srun" else "use horovodrun --gloo"
+            names = LAUNCHERS.get(here.launcher, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))[:2]
             raise CommunicationError(
                 f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
-                fix=f"Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or {other}",
+                where=f"environment variable {names[1]}",
+                fix=f"Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or {other}; "
+                f"{ALONE} {' '.join(names)}",
             )
 
     def close(self) -> None:

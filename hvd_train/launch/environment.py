@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -25,8 +26,24 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    "mpirun_rsh": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "jsrun": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+# Ranks by variables that come without a size: above 0 they say that this process is not the only one.
+RANK_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID")
+ALONE = "to train with this process alone, unset"
 
 
 @dataclass(frozen=True)
@@ -41,8 +58,8 @@ class World:
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """Reads the variables of horovodrun, Open MPI, MPICH and Intel MPI, or srun, in this order; but what srun tells
-    MPICH as well (--mpi=pmi2) is srun's."""
+    """Reads the variables of the launchers above, or srun's, in this order; but what srun tells MPICH as well
+    (--mpi=pmi2) is srun's. Raises ConfigError for a world that Horovod cannot know of."""
     step = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
     for launcher, names in LAUNCHERS.items():
         if names[0] in environ and names[1] in environ:
@@ -57,13 +74,46 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
         node = min(number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
         return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
-    if "TORCHELASTIC_RUN_ID" in environ and number(environ, "WORLD_SIZE", 1) > 1:
-        raise ConfigError(
-            "torchrun tells Horovod nothing: each process would train alone",
-            where="launcher",
-            fix="start it with horovodrun, mpirun or srun; hvd-train fit -np N starts N ranks here",
-        )
+    _refuse_unknown(environ)
     return World()
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError where a launcher that Horovod does not know says that this process is one of several."""
+    who = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher"
+    found: dict[str, str] = {}
+    if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
+        found = _above(environ, "WORLD_SIZE", 1, "RANK")  # torch.distributed: Kubeflow, DeepSpeed, torchrun
+    if "PET_NODE_RANK" in environ:
+        found = found or _above(environ, "PET_NNODES", 1, "PET_NODE_RANK")  # Kubeflow for torchrun
+    if _tasks(environ.get("TF_CONFIG", "")) > 1:
+        found = found or {"TF_CONFIG": f"a cluster of {_tasks(environ['TF_CONFIG'])}"}
+    for name in RANK_ALONE if "SLURM_STEP_NUM_TASKS" not in environ else ():
+        found = found or _above(environ, name, 0)
+    if found:
+        shown = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(
+            f"{who} tells Horovod nothing ({shown}): each process would train alone",
+            where=f"environment variable {next(iter(found))}",
+            fix="start it with horovodrun, mpirun or srun, or N ranks on this host with hvd-train fit -np N; "
+            f"{ALONE} {' '.join(found)}",
+        )
+
+
+def _above(environ: Mapping[str, str], name: str, least: int, beside: str = "") -> dict[str, str]:
+    """The variable, and the one beside it, if it is a number (or, as "1:4", ends in one) above ``least``."""
+    last = re.search(r"\d+$", environ.get(name, ""))
+    if last is None or int(last[0]) <= least:
+        return {}
+    return {key: environ[key] for key in (name, beside) if key in environ}
+
+
+def _tasks(config: str) -> int:
+    """How many processes of TensorFlow's TF_CONFIG would train."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        cluster = json.loads(config)["cluster"]
+        return sum(len(cluster.get(kind, [])) for kind in ("chief", "master", "worker"))
+    return 1
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +48,12 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
         (SRUN | MPICH, World(1, 2, 1, 2, "mpiexec")),  # whose own daemons srun has started
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, World()),  # a shell in an allocation
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World()),  # a batch script
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, World(1, 2, 1, 2, "mpirun_rsh")),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"} | OPEN_MPI, World(2, 3, 0, 1, "mpirun")),
+        (
+            MPICH | {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"},
+            World(1, 2, 0, 2, "flux"),
+        ),
     ],
     ids=str,
 )
@@ -54,12 +61,63 @@ def test_world(environ, expected):
     assert world(environ) == expected
 
 
-def test_torchrun_is_no_launcher_of_horovods():
-    """Each of its processes would train alone."""
-    with pytest.raises(ConfigError, match="torchrun tells Horovod nothing.*horovodrun"):
-        world({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"})
-    assert world({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}) == World()
-    assert world(OPEN_MPI | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}).size == 3
+def tf_config(workers: int) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"][:workers]}, "task": {"index": 0}})}
+
+
+UNKNOWN = [
+    ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}, "torchrun", "WORLD_SIZE RANK"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "the launcher", "WORLD_SIZE RANK"),  # Kubeflow's PyTorchJob, DeepSpeed
+    ({"PET_NNODES": "1:3", "PET_NODE_RANK": "0"}, "the launcher", "PET_NNODES PET_NODE_RANK"),
+    (tf_config(2), "the launcher", "TF_CONFIG"),
+    ({"PMIX_RANK": "1"}, "the launcher", "PMIX_RANK"),
+    ({"SLURM_PROCID": "1"}, "the launcher", "SLURM_PROCID"),  # a container that hands on some variables
+]
+
+
+@pytest.mark.parametrize(("environ", "who", "names"), UNKNOWN, ids=str)
+def test_a_launcher_that_horovod_does_not_know_is_refused(environ, who, names):
+    """Each of its processes would train alone, as rank 0 of 1; Horovod's own launchers stand above it."""
+    first = names.split()[0]
+    with pytest.raises(ConfigError, match=rf"^{who} tells Horovod nothing \({first}=.*variable {first}; .*horovodrun"):
+        world(environ)
+    with pytest.raises(ConfigError, match=f"to train with this process alone, unset {names}$"):
+        world(environ)
+    assert world({name: x for name, x in environ.items() if name not in names.split()}) == World()  # the cure
+    assert world(OPEN_MPI | environ).size == 3
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "4"},  # no launcher sets one of them alone
+        {"RANK": "8"},
+        {"WORLD_SIZE": "big", "RANK": "0"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
+        tf_config(1),
+        {"TF_CONFIG": "not JSON"},
+        {"PMIX_RANK": "0"},
+    ],
+    ids=str,
+)
+def test_a_single_process_is_not_refused(environ):
+    assert world(environ) == World()
+
+
+@pytest.mark.parametrize("program", ["hvd_train.torch", "hvd_train.keras", "hvd_train"])
+def test_an_unknown_launcher_is_told_in_one_line(program):
+    """In scripts, and by ``fit``, which listens for signals before it reads its command."""
+    line = (
+        f"import {program} as h; h.rank()" if program != "hvd_train" else "from hvd_train.cli.main import main; main()"
+    )
+    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", line, "fit", "-c", "none.yaml"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    told = [row for row in done.stderr.splitlines() if row.startswith(("error", "Traceback"))]
+    assert done.returncode == 2 and len(told) == 1, done.stderr
+    assert told[0].startswith("error: the launcher tells Horovod nothing (WORLD_SIZE=2, RANK=1): each process would")
 
 
 def test_a_variable_that_is_no_number_is_named():

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from hvd_train import files
-from hvd_train.attach import pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
+from hvd_train.attach import main_rank, pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
 from hvd_train.attach.pt_buffers import Buffers, bits
 from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
@@ -48,7 +48,10 @@ from hvd_train.frontends.pt import TorchOps
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
 
-__all__ = ["barrier", "device", "distribute", "load", "no_sync", "rank", "save", "shard", "size", "sum"]
+__all__ = [
+    "barrier", "device", "distribute", "is_main", "load", "no_sync", "print", "rank", "save", "shard", "size", "sum",
+    "tqdm",
+]  # fmt: skip
 WHERE = "ht.distribute"
 DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
 
@@ -81,6 +84,21 @@ def size() -> int:
     return _world().size
 
 
+def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes files for all."""
+    return rank() == 0
+
+
+def print(*values: Any, **options: Any) -> None:
+    """Python's ``print``, on rank 0 alone. The values are computed on every rank: ``ht.print(ht.sum(count))`` is right."""
+    main_rank.print_on(is_main(), *values, **options)
+
+
+def tqdm(*arguments: Any, **options: Any) -> Any:
+    """tqdm's progress bar over an iterable, shown on rank 0 alone: ``for x, y in ht.tqdm(loader):`` on all ranks."""
+    return main_rank.progress_on(is_main(), "ht.tqdm", *arguments, **options)
+
+
 def device() -> torch.device:
     """What this rank computes on: the GPU of its local rank, or the CPU where there is none."""
     if not torch.cuda.is_available():
@@ -103,7 +121,7 @@ def sum(*values: Any) -> Any:
 
 
 def barrier() -> None:
-    """Waits until all ranks are here: ``if ht.rank() == 0: torch.save(...)``, then this, then all may read the file."""
+    """Waits until all ranks are here: ``if ht.is_main(): torch.save(...)``, then this, then all may read the file."""
     _world().barrier()
 
 

@@ -232,6 +232,14 @@ def test_a_barrier_waits(cases, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_rank_0_alone_prints_and_shows_progress(cases, world):
+    size, facts = world[0], cases(*world)[1]
+    (printed, bar, batches), *others = [own["main"] for own in facts]
+    assert printed == f"{size} ranks, all\n" and "10/10" in bar and batches == 10
+    assert all(own == ["", "", 10] for own in others)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_sums(cases, world):
     size, facts = world[0], cases(*world)[1]
     expected = [3.0 * size + sum(range(size)), 10.0 * size, float(np.sum([0.1] * size))]

@@ -1008,6 +1008,17 @@ def resume(folder: Path):
     }
 
 
+def main_rank():
+    """What is printed, the end of the bar, and the batches that a loop within a bar gets."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ht.print(ht.size(), "ranks,", "all", flush=True)
+    bar = ht.tqdm(ht.shard(DataLoader(digits(20 * ht.size()), batch_size=2)), file=(shown := io.StringIO()))
+    batches = len(list(bar))
+    bar.set_postfix(loss=0.5)
+    assert ht.is_main() == (ht.rank() == 0)
+    return [printed.getvalue(), shown.getvalue(), batches]
+
+
 def errors(folder: Path):
     """name -> the one line, which every rank must raise alike."""
 
@@ -1243,6 +1254,7 @@ def main(folder: Path) -> None:
         "sums": sums,
         "looks": looks,
         "waits": lambda: waits(folder),
+        "main": main_rank,
     }
     if ht.size() > 1:
         told |= {

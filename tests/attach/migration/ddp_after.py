@@ -37,6 +37,5 @@ with torch.no_grad():
         totals[1] += (logits.argmax(1) == labels).sum()
         totals[2] += len(labels)
 loss, correct, count = ht.sum(*totals)
-if ht.rank() == 0:
-    print(f"loss {loss / count:.4f} accuracy {correct / count:.4f}")
+ht.print(f"loss {loss / count:.4f} accuracy {correct / count:.4f}")
 ht.save("digits.ckpt", model=model, optimizer=optimizer, scheduler=scheduler)

@@ -33,6 +33,5 @@ with torch.no_grad():
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).float().sum().item()
 loss, correct = ht.sum(loss, correct)
-if ht.rank() == 0:
-    print(f"loss {loss / len(test_set):.4f} accuracy {correct / len(test_set):.4f}")
+ht.print(f"loss {loss / len(test_set):.4f} accuracy {correct / len(test_set):.4f}")
 ht.save("digits.ckpt", model=model, optimizer=optimizer)

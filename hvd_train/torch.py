@@ -90,7 +90,7 @@ def is_main() -> bool:
 
 
 def print(*values: Any, **options: Any) -> None:
-    """Python's ``print``, on rank 0 alone. The values are computed on every rank: ``ht.print(ht.sum(count))`` is right."""
+    """Python's ``print``, on rank 0 alone. All ranks compute the values: ``ht.print(ht.sum(count))`` is right."""
     main_rank.print_on(is_main(), *values, **options)
 
 

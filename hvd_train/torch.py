@@ -39,7 +39,7 @@ from hvd_train.attach.slow import Slow
 from hvd_train.attach.world import exchange_options, open_world
 from hvd_train.compression import make
 from hvd_train.core.agreement import agree, collectively
-from hvd_train.core.mean import ordered_sum
+from hvd_train.core.mean import WIDE, sums
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends import pt_batchnorm
@@ -109,15 +109,18 @@ def device() -> torch.device:
 
 
 def sum(*values: Any) -> Any:
-    """The sums of numbers over all ranks, in float64 and in rank order: one number for one, a list for several.
+    """The sums over all ranks, in 64 bits and in rank order: one for one value, a list for several.
 
-    ``correct, count = ht.sum(correct, count)``, then ``correct / count``, is exact however samples lie on ranks.
+    ``correct, count = ht.sum(correct, count)``, then ``correct / count``, is exact however samples lie on ranks. A
+    number, or a tensor of one, gives a float. A tensor or NumPy array of several, as a confusion matrix, gives one of
+    its shape, on its device: of int64 for whole numbers and truth values, float32 for floats of 16 bits, else of its
+    type. On all ranks; raises CommunicationError on all of them where shapes differ.
     """
-    own = np.array([float(value) for value in values])
+    own = [_array(value) for value in values]
     if pt_backward.here() < 0:
         pt_backward.after_failure()
-    total = ordered_sum(own, _world(), "ht.sum").tolist()
-    return total[0] if len(values) == 1 else total
+    totals = [_like(value, x) for value, x in zip(values, sums(own, _world(), "ht.sum"), strict=True)]
+    return totals[0] if len(values) == 1 else totals
 
 
 def barrier() -> None:
@@ -323,6 +326,33 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             for reducer in {reducer for _, reducer in _distributed if reducer}:
                 reducer.loaded(part)
     return {name: value for name, value in found.items() if name not in parts}
+
+
+def _several(value: Any) -> bool:
+    """Whether it is a tensor or an array, and not of one number."""
+    return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
+
+
+def _array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor) and _several(value):
+        value = value.detach().to_dense().cpu() if value.layout != torch.strided else value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        return value if _several(value) and value.dtype.kind in WIDE else np.array(float(value))
+    except (TypeError, ValueError) as error:
+        fix = "give numbers, tensors or arrays of numbers"
+        raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error
+
+
+def _like(value: Any, total: np.ndarray) -> Any:
+    """The sum as the value came: a number, a tensor or an array."""
+    if not _several(value):
+        return float(total)
+    narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
+    half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
+    if narrow or half:
+        total = total.astype(np.complex64 if total.dtype.kind == "c" else np.float32)
+    return torch.from_numpy(total).to(value.device) if isinstance(value, torch.Tensor) else total
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -62,6 +63,39 @@ def ordered_sum(own: np.ndarray, communicator: Communicator, name: str = "sums")
         what = f"the ranks diverged: {name} got {', '.join(map(str, counts))} numbers on rank 0, 1, ..."
         raise CommunicationError(what, fix="call the same on all ranks", common=True)
     return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(own.shape)
+
+
+# By the kind of a type; only numbers of 64 bits without a sign stay without one.
+WIDE = {"b": np.int64, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
+
+
+def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) -> list[np.ndarray]:
+    """The sum over the ranks of each array, in rank order and 64 bits, so that whole numbers are exact: int64 also of
+    truth values, float64, complex128. The same bits on every rank. All arrays travel together.
+
+    Raises CommunicationError on all ranks where shapes or types differ.
+    """
+    types = [x.dtype if x.dtype == np.uint64 else WIDE[x.dtype.kind] for x in arrays]
+    wide = [np.ascontiguousarray(x, kind).reshape(x.shape) for x, kind in zip(arrays, types, strict=True)]
+    head = json.dumps([[x.dtype.name, x.shape] for x in wide]).encode()
+    packed = len(head).to_bytes(8, "little") + head + b"".join(x.tobytes() for x in wide)
+    everyone = communicator.allgather_bytes(packed, name)
+    ends = [8 + int.from_bytes(part[:8], "little") for part in everyone]
+    heads = [json.loads(part[8:end]) for part, end in zip(everyone, ends, strict=True)]
+    if any(other != heads[0] for other in heads):
+        if all(not shape for own in heads for _, shape in own):
+            what = f"{', '.join(str(len(own)) for own in heads)} numbers on rank 0, 1, ..."
+        else:
+            listed = [" and ".join(f"{kind} {tuple(shape)}" for kind, shape in own) for own in heads]
+            what = ", ".join(f"{own} on rank {rank}" for rank, own in enumerate(listed))
+        fix = "call the same on all ranks"
+        raise CommunicationError(f"the ranks diverged: {name} got {what}", fix=fix, common=True)
+    totals, at = [], 0
+    for x in wide:
+        parts = [np.frombuffer(part, x.dtype, x.size, end + at) for part, end in zip(everyone, ends, strict=True)]
+        totals.append(functools.reduce(np.add, parts[1:], parts[0].copy()).reshape(x.shape))
+        at += x.nbytes
+    return totals
 
 
 def _part(size: int) -> float:

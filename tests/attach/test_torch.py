@@ -246,6 +246,23 @@ def test_sums(cases, world):
     assert all(own["sums"] == expected for own in facts)
 
 
+@pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
+def test_sums_of_several_numbers(cases, world):
+    """A tensor in, a tensor out; whole numbers stay whole, and overflow neither 8 bits nor 16."""
+    size, facts = world[0], cases(*world)[1]
+    counts = [sum(1 for rank in range(size) for k in range(3 + rank) if k % 3 == label) for label in range(3)]
+    expected = [
+        ["torch.int64", np.diag(counts).tolist()],
+        ["torch.int64", [200 * size] * 2],
+        ["torch.float32", torch.full((2, 2), 0.1).double().mul(size).float().tolist()],
+        ["torch.float32", [60000.0 * size] * 2],
+        ["torch.int64", [[size, 0]]],
+        float(size), 3.0 * size, "ndarray",
+        "it cannot add up a list; ht.sum; give numbers, tensors or arrays of numbers",
+    ]  # fmt: skip
+    assert all(own["sums of tensors"] == expected for own in facts)
+
+
 ERRORS = {
     "twice": "ConfigError: this model is distributed already",
     "another's": "ConfigError: SGD holds parameters that are not the model's",

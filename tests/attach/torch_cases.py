@@ -895,6 +895,24 @@ def sums():
     return [correct, count, ht.sum(0.1)]
 
 
+def sums_of_tensors():
+    """[type, values] of sums over ranks, each as it came in: a confusion matrix, one of 8 bits, floats, an array."""
+    labels = torch.arange(3 + ht.rank()) % 3
+    matrix = torch.zeros(3, 3, dtype=torch.int64).index_put((labels, labels), torch.tensor(1), accumulate=True)
+    alone = ht.sum(matrix + 2**60)
+    small, floats, half, array, one, number = ht.sum(
+        torch.full((2,), 200, dtype=torch.uint8), torch.full((2, 2), 0.1, requires_grad=True),
+        torch.full((2,), 60000.0, dtype=torch.float16), np.array([[True, False]]), torch.ones(1), 3,
+    )  # fmt: skip
+    told = ""
+    try:
+        ht.sum([1, 2])
+    except TrainError as error:
+        told = str(error)
+    found = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
+    return [*([str(x.dtype), x.tolist()] for x in found), one, number, type(array).__name__, told]
+
+
 def looks():
     """Samples in the order in which they were trained on: [epoch][loader] -> this rank's batches.
 
@@ -1252,6 +1270,7 @@ def main(folder: Path) -> None:
         "masks": masks,
         "broadcast": broadcast,
         "sums": sums,
+        "sums of tensors": sums_of_tensors,
         "looks": looks,
         "waits": lambda: waits(folder),
         "main": main_rank,

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvd_train.core.mean import differing, mean
+from hvd_train.core.mean import differing, mean, sums
+from hvd_train.errors import CommunicationError
 from tests.numpy_frontend import NumpyFrontEnd, NumpyOps, run_ranks
 
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
@@ -111,3 +112,44 @@ def test_a_front_end_leaves_alone_what_is_equal(size):
     for found, lowest, statistic in run_ranks(size, work):
         assert all(bits(found[name]) == bits(x) for name, x in weights.items())
         assert lowest == np.finfo(np.float64).min and statistic == pytest.approx((size - 1) / 2, rel=1e-15)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_of_arrays_are_exact(size):
+    """Whole numbers of more than 53 bits, truth values, and floats in rank order; shapes stay."""
+    rng = np.random.default_rng(1)
+    counts = rng.integers(-(2**60), 2**60, (size, 3, 2))
+    floats = rng.normal(size=(size, 5)).astype(np.float32)
+
+    def work(communicator):
+        k = communicator.rank
+        own = [
+            counts[k],
+            np.array(7.0),
+            floats[k],
+            np.full(4, 255, np.uint8),
+            np.array([True, False]),
+            np.zeros((0, 2)),
+            np.array([2**63 // 8], np.uint64),
+        ]
+        return sums(own, communicator, "sums")
+
+    for found in run_ranks(size, work):
+        assert (found[0] == counts.sum(0)).all() and found[0].dtype == np.int64 and found[0].shape == (3, 2)
+        assert found[1] == 7.0 * size and found[1].shape == ()
+        expected = floats[0].astype(np.float64)
+        for part in floats[1:]:
+            expected = expected + part
+        assert bits(found[2]) == bits(expected)
+        assert (found[3] == 255 * size).all() and (found[4] == [size, 0]).all() and found[5].shape == (0, 2)
+        assert found[6].dtype == np.uint64 and found[3].dtype == found[4].dtype == np.int64
+
+
+def test_sums_of_other_shapes_are_told_on_all_ranks():
+    def work(communicator):
+        with pytest.raises(CommunicationError) as caught:
+            sums([np.zeros((2, 3) if communicator.rank else (3, 2), np.int32)], communicator, "ht.sum")
+        return str(caught.value)
+
+    told = "the ranks diverged: ht.sum got int64 (3, 2) on rank 0, int64 (2, 3) on rank 1; call the same on all ranks"
+    assert run_ranks(2, work) == [told] * 2

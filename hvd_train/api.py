@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,13 +13,15 @@ from typing import Any
 from hvd_train import run
 from hvd_train.attach.world import open_world
 from hvd_train.config import Config, load_config
-from hvd_train.config.own import GIVEN
+from hvd_train.config.own import GIVEN, look_in
 from hvd_train.core.hooks import Hook
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Build
+
+STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder, or the current one of a notebook and of python -m
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -73,6 +77,7 @@ def fit(
     with ExitStack() as stack:
         settled = stack.enter_context(_settled(config, model, data, loss, metrics))
         lock = stack.enter_context(run.locked(settled, resume, overwrite))
+        look_in(settled.code_dir)
         opened = open_data(settled.data, settled.task, None if isinstance(data, str) else data)
         rank = settle(settled.framework, settled.threads, verbose)
         rank.module.configure(rank.threads)
@@ -99,6 +104,8 @@ def _settled(
             named = _name(given) if one else _named(given, own)
             base[section] = dict(base.get(section) or {}) | {key: named}
     settled = load_config(base=base)
+    if settled.user_code and not settled.code_dir:
+        settled = settled.model_copy(update={"code_dir": STARTED_IN})
     if model is not None and not isinstance(model, str):
         own[settled.model.name] = _build(model)
     GIVEN.update(own)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvd_train import __version__, files
 from hvd_train.config import Config
+from hvd_train.config.own import look_in
 from hvd_train.core import checkpoint
 from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
@@ -62,6 +63,7 @@ def export(
     opens = not _knows_sample(snapshot)
     used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
+    look_in(config.code_dir)
     trained = _trained(config, snapshot)
     if framework:
         rank = settle(framework.name, config.threads, verbose, lean=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
+from hvd_train.config.own import look_in
 from hvd_train.core import checkpoint, faults, folder
 from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
@@ -135,6 +136,7 @@ def open_job(
 @contextmanager
 def opened(config: Config, verbose: bool) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
+    look_in(config.code_dir)
     data = open_data(config.data, config.task)
     rank = settle(config.framework, config.threads, verbose, lean=True)
     rank.module.configure(rank.threads)
@@ -346,15 +348,6 @@ def _closing(summary: dict[str, Any], run_dir: Path) -> str:
     return f"{word}: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
 
 
-def _own_code(config: Config) -> dict[str, str]:
-    """{key: what may be "package.module:function", which is imported}."""
-    terms = config.task.terms.values()
-    named = {"model.name": config.model.name, "data.name": config.data.name}
-    named["data.transforms"] = ", ".join(one.name for one in config.data.transforms)
-    named["task.loss"] = ", ".join(loss for loss, _ in terms)
-    return named | {"task.metrics": ", ".join(name for _, metrics in terms for name in metrics)}
-
-
 def trained_config(
     path: Path | None, sets: Sequence[str], run_dir: str | None, which: str
 ) -> tuple[Config, dict[str, str]]:
@@ -380,9 +373,11 @@ def trained_config(
         config = saved(checkpoint.resolve(folder, which, *_best(config or Config())))
     assert config is not None
     given = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
-    return config, {
-        key: name for key, name in _own_code(config).items() if ":" in name and not given & {key, key.partition(".")[0]}
-    }
+    named = {key: name for key, name in config.user_code.items() if not given & {key, key.partition(".")[0]}}
+    if not named and "code_dir" not in given:
+        # All code is what the caller names: it is the caller's, not what lies in a folder that the run names.
+        config = config.model_copy(update={"code_dir": None})
+    return config, named
 
 
 def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:

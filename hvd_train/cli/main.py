@@ -864,6 +864,7 @@ def data_pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) 
     import time
 
     from hvd_train.config import load_config
+    from hvd_train.config.own import look_in
     from hvd_train.data import packing, sources
 
     *source, target = paths
@@ -874,6 +875,7 @@ def data_pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) 
         own = [] if named else [f"data.name={packing.kind_of(Path(source[0]))}"]
         sets = (*sets, *own, f"data.path={json.dumps(source[0])}")
     config, began = load_config(path, sets), time.monotonic()
+    look_in(config.code_dir)
     world, folder = _packing_world(), Path(target)
     manifest = sources.pack(config.data, config.task, folder, world)
     if world.rank == 0:

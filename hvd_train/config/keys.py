@@ -487,6 +487,10 @@ class Config(Section):
     threads: Positive | Literal["auto"] = Field("auto", description="threads per rank; auto: cores / local ranks")
     seed: Count = Field(0, description="of first weights, sample order and dropout")
     run_dir: str = Field("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
+    code_dir: str | None = Field(
+        None,
+        description="folder of your own modules, before the current one; null: the configuration file's",
+    )
     agreement_every_n_steps: Count = Field(
         100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
     )
@@ -558,6 +562,19 @@ class Config(Section):
         rules = {"checkpoint": self.checkpoint, "early_stopping": self.early_stopping}
         said = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in rules.items() if rule}
         return self.model_copy(update=said)
+
+    @property
+    def user_code(self) -> dict[str, str]:
+        """{key: what it names} of the keys that name code of the user's, ``package.module:function``."""
+        terms = self.task.terms.values()
+        named = {
+            "model.name": self.model.name,
+            "data.name": self.data.name,
+            "data.transforms": ", ".join(one.name for one in self.data.transforms),
+            "task.loss": ", ".join(loss for loss, _ in terms),
+            "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
+        }
+        return {key: name for key, name in named.items() if ":" in name}
 
     @property
     def checks_gradients(self) -> bool:

@@ -6,29 +6,57 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from hvd_train.errors import ConfigError, TrainError
 
 GIVEN: dict[str, Callable[..., Any]] = {}  # what ``hvd_train.fit`` was handed over, while it runs
+_folder: list[str] = []  # the configuration's ``code_dir``
 
 
-def look_here() -> None:
-    """A console script does not look where the user stands."""
-    if os.getcwd() not in sys.path:
+def look_in(folder: str | None) -> None:
+    """Look for the user's modules in this folder (``code_dir``), then in the current one."""
+    _folder[:] = [folder] if folder else []
+
+
+def _places() -> list[str]:
+    return list(dict.fromkeys([*_folder, os.getcwd()]))
+
+
+def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> ModuleType:
+    """Import the module of ``package.module:function``; raises ``kind`` where it cannot be imported."""
+    module = name.partition(":")[0]
+    if os.getcwd() not in sys.path:  # a console script does not look where the user stands
         sys.path.insert(0, os.getcwd())
+    if _folder and sys.path[0] != _folder[0]:
+        sys.path.insert(0, _folder[0])
+    try:
+        return importlib.import_module(module)
+    except (ImportError, ValueError) as error:
+        what, fix = f"cannot be imported: {error}", handed_over(name, where)
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        if missing and not fix:
+            what = f"there is no module '{module}'"
+            fix = f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
+        raise kind(what, where=where, fix=fix) from error
 
 
 def own_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
     """The function of this name; raises ``kind`` where there is none."""
     if name in GIVEN:
         return GIVEN[name]
-    module, _, function = name.partition(":")
-    look_here()
+    module, function = user_module(name, where, kind), name.partition(":")[2]
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise kind(f"cannot be imported: {error}", where=where, fix=handed_over(name, where)) from error
+        return getattr(module, function)
+    except AttributeError as error:
+        fix = handed_over(name, where)
+        raise kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix) from error
+
+
+def place_of(module: ModuleType, name: str) -> str:
+    """The module's file: another one of the same name may have been found first."""
+    return getattr(module, "__file__", None) or name.partition(":")[0]
 
 
 def handed_over(name: str, where: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,6 +120,8 @@ def load_config(
 ) -> Config:
     """Defaults, then ``base`` or the file, then ``--set`` settings, then ``overrides`` (flags; None is left out).
 
+    A configuration that names code of the user's, and is not of a ``base``, says where that lies (``code_dir``).
+
     Raises one ConfigError with a line for each mistake: ``FILE:LINE: key: what; what to do``.
     """
     lines: dict[Path_, str] = {}
@@ -141,6 +144,9 @@ def load_config(
         if at and at[-1] in FORMER:
             now = _dotted((*at[:-1], FORMER[str(at[-1])]))
             config.notes.append(f"{place}: {_dotted(at)} is called {now} now")
+    if config.user_code and (config.code_dir or base is None):
+        folder = config.code_dir or (path.parent if path else ".")
+        return config.model_copy(update={"code_dir": os.path.abspath(folder)})
     return config
 
 

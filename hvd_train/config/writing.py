@@ -57,7 +57,9 @@ def _words(annotation: Any) -> str:
 
 def digest(config: Config) -> str:
     """Short hash of the whole configuration; ranks compare it before they train."""
-    return hashlib.sha256(json.dumps(_dump(config), sort_keys=True).encode()).hexdigest()[:12]
+    told = _dump(config)
+    del told["code_dir"]  # may lie elsewhere on another host
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 # A resumed run may differ in these: they decide when to stop, save and report, not what the numbers are.
@@ -65,6 +67,7 @@ FREE = (
     "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
     "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path", "data.workers",
     "agreement_every_n_steps", "steps_per_execution", "on_nonfinite", "watchdog_s", "slurm",
+    "code_dir",
 )  # fmt: skip
 
 
@@ -81,7 +84,7 @@ def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):  # an empty one has no leaves: {} and a key less are the same
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.config.own import GIVEN, handed_over, look_here
+from hvd_train.config.own import GIVEN, handed_over, place_of, user_module
 from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
 from hvd_train.core.state_dict import PIECE_BYTES
@@ -358,19 +358,21 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
     """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
     module_name, _, function = name.partition(":")
     where = f"model.name: {name}"
-    if function:
-        look_here()
-    target = module_name if function else f"{zoo}.{name}"
-    try:
-        module = importlib.import_module(GIVEN[name].__module__ if name in GIVEN else target)
-    except ModuleNotFoundError as error:
-        if error.name is None or not target.startswith(error.name):
-            raise  # the user's module is there, something that it imports is not
-        fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
-        raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
+    if name in GIVEN:
+        module = importlib.import_module(GIVEN[name].__module__)
+    elif function:
+        module = user_module(name, where)
+    else:
+        try:
+            module = importlib.import_module(f"{zoo}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{zoo}.{name}.".startswith(f"{error.name}."):
+                raise  # a package that the zoo's model needs
+            fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
+            raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
     build = GIVEN.get(name) or getattr(module, function or "build", None)
     if not callable(build):
-        what = f"'{target}' has no function '{function or 'build'}'"
+        what = f"{place_of(module, name)} has no function '{function or 'build'}'"
         raise ConfigError(what, where=where, fix=handed_over(name, where))
     parameters = inspect.signature(build).parameters
     known = [p for p in parameters if p not in ("input_shape", "num_classes")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train import run as jobs
+from hvd_train.config.own import look_in
 from hvd_train.core.log import warn
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
@@ -104,6 +105,7 @@ def _run(
     with open(run_dir / LOG if part.rank == 0 else os.devnull, "w") as log, redirect_stdout(log), redirect_stderr(log):
         try:
             with jobs.locked(trial.config, "auto", False) as lock:
+                look_in(trial.config.code_dir)
                 data = open_data(trial.config.data, trial.config.task)
                 settings = rank.settings | {"ranks": part.size}
                 with jobs.telling(communicator):

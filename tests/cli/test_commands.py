@@ -244,6 +244,44 @@ def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["1.npy", "3.npy"], "no partial file is left"
 
 
+MINE = """
+import numpy as np
+import torch
+
+def build(input_shape, num_classes):
+    return torch.nn.Linear(*input_shape, num_classes)
+
+def pairs():
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    y = x.argmax(1)
+    return (x, y), (x[:10], y[:10])
+"""
+
+
+def test_code_beside_the_configuration_is_found_from_everywhere(tmp_path):
+    """By the training on ranks of its own, by its run afterwards, and by nobody who did not say so."""
+    jobs, away, folder = tmp_path / "jobs", tmp_path / "away", tmp_path / "run"
+    jobs.mkdir()
+    away.mkdir()
+    (jobs / "mine.py").write_text(MINE)
+    file = jobs / "job.yaml"
+    named = f"model: {{name: 'mine:build'}}\ndata: {{name: 'mine:pairs'}}\nrun_dir: {folder}\ntensorboard: false\n"
+    file.write_text(named)
+    run("fit", "-c", "../jobs/job.yaml", "-np", "2", cwd=away)
+    assert f"code_dir: {jobs}" in (folder / "config.yaml").read_text()
+    assert json.loads(run("eval", "--run-dir", str(folder), "--trust", cwd=away).stdout)["samples"] == 10
+    names = ["--set", "model.name=mine:build", "--set", "data.name=mine:pairs"]
+    told = run("eval", "--run-dir", str(folder), *names, cwd=away, code=3).stderr
+    assert told == (
+        "error: there is no module 'mine'; data.name: mine:pairs; it was looked for in "
+        f"{away}; start there where it lies, or set code_dir\n"
+    )
+    assert run("eval", "--run-dir", str(folder), *names, "--set", f"code_dir={jobs}", cwd=away).stdout
+    (jobs / "mine.py").rename(jobs / "other.py")
+    told = run("fit", "-c", str(file), "--overwrite", cwd=away, code=3).stderr
+    assert f"looked for in {jobs}, then in {away}; " in told and told.count("\n") == 1
+
+
 def test_text_trains_and_predicts_at_every_place(tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 12)
     data = f"data={{name: text, path: {tmp_path / 'text.txt'}, sequence_length: 16}}"

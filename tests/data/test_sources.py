@@ -670,9 +670,9 @@ def test_own_function(own):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("own_dat:pairs", "No module named"),
-        ("own_data:pair", "no attribute 'pair'"),
-        ("own_data:", "cannot be imported"),
+        ("own_dat:pairs", "there is no module 'own_dat'"),
+        ("own_data:pair", "own_data.py has no function 'pair'"),
+        ("own_data:", "has no function"),
         (":pairs", "cannot be imported"),
         ("own_data:one", "must return (train, val)"),
         ("own_data:nothing", "NoneType has no __len__, fetch"),

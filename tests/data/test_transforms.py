@@ -17,7 +17,6 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Field
-from hvd_train.run import _own_code
 from tests.frontends.test_contract import FRAMEWORKS, module
 from tests.own_models import noisy
 
@@ -234,7 +233,7 @@ FAULTS = {
     "raises": (dict(own=lambda x, rng: x[99]), ["failed on sample 0: IndexError"]),
     "no rng": (dict(own=lambda x: x), ["failed on sample 0: TypeError"]),
     "nan": (dict(own=lambda x, rng: x * np.float32("nan"), inputs=IMAGES.astype(np.float32)), ["NaN", "sample 0"]),
-    "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["cannot be imported", "'none'"]),
+    "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["has no function 'none'"]),
     "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is no image"]),
     "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["the inputs are a, b", "input: ..."]),
     "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
@@ -281,4 +280,4 @@ def test_a_resumed_run_keeps_its_transforms_and_may_change_its_workers():
 
 def test_own_functions_are_code_that_a_foreign_run_folder_may_not_name():
     config = load_config(None, ["data.transforms=[random_vertical_flip, 'evil:run']"])
-    assert "evil:run" in _own_code(config)["data.transforms"]
+    assert "evil:run" in config.user_code["data.transforms"]

@@ -522,7 +522,7 @@ def test_seeds_are_no_state(framework):
     ("name", "what"),
     [
         ("nothing", "there is no model 'nothing'"),
-        ("tests.nothing:build", "there is no model"),
+        ("tests.nothing:build", "there is no module 'tests.nothing'"),
         ("tests.own_models:nothing", "has no function 'nothing'"),
         ("tests.own_models:broken", "hidden must be even"),
         ("tests.own_models:frozen", "no trainable parameter"),
@@ -724,7 +724,7 @@ def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [("tests.own_models:mean_loss", "one number for a batch"), ("tests.own_models:nothing_here", "cannot be imported")],
+    [("tests.own_models:mean_loss", "one number for a batch"), ("tests.own_models:nothing_here", "has no function")],
 )
 def test_a_loss_that_cannot_be_used_is_one_line_before_training(framework, loss, words):
     with pytest.raises(ConfigError, match=words) as caught:

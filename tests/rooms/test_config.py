@@ -201,6 +201,27 @@ def test_what_a_resumed_run_may_change():
     assert [key for key, _, _ in rows] == ["max_epochs"]
 
 
+def test_an_empty_section_of_options_is_no_change():
+    """An earlier configuration without it, or with an entry that is gone."""
+    rows = changed(load_config(None, ["data.options={n: 3}"]), load_config())
+    assert rows == [("data.options.n", 3, None)]
+    assert changed(load_config(), load_config(None, ["data.options={n: 3}"])) == [("data.options.n", None, 3)]
+
+
+def test_the_folder_of_the_users_code_belongs_to_the_configuration(tmp_path, monkeypatch):
+    """It is kept where code is named, so that the run finds it from everywhere; another folder is no other run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "job.yaml"
+    file.write_text("model: {name: 'mine:build'}\n")
+    here, away = load_config(None, ["model.name=mine:build"]), load_config(file.relative_to(tmp_path))
+    assert (here.code_dir, away.code_dir) == (str(tmp_path), str(tmp_path / "jobs"))
+    assert load_config(write(tmp_path, resolved_yaml(away))) == away
+    assert load_config(file, ["code_dir=x"]).code_dir == str(tmp_path / "x")
+    assert load_config(file, ["model.name=mlp"]).code_dir is load_config().code_dir is None
+    assert digest(here) == digest(away) and changed(here, away) == []
+
+
 def test_digest_tells_configurations_apart():
     assert digest(load_config()) == digest(load_config())
     assert digest(load_config()) != digest(load_config(None, ["seed=1"]))

@@ -20,7 +20,7 @@ from hvd_train.core import checkpoint, faults, folder
 from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
-from hvd_train.core.log import NullLog, RunLog, warn
+from hvd_train.core.log import NullLog, RunLog, WordLog, warn
 from hvd_train.core.loop import Trainer, start_agreement
 from hvd_train.core.meeting import Outside
 from hvd_train.core.saving import check_tree, data_facts
@@ -239,6 +239,45 @@ def fit(
         ears.ended = True  # the ranks leave one by one, and launchers signal the last
     ears.end(code=code)
     return code
+
+
+def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
+    """Do what comes before a training, then one step and one batch of an evaluation; nothing is written."""
+    run_dir = Path(config.run_dir)
+    if world().rank == 0:
+        folder.check_free(run_dir, resume, overwrite)
+    with opened(config, verbose) as job:
+        communicator, first = job.communicator, job.communicator.rank == 0
+        log = WordLog() if first else NullLog()
+
+        def find() -> checkpoint.Snapshot | None:
+            snapshot = _find_snapshot(job, resume, allow_change) if first else None
+            if snapshot:
+                check_tree(without_slots(job.frontend.state()), without_slots(snapshot.tree))
+            return snapshot
+
+        snapshot = collectively(communicator, find)
+        connect(job, config.exchange.compression)
+        data: dict[str, Any] = config.model_dump(mode="json")
+        data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
+        data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None}
+        trainer = Trainer(Config.model_validate(data), job.frontend, job.data.train, job.data.val, run_dir, log)
+        trainer.restore(None)
+        log.message("\n".join([_banner(job, trainer, None), *config.notes]))
+        if first and ":" in config.model.name:
+            _look_at_outputs(job, log)
+        summary = trainer.fit()
+        going = f", checkpoint {snapshot.path.name} to go on from" if snapshot else ""
+        log.message(f"checked: configuration, data, model{going}; {_tried(summary)}")
+        log.message(f"nothing was written; without --check the run folder will be {run_dir}")
+    return 0
+
+
+def _tried(summary: dict[str, Any]) -> str:
+    loss, val = summary["train_loss"], summary["val_loss"]
+    step = f"one step of {summary['train_samples']:,} samples, forward, backward and update"
+    step += " left out for its gradients" if loss is None else f" (loss {loss:.4f})"
+    return f"{step}; one validation batch" + ("" if val is None else f" (loss {val:.4f})")
 
 
 @contextmanager

@@ -134,7 +134,12 @@ split_option = click.option("--split", type=click.Choice(["train", "val"]), defa
 @hosts_options
 @click.option("--nnodes", type=click.IntRange(min=1), help="The first of these hosts, or so many of Slurm's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each host, instead of -np.")
-@click.option("--dry-run", is_flag=True, help="With -np: print the launcher's command and start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the launcher's command, or without -np the configuration; start nothing."
+)
+@click.option(
+    "--check", is_flag=True, help="Open data and model, take one step and one validation batch; write nothing."
+)
 @verbose_option
 def fit(
     path: Path | None,
@@ -156,6 +161,7 @@ def fit(
     nnodes: int | None,
     nproc_per_node: int | None,
     dry_run: bool,
+    check: bool,
     verbose: bool,
 ) -> None:
     """Train a model.
@@ -166,8 +172,10 @@ def fit(
     mpirun -np 2 hvd-train fit -c job.yaml          the same, started by mpirun
     hvd-train fit -np 2 -c job.yaml --resume auto   go on where the last run stopped
     hvd-train fit -np 2 -c job.yaml --max-restarts 3
+    hvd-train fit -np 2 -c job.yaml --check         try all of it with one step, and write nothing
     """
-    from hvd_train.config import load_config
+    from hvd_train.config import load_config, resolved_yaml
+    from hvd_train.launch.environment import world
     from hvd_train.launch.outside import forget, listen
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
@@ -193,9 +201,16 @@ def fit(
         sys.exit(allocation.start(line))
     if nnodes or nproc_per_node:
         where, num_proc = spread(where, num_proc, nnodes, nproc_per_node)
+    if dry_run and num_proc is None and not (max_restarts or where):
+        here = world()
+        if here.rank == 0:
+            begun = f"{here.size} ranks, started by {here.launcher}" if here.launcher else "1 rank, this process"
+            click.echo(f"# {begun}. It would train with this configuration:")
+            click.echo(resolved_yaml(config), nl=False)
+        return
     if _starts_ranks(num_proc) or max_restarts or where or dry_run:
         if num_proc is None:
-            asks = "--max-restarts" if max_restarts else "--hosts" if where else "--dry-run"
+            asks = "--max-restarts" if max_restarts else "--hosts"
             raise ConfigError(f"{asks} is about ranks that -np starts", fix="give -np, or leave it out")
         words, folder = _without_launch_options(sys.argv[1:]), Path(config.run_dir)
         if where and max_restarts:
@@ -209,7 +224,7 @@ def fit(
             click.echo(shlex.join(command(num_proc, choose(launcher), words, hosts=where)))
             return
         forget()
-        if where:
+        if where or check:
             from hvd_train.launch import launch
 
             sys.exit(launch(num_proc, launcher, words, verbose, hosts=where))
@@ -222,6 +237,9 @@ def fit(
             watched = max_restarts, verbose, config.watchdog_s, kept, min_np
             sys.exit(supervise(num_proc, launcher, words, folder, *watched))
     _prepare()
+    if check:
+        forget()
+        sys.exit(_run().check(config, resume, allow_change, overwrite, verbose))
     sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
 
 
@@ -805,22 +823,29 @@ def probe(framework: str) -> None:
 @cli.command("config")
 @config_option
 @set_option
-@click.option("--explain", is_flag=True, help="Every key with its type, default and meaning.")
-def show_config(path: Path | None, sets: tuple[str, ...], explain: bool) -> None:
-    """Print the resolved configuration, or explain every key.
+@click.option(
+    "--explain",
+    metavar="[KEY]",
+    is_flag=False,
+    flag_value="",
+    help="Type, default and meaning of every key, of a section's keys, or of one key.",
+)
+def show_config(path: Path | None, sets: tuple[str, ...], explain: str | None) -> None:
+    """Print the resolved configuration, or explain its keys.
 
     \b
     hvd-train config > job.yaml          a full file to start from
     hvd-train config -c job.yaml         what the defaults make of it
+    hvd-train config --explain optim     the keys of a section, or one key: optim.lr
     """
     from hvd_train import config as configuration
 
-    if not explain:
+    if explain is None:
         click.echo(configuration.resolved_yaml(configuration.load_config(path, sets)), nl=False)
         return
-    from hvd_train.report.tables import table
+    from hvd_train.report.tables import explanations
 
-    click.echo(table(["key", "type", "default", "meaning"], configuration.explain()))
+    click.echo(explanations(configuration.explained(explain)))
 
 
 @cli.command()
@@ -938,6 +963,9 @@ def main() -> None:
         cli.main(prog_name="hvd-train", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        shutdown.shutdown(error.exit_code)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
         text = " ".join(error.format_message().split())  # click lists choices one a line

@@ -13,7 +13,7 @@ from hvd_train.config.keys import (
     TransformConfig,
     did_you_mean,
 )
-from hvd_train.config.reading import load_config
+from hvd_train.config.reading import explained, load_config
 from hvd_train.config.writing import changed, digest, explain, resolved_yaml
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "did_you_mean",
     "digest",
     "explain",
+    "explained",
     "load_config",
     "resolved_yaml",
 ]

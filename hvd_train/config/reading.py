@@ -206,14 +206,27 @@ def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | 
     return [row for _, row in sorted(rows, key=lambda row: row[0])]
 
 
+def explained(key: str) -> list[tuple[str, str, str, str]]:
+    """The rows of ``explain`` for a key or for the keys of a section; all of them for an empty text."""
+    key = key.strip().replace("-", "_")
+    rows = [row for row in explain() if not key or row[0] == key or row[0].startswith(f"{key}.")]
+    if not rows:
+        raise ConfigError(f"{key}: {_unknown(tuple(key.split('.')))}", where="config --explain")
+    return rows
+
+
+def _unknown(path: Path_) -> str:
+    section = _section(path[:-1])
+    near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
+    guesses = [_dotted((*path[:-1], *near))] if near else []
+    guesses += [key for key, *_ in explain() if key.split(".")[-1] == path[-1]]
+    return f"unknown key; did you mean '{guesses[0]}'?" if guesses else f"unknown key; {LISTED}"
+
+
 def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
     kinds = [item["type"] for item in items]
     if "extra_forbidden" in kinds:
-        section = _section(path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
-        guesses = [_dotted((*path[:-1], *near))] if near else []
-        guesses += [key for key, *_ in explain() if key.split(".")[-1] == path[-1]]
-        return f"unknown key; did you mean '{guesses[0]}'?" if guesses else f"unknown key; {LISTED}"
+        return _unknown(path)
     if "rule" in kinds:
         return str(items[0]["msg"])
     expected = [EXPECTED.get(i["type"], i["msg"]).format_map(i.get("ctx") or {}) for i in items]

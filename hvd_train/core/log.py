@@ -49,6 +49,16 @@ class NullLog:
     def close(self) -> None: ...
 
 
+class WordLog(NullLog):
+    """What rank 0 says where nothing may be written."""
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warning(self, text: str) -> None:
+        warn(text)
+
+
 def _cell(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 

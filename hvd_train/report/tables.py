@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
             console.print(drawn)
         return capture.get().rstrip("\n")
     return aligned(header, rows)
+
+
+def explanations(rows: Sequence[tuple[str, str, str, str]]) -> str:
+    """(key, type, default, meaning) rows as text: wrapped to a terminal's width, on a pipe one line per row."""
+    if not sys.stdout.isatty():
+        return aligned(["key", "type", "default", "meaning"], rows)
+    width = shutil.get_terminal_size().columns
+    blocks = []
+    for key, kind, default, meaning in rows:
+        kind = kind.replace("|", " | ")  # so that a long list of words can be broken
+        blocks.append(textwrap.fill(f"{key}: {kind}; default {default}", width, subsequent_indent="      "))
+        blocks.append(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    "))
+    return "\n".join(blocks)
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from hvd_train.config import explained, load_config
 from hvd_train.doctor import host
+from hvd_train.report import tables
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
@@ -56,6 +59,13 @@ def test_each_command_explains_itself(command):
     for flag in ("-h", "--help"):
         text = run(command, flag).stdout
         assert f"Usage: hvd-train {command}" in text and len(text.splitlines()) > 5
+
+
+def test_a_bare_command_is_its_help():
+    for arguments in ((), ("config", "--help")):
+        done = run(*arguments, code=0 if arguments else 2)
+        text = done.stdout or done.stderr
+        assert text.startswith("Usage: hvd-train") and "error" not in text and len(text.splitlines()) > 8
 
 
 def test_version():
@@ -148,6 +158,59 @@ def test_config_explains_every_key():
     rows = run("config", "--explain").stdout.splitlines()
     assert rows[0].split() == ["key", "type", "default", "meaning"]
     assert len(rows) > 50 and any(row.startswith("optim.weight_decay ") for row in rows)
+
+
+def test_config_explains_a_section_or_a_key():
+    section = run("config", "--explain", "early-stopping", "--set", "seed=1").stdout.splitlines()
+    assert {row.split(".")[0].split()[0] for row in section[1:]} == {"early_stopping"} and len(section) > 4
+    (_, row) = run("config", "--explain", "optim.lr").stdout.splitlines()
+    assert row.split()[:3] == ["optim.lr", "real", "0.01"]
+    told = run("config", "--explain", "optim.lrr", code=2).stderr
+    assert told == "error: optim.lrr: unknown key; did you mean 'optim.lr'?; config --explain\n"
+
+
+def test_explanations_are_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = tables.explanations(explained("")).splitlines()
+    assert len(lines) > 200 and max(map(len, lines)) <= 60
+    assert lines[0] == 'framework: pytorch | tensorflow; default "pytorch"' and lines[1].startswith("    which")
+
+
+def test_a_dry_run_of_one_rank_is_its_configuration(tmp_path):
+    flags = ["--set", "optim.lr=0.3", "--run-dir", "x"]
+    head, *text = run("fit", *flags, "--dry-run", cwd=tmp_path).stdout.splitlines()
+    assert head == "# 1 rank, this process. It would train with this configuration:"
+    assert load_config(base=yaml.safe_load("\n".join(text))) == load_config(None, ["optim.lr=0.3"], run_dir="x")
+    world = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    told = [run("fit", "--dry-run", cwd=tmp_path, OMPI_COMM_WORLD_RANK=rank, **world).stdout for rank in "01"]
+    assert told[0].startswith("# 2 ranks, started by mpirun. ") and not told[1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "extra", [["--set", "precision=16-mixed"], ["-np", "2", "--set", "framework=tensorflow"]], ids=" ".join
+)
+def test_a_check_tries_all_and_writes_nothing(tmp_path, extra):
+    lines = run("fit", "--check", "--run-dir", "deep/run", *extra, cwd=tmp_path).stdout.splitlines()
+    samples = 64 if "-np" in extra else 32
+    assert "1,438 training and 359 validation samples" in lines[0]
+    assert lines[-2].startswith(f"checked: configuration, data, model; one step of {samples} samples, forward, ")
+    assert "; one validation batch (loss 2." in lines[-2]
+    assert lines[-1] == "nothing was written; without --check the run folder will be deep/run"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_finds_what_a_training_would(trained, tmp_path):
+    """A run folder in use, a checkpoint to go on from, a model that does not take the data."""
+    line = ["fit", "--check", "-c", "scripts/configs/tiny.yaml", "--set", "precision=64", "--run-dir", str(trained[0])]
+    before = {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")}
+    assert "the run folder holds a run already" in run(*line, code=2).stderr
+    assert ", model, checkpoint step-" in run(*line, "--resume", "auto").stdout
+    assert "model.hidden: " in run(*line, "--resume", "auto", "--set", "model.hidden=[9]", code=2).stderr
+    assert {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")} == before
+    told = run("fit", "--check", "--set", "model.name=cnn", "--set", "data.name=diabetes", cwd=tmp_path, code=3).stderr
+    assert told.startswith("error: ") and told.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_models_and_data_are_listed():

@@ -125,8 +125,9 @@ def _sample(meta: dict[str, Any]) -> Sample:
     if "sample" not in meta:
         shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
         return Sample({"input": Field(shape, "float32")}, {"label": Field((), "int64", classes=classes)})
-    parts = [{name: _field(told) for name, told in meta["sample"][part].items()} for part in ("inputs", "labels")]
-    return Sample(*parts)
+    told = meta["sample"]
+    inputs, labels = ({name: _field(one) for name, one in told[part].items()} for part in ("inputs", "labels"))
+    return Sample(inputs, labels, told.get("told_classes"))
 
 
 def _field(told: Mapping[str, Any]) -> Field:

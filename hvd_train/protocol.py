@@ -69,10 +69,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Sample:
-    """The fields of a sample. A model gets a single input as it is, several of them by their names."""
+    """The fields of a sample. A model gets a single input as it is, several of them by their names.
+
+    ``told_classes``: the number of classes that the data or the configuration tell where no label's loss is
+    cross_entropy.
+    """
 
     inputs: Mapping[str, Field]
     labels: Mapping[str, Field]
+    told_classes: int | None = None
 
     @property
     def input_shape(self) -> Any:
@@ -83,7 +88,7 @@ class Sample:
     def num_classes(self) -> Any:
         """The number of classes, or {label: number} where there are several labels; None: labels are no classes."""
         found = {name: field.classes for name, field in self.labels.items() if field.classes}
-        return one_or_all(found) if found else None
+        return one_or_all(found) if found else self.told_classes
 
     def joined(self, other: Sample) -> Sample:
         """Of a training and a validation part: a class that only one of them holds is a class."""

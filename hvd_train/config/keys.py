@@ -232,6 +232,11 @@ class TaskConfig(Section):
         loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
         return loss == "cross_entropy"
 
+    def asks_user_code(self, label: str) -> bool:
+        """Whether a loss or metric of the user's own looks at this label."""
+        loss, metrics = self.terms.get(label) or self.terms.get("") or ("", ())
+        return any(":" in name for name in (loss, *metrics))
+
     @property
     def names(self) -> list[str]:
         """What an evaluation tells."""

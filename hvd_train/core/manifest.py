@@ -81,6 +81,7 @@ class ArrayField(_Part):
 class SampleFields(_Part):
     inputs: dict[Text, ArrayField]
     labels: dict[Text, ArrayField]
+    told_classes: Count | None = None
 
 
 class Meta(_Part):

@@ -370,7 +370,8 @@ class Task:
         """What a function of the user's own gives, held to its contract; ``counted``: whether it has weights."""
         where = f"{key}: {name}"
         values, own = _called(function, where, z, y)
-        fix = "give a value for each sample or place (in PyTorch losses: reduction='none'), or (values, weights)"
+        fix = "give a value for each sample or place (in PyTorch losses: reduction='none')"
+        fix += "; of class weights w give (values without weights, w[labels]): their mean divides by the sum of weights"
         if counted is not None and counted != (own is not None):
             raise refused("the function gives weights for some batches and none for others", where, "give them always")
         for x in (values,) if own is None else (values, own):
@@ -458,12 +459,18 @@ class Task:
 
     def _numbers(self, where: str, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """A number for each number of the labels."""
+        y = self._without_column(z, y)
         if len(z.shape) == len(y.shape) + 1 and z.shape[-1] == 1:
             z = self._ops.reshape(z, _shape(y))
         if tuple(z.shape)[1:] != tuple(y.shape)[1:]:
             what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
             raise refused(what, where, "a model for it gives a number for each number of the labels")
         return z, self._ops.cast(y, self._ops.dtype(z))
+
+    def _without_column(self, z: Tensor, y: Tensor) -> Tensor:
+        """Labels (n, 1) are (n,) for outputs (n,) and (n, C)."""
+        column = len(y.shape) == 2 and y.shape[-1] == 1 and tuple(z.shape)[1:] != (1,)
+        return self._ops.reshape(y, (-1,)) if column else y
 
     def _beside(self, term: Term, z: Any, y: Any) -> tuple[Any, Any]:
         """What built-in metrics look at where the loss is the user's own, which may take anything."""
@@ -472,6 +479,7 @@ class Task:
             if isinstance(z, Mapping) or isinstance(y, Mapping):
                 fix = "give a loss for each output, or a metric of your own"
                 raise refused("the loss takes several outputs or labels together", where, fix)
+            y = self._without_column(z, y)
             classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
             term.check_classes(z.shape[-1] if classes else 0)
             if kind in ("cross_entropy", "top5") and not classes:

@@ -49,15 +49,16 @@ class Column:
         return cls(title, values, Field((*shape, 1) if alone and len(shape) == 2 else shape, dtype, divisor), where)
 
     @classmethod
-    def of_numbers(cls, title: str, values: Any, where: str) -> Column:
-        """Labels that are no classes: numbers, or images as inputs are."""
+    def of_numbers(cls, title: str, values: Any, where: str, as_stored: bool) -> Column:
+        """Labels that are no classes: numbers, or images as inputs are. ``as_stored``: a function of the user's takes
+        them; else (n, 1) is (n,)."""
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
-        if len(shape) > 1:
+        if len(shape) > (2 if as_stored else 1):
             return cls.of_inputs(title, values, False, True, where)
         if kind.kind not in "fuib":
             raise DataError(f"{title} of type {kind}", where=where, fix="store numbers")
         dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
-        return cls(title, values, Field(() if shape == (1,) else shape, dtype), where)
+        return cls(title, values, Field(() if shape == (1,) and not as_stored else shape, dtype), where)
 
     def of(self, taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Some samples as the field has them; ``rows``: their places, for messages."""
@@ -137,10 +138,12 @@ class Arrays:
                 shapes = None if named[0] else tuple(inputs[INPUT].shape)
                 self._labels[name] = _classes(own_titles[name], values, where, shapes, num_classes, wanted.ignore_index)
             else:
-                self._labels[name] = Column.of_numbers(own_titles[name], values, where)
+                as_stored = wanted.asks_user_code(name)
+                self._labels[name] = Column.of_numbers(own_titles[name], values, where, as_stored)
         self.sample = Sample(
             {name: column.field for name, column in self._inputs.items()},
             {name: column.field for name, column in self._labels.items()},
+            None if any(column.field.classes for column in self._labels.values()) else num_classes,
         )
         divided = [column for column in self._labels.values() if column.field.divisor != 1]
         told = (column.note for column in (*self._inputs.values(), *divided))

@@ -250,7 +250,7 @@ def read_manifest(folder: Path) -> Manifest:
 def open_packed(folder: Path, config: DataConfig, task: TaskConfig) -> tuple[Packed, Packed]:
     """(train, val); sizes of all files are looked at, their contents are not (``check``)."""
     manifest = read_manifest(folder)
-    train, val = (Packed(folder, getattr(manifest, part)) for part in PARTS)
+    train, val = (Packed(folder, getattr(manifest, part), config.num_classes) for part in PARTS)
     if config.target == "labels":
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
     return train, val
@@ -275,7 +275,7 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
 class Packed:
     """A part of a packed data set."""
 
-    def __init__(self, folder: Path, part: Part) -> None:
+    def __init__(self, folder: Path, part: Part, num_classes: int | None) -> None:
         self._count, self._rows = part.count, part.rows
         self.fingerprint, self.note = part.fingerprint, part.note
         made: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
@@ -287,7 +287,8 @@ class Packed:
                 raise DataError(what, where=str(folder / MANIFEST), fix=AGAIN)
             made[kind][name] = column.field
             self._maps[kind][name] = [_mapped(folder, column.field, shard) for shard in column.shards]
-        self.sample = Sample(made["inputs"], made["labels"])
+        known = any(field.classes for field in made["labels"].values())
+        self.sample = Sample(made["inputs"], made["labels"], None if known else num_classes)
 
     def __len__(self) -> int:
         return self._count

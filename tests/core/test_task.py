@@ -347,7 +347,10 @@ def test_the_names_of_the_configuration_are_those_that_there_are():
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda z, y: ((z - y) ** 2).mean(), "one number for a batch.*reduction='none'"),
+        (
+            lambda z, y: ((z - y) ** 2).mean(),
+            r"one number for a batch.*reduction='none'.*\(values without weights, w\[labels\]\): their mean",
+        ),
         (lambda z, y: float(z.sum()), "gives float, and no tensor"),
         (lambda z, y: (z - y)[:1], r"gives \(1,\) for 2 samples"),
         (lambda z, y: (z - y, np.ones((2, 3))), r"values \(2,\) and weights \(2, 3\)"),
@@ -500,6 +503,24 @@ def test_built_in_and_own_metrics_stand_beside_any_loss(monkeypatch, loss):
     found = task.results(task(z, {"label": y}, np.ones(N))[1])
     assert found["seen"] == 1 and found["mae"] == pytest.approx(abs(z[:, 0] - y).mean())
     assert found["loss"] == pytest.approx(((z[:, 0] - y) ** 2).mean())
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)], ids=str)
+@pytest.mark.parametrize("outputs", [(N,), (N, 1), (N, 3)], ids=str)
+def test_built_in_metrics_take_labels_of_one_column(monkeypatch, shape, outputs):
+    """A function of the user's gets (n, 1) as stored; beside it built-in metrics mean what they mean of (n,)."""
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(stored=lambda z, y: np.full(N, y.shape == shape)))
+    y = np.arange(N) % 2
+    z = RNG.normal(size=outputs)
+    names = ["accuracy", "f1"] if outputs == (N, 3) else ["mae", "accuracy", "f1"]
+    found = []
+    for given in (y, y.reshape(shape)):
+        field = Field(given.shape[1:], "int64")
+        task = Task(TaskConfig(loss="own_task:stored", metrics=names), Sample({}, {"label": field}), NumpyOps())
+        task.probe(z, {"label": given}, np.ones(N))
+        found.append(task.results(task(z, {"label": given}, np.ones(N))[1]))
+    assert found[1]["loss"] == 1 and all(found[0][name] == found[1][name] for name in names)
+    assert not math.isnan(found[0]["f1"])
 
 
 @pytest.mark.parametrize(

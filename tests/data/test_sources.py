@@ -852,3 +852,30 @@ def test_a_sample_itself_may_be_what_the_model_is_to_give():
     assert (labels["label"] == rows["input"]).all() and (inputs["input"] == rows["input"]).all()
     assert data.sample.labels["label"] == data.sample.inputs["input"] and data.sample.num_classes is None
     assert len(data.val) == len(usual.val) and data.fingerprint != usual.fingerprint
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1), (8, 5), (8, 5, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool"])
+def test_a_function_of_the_users_gets_labels_as_stored(shape, dtype):
+    """(n, 1) stays (n, 1), bytes are not divided and no axis is added; a built-in loss gets (n,) as before."""
+    labels = (RNG.uniform(0, 200, shape)).astype(dtype)
+    for task in ({"loss": "own:loss"}, {"loss": "mse", "metrics": ["own:metric"]}):
+        source = source_of(np.ones((8, 3), np.float32), labels, **task)
+        _, found = source.fetch(np.arange(8))
+        assert found["label"].shape == shape and (found["label"] == labels).all()
+        assert source.sample.labels["label"].shape == shape[1:]
+    if shape == (8, 1):
+        assert source_of(np.ones((8, 3), np.float32), labels, loss="mse").sample.labels["label"].shape == ()
+
+
+def test_a_loss_of_the_users_leaves_the_number_of_classes_told(tmp_path):
+    """By the configuration, or by an object with ``num_classes``; where labels are classes, they tell it."""
+    x, y = np.ones((8, 3), np.float32), np.arange(8)[:, None] % 2
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    task = TaskConfig(loss="own:loss")
+    found = open_data(DataConfig(name="npz", path=str(tmp_path / "data.npz"), num_classes=2), task)
+    assert found.sample.num_classes == 2 and found.sample.labels["label"].shape == (1,)
+    assert open_data(DataConfig(name="npz", path=str(tmp_path / "data.npz")), task).sample.num_classes is None
+    own = SimpleNamespace(fetch=lambda k: (x[k], y[k]), fingerprint="own", num_classes=3)
+    part = type("Part", (), {"__len__": lambda self: 8, **vars(own), "fetch": lambda self, k: (x[k], y[k])})()
+    assert open_data(DataConfig(), task, (part, part)).sample.num_classes == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -729,6 +731,26 @@ def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
         plain.probe(logits[:2], {"label": last.labels["label"][:2]}, np.ones(2))
     labels = last.labels["label"].astype(np.float64 if kind != "classes" else np.int64)
     np.testing.assert_allclose(plain(logits, {"label": labels}, np.ones(6))[1], sums, rtol=1e-12, atol=1e-12)
+
+
+def test_class_weights_give_pytorchs_mean_and_gradient(monkeypatch):
+    """What the message advises for CrossEntropyLoss(weight=w), over parts of unequal weight as ranks have them."""
+    import torch
+
+    w, y = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), torch.arange(11) % 3
+    z = torch.randn(11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    wanted = torch.nn.CrossEntropyLoss(weight=w)(z, y)
+    (gradient,) = torch.autograd.grad(wanted, z)
+    own = {"weighted": lambda z, y: (torch.nn.functional.cross_entropy(z, y, reduction="none"), w[y])}
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(**own))
+    sample = Sample({}, {"label": Field((), "int64")})
+    task = Task(Config.model_validate({"task": {"loss": "own_task:weighted"}}).task, sample, OPS["pytorch"]())
+    task.probe(z[:2], {"label": y[:2]}, torch.ones(2, dtype=torch.float64))
+    parts = [(z[k], {"label": y[k]}, torch.ones(len(k), dtype=torch.float64)) for k in torch.arange(11).split(4)]
+    count = sum(task.counts(labels, weights) for _, labels, weights in parts)
+    losses, sums = zip(*(task(*part, 1 / count) for part in parts), strict=True)
+    assert task.results(sum(sums).numpy())["loss"] == pytest.approx(wanted.item(), rel=1e-12)
+    np.testing.assert_allclose(torch.autograd.grad(sum(losses), z)[0], gradient, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

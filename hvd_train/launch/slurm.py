@@ -42,6 +42,8 @@ ANSWER_SECONDS, PARTING_SECONDS = 5.0, 1.0
 PAUSES = (0.2, 2.0)  # between two looks for the desk: at first, and at last
 WORD_SECONDS = 3.0  # for rank 0 to end as well
 COME_SECONDS = 30.0  # for ranks that start later than others
+REQUEST_SECONDS = 5.0  # for a request to show the token, from its first byte to the last
+STRANGERS = 64  # connections that have not shown the token, and as many again as there are ranks
 LOOPBACK = "127.0.0.1"
 
 
@@ -347,7 +349,8 @@ def open_desk(here: World) -> Desk:
 class Desk(ThreadingHTTPServer):
     """Receives the ranks, then keeps what Horovod's Gloo puts there: scope, key -> bytes.
 
-    Closed to whoever does not name the token.
+    Closed to whoever does not name the token. Connections that have not named it are few and short: a new one ends the
+    oldest. When the ranks have met, no address but theirs is listened to.
     """
 
     daemon_threads = True
@@ -359,6 +362,9 @@ class Desk(ThreadingHTTPServer):
         self.kept: dict[tuple[str, str], bytes] = {}
         self.ended: dict[int, int] = {}  # rank: exit code, in the order in which they told
         self._address = LOOPBACK  # this host's, as ranks of other nodes see it
+        self._strangers: dict[socket.socket, float] = {}  # since when, oldest first
+        self._guard = threading.Lock()  # of _strangers
+        self._known = {LOOPBACK}  # addresses of the ranks that came
         self._came, self._heard = {0}, {0}
         self._said: str | None = None  # by rank 0, before it ended
         self._verdict: dict[str, Any] | None = None  # which all who have come are told
@@ -367,6 +373,40 @@ class Desk(ThreadingHTTPServer):
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's looks its own name up, which may take long
         self.server_port = self.server_address[1]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        verdict = self._verdict
+        return verdict is None or "failed" in verdict or client_address[0] in self._known
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._guard:
+            self._strangers[request] = time.monotonic()
+            oldest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS + self.size else None
+        if oldest is not None:
+            self._turn_away(oldest)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called between requests, twice a second at least."""
+        with self._guard:
+            late = [one for one, since in self._strangers.items() if time.monotonic() - since > REQUEST_SECONDS]
+        for connection in late:
+            self._turn_away(connection)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        """End a connection whose thread waits for the rest of a request."""
+        self.trust(connection)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def trust(self, connection: socket.socket) -> None:
+        """This connection has shown the token, or has ended."""
+        with self._guard:
+            self._strangers.pop(connection, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.trust(request)
+        super().shutdown_request(request)
 
     def wait(self, seconds: int) -> dict[str, Any]:
         """For all ranks to come: the address by which others see this host; or what ``failed``."""
@@ -390,14 +430,15 @@ class Desk(ThreadingHTTPServer):
         failed = f"rank {rank} ended with exit code {code} before the ranks had met"
         self._verdict = {"failed": failed, "fix": "its own line says why", "code": code}
 
-    def join(self, rank: int, node: int, address: str) -> tuple[int, dict[str, Any]]:
-        """For a rank of that node, which came by that address of ours: HTTP's status and the verdict, when there is
-        one. 410: it has come before, in an earlier command of this step."""
+    def join(self, rank: int, node: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
+        """For a rank of that node, which came from ``peer`` by that address of ours: HTTP's status and the verdict,
+        when there is one. 410: it has come before, in an earlier command of this step."""
         with self._changed:
             if rank in self._came or not 0 < rank < self.size:
                 return 410, {}
             if self._verdict is None:
                 self._came.add(rank)
+                self._known.add(peer)
                 if node:
                     self._address = address
                 self._changed.notify_all()
@@ -450,6 +491,7 @@ class _Handler(BaseHTTPRequestHandler):
         """What follows the token in the path; None: the token is wrong, and that is answered."""
         _, token, *words = self.path.split("/")
         if hmac.compare_digest(token.partition(":")[0].encode(), self.server.token.encode()):
+            self.server.trust(self.connection)
             return words
         self._answer(403)
         return None
@@ -479,7 +521,8 @@ class _Handler(BaseHTTPRequestHandler):
             given, status = json.loads(self._body() or b"{}"), 200
             reply: Any = self.server.ended
             if words[0] == "join":
-                status, reply = self.server.join(**given, address=self.connection.getsockname()[0])
+                came = {"address": self.connection.getsockname()[0], "peer": self.client_address[0]}
+                status, reply = self.server.join(**given, **came)
             elif words[0] == "part":
                 reply = self.server.part(**given)
             self._answer(status, json.dumps(reply).encode())

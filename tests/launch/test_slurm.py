@@ -6,7 +6,9 @@ import http.client
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,71 @@ def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
     assert http_status(port, "DELETE", f"{own}/global/0")[0] == 200
     assert http_status(port, "GET", f"{own}/global/0")[0] == 404
     assert slurm.make_secret().decode() not in desk.token
+
+
+def slow_connections(port: int, count: int) -> list[socket.socket]:
+    """Each has begun a request, and says no more."""
+    held = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(count)]
+    for one in held:
+        one.sendall(b"GET /x")
+    return held
+
+
+def ended(connection: socket.socket) -> bool:
+    with suppress(OSError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_a_flood_of_slow_connections_holds_nobody_up(step, monkeypatch):
+    """Few are kept, none for long however often it sends a byte, and ranks are answered meanwhile."""
+    monkeypatch.setattr(slurm, "REQUEST_SECONDS", 1.0)
+    desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
+    port, limit = desk.server_port, slurm.STRANGERS + 3
+    before = threading.active_count()
+    held = slow_connections(port, 400)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            given = [f'{{"rank": {rank}, "node": 0}}' for rank in (1, 2)]
+            joined = [pool.submit(http_status, port, "POST", f"/{desk.token}/join", body) for body in given]
+            assert desk.wait(10) == {"address": "127.0.0.1"}
+            assert [future.result()[0] for future in joined] == [200, 200]
+        assert threading.active_count() - before <= limit + 1
+        assert all(ended(one) for one in held[:-limit])
+        stop = time.monotonic() + 10
+        left = held[-limit:]
+        while left:
+            assert time.monotonic() < stop, f"{len(left)} of them are still open"
+            time.sleep(0.1)
+            for one in left.copy():
+                try:
+                    one.sendall(b"x")
+                except OSError:
+                    left.remove(one)
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_when_the_ranks_have_met_no_other_address_is_heard(step):
+    desk = slurm.open_desk(World(0, 2, 0, 1, "srun"))
+    path, elsewhere = f"/{desk.token}/global/0", ("127.0.0.9", 0)
+
+    def ask(source: tuple[str, int]) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", desk.server_port, timeout=10, source_address=source)
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+    assert ask(elsewhere) == 404
+    assert desk.wait(0)["failed"].startswith("rank 1 did not come") and ask(elsewhere) == 404
+    desk._verdict = None
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(desk.join, 1, 1, "127.0.0.1", "127.0.0.8")
+        desk.wait(10)
+        assert joined.result()[0] == 200
+    assert ask(("127.0.0.8", 0)) == ask(("127.0.0.1", 0)) == 404
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(elsewhere)
 
 
 def test_a_rank_asks_nobody_who_cannot_prove_the_secret(step, monkeypatch):

@@ -36,7 +36,7 @@ def cli() -> None:
       hvd-train fit -np 2 --set data.image_size=28 --set max_epochs=5 --set framework=tensorflow --run-dir runs/second
     On a cluster, let the launcher start the ranks:
       mpirun -np 8 hvd-train fit -c job.yaml
-      horovodrun -np 8 -H host1:4,host2:4 hvd-train fit -c job.yaml
+      hvd-train fit -np 8 -H host1:4,host2:4 -c job.yaml
       srun -n 8 hvd-train fit -c job.yaml
     """
 
@@ -57,7 +57,7 @@ num_proc_option = click.option(
     type=click.IntRange(min=1),
     help="Start this many ranks on this host (without: this process alone).",
 )
-LAUNCHER = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun --gloo."
+LAUNCHER = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."
 
 
 def launcher_of(names: list[str], more: str = "") -> Callable:

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 ANSWER_SECONDS = 20.0
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
+ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]  # a silent host is given up after 20 s
 # Open MPI asks a silent host after 5 minutes; so it does after 20 s, and gives it up 20 s later.
 LOST = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
 LOST |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
@@ -109,21 +110,19 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
 
 
 def options(launcher: str, hosts: Hosts) -> list[str]:
-    """What ``mpirun`` or ``horovodrun`` is told of the hosts."""
+    """What ``mpirun``, or ``launch/gloo.py``, is told of the hosts."""
     if launcher == "mpirun":
-        # Variables of Open MPI travel by themselves.
-        own = [word for name in sorted(os.environ) if _travels(name) for word in ("-x", name)]
+        # Names alone: their values, and variables of Open MPI, travel by themselves.
+        own = [word for name in travelling(os.environ) for word in ("-x", name)]
         return ["-H", hosts.words, *own]
     return ["-H", hosts.words, *(["--network-interfaces", hosts.interfaces] if hosts.interfaces else [])]
 
 
-def _travels(name: str) -> bool:
-    """What a rank elsewhere must know; never a secret, which would stand in a command line."""
-    return (
-        name == "PYTHONPATH"
-        or name.startswith(("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_"))
-        and ("SECRET" not in name)
-    )
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank on another host gets; no secret is among them."""
+    starts = ("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_")
+    names = [name for name in environ if name == "PYTHONPATH" or name.startswith(starts) and "SECRET" not in name]
+    return {name: environ[name] for name in sorted(names)}
 
 
 def variables(hosts: Hosts) -> dict[str, str]:

@@ -33,7 +33,6 @@ GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
 SILENCE = 0.25  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
 LOOK_MS, CLOSE_MS = 100, 20  # while all is well, and from the first end on
-DIRECT = "gloo"  # instead of horovodrun, on this host: launch/gloo.py
 PR_SET_PDEATHSIG = 1
 # What launchers return for a rank that a signal ended.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
@@ -84,16 +83,13 @@ def command(
     program = list(program) or [sys.executable, "-m", module, *arguments]
     if num_proc == 1 and not hosts:
         return program
-    if launcher == DIRECT:
-        return [sys.executable, "-m", "hvd_train.launch.gloo", str(num_proc), *program]
-    tool = find_tool(launcher) or launcher
     if launcher == "mpirun":
         # Ranks bind themselves (environment.bind): mpirun would give each one core, however many there are.
-        line = [tool, "--quiet", "-np", str(num_proc), "--bind-to", "none"]
+        line = [find_tool(launcher) or launcher, "--quiet", "-np", str(num_proc), "--bind-to", "none"]
         return [*line, *(options(launcher, hosts) if hosts else ["--map-by", "slot:oversubscribe"]), *program]
-    if hosts:
-        return [tool, "-np", str(num_proc), "--gloo", *options(launcher, hosts), *program]
-    return [tool, "-np", str(num_proc), "--gloo", "--network-interfaces", "lo", *program]
+    # horovodrun itself puts the whole environment on command lines.
+    line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", str(num_proc)]
+    return [*line, *(options(launcher, hosts) if hosts else []), *program]
 
 
 def environment(hosts: Hosts | None = None) -> dict[str, str]:

@@ -204,7 +204,7 @@ def _find(here: World, step: Step) -> Met | str:
         return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
     address, ports = _address(step), step.ports(os.environ)
     for port in ports:
-        if _is_desk(address, port, token):
+        if is_desk(address, port, token):
             return Met(here, address, port, token)
     return f"nobody who knows the secret of this step is at port {', '.join(map(str, ports))}"
 
@@ -530,7 +530,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.heard(given["rank"])
 
 
-def _is_desk(address: str, port: int, token: str) -> bool:
+def is_desk(address: str, port: int, token: str) -> bool:
+    """Whether a desk answers there that knows the token."""
     nonce = secrets.token_hex(16)
     try:
         connection = http.client.HTTPConnection(address, port, timeout=ANSWER_SECONDS)

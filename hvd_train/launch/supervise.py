@@ -64,8 +64,7 @@ def supervise(
     furthest, fewest = (-1, -1), min(min_np or num_proc, num_proc)
     while True:
         program = spares.program(arguments, num_proc) if spares else []
-        by = local.DIRECT if restarts and chosen == "horovodrun" else chosen
-        line = local.command(num_proc, by, arguments, "hvd_train", program)
+        line = local.command(num_proc, chosen, arguments, "hvd_train", program)
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
         killed = _out_of_memory()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from hvd_train import __version__
 from hvd_train.cli.main import cli
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import hosts as module
-from hvd_train.launch.hosts import Hosts, after, look, options, parse
+from hvd_train.launch.gloo import places
+from hvd_train.launch.hosts import Hosts, after, look, options, parse, travelling
 from hvd_train.launch.local import environment
+from tests.command_lines import none_tells_a_secret
 from tests.hosts.network import Network, missing
 
 ROOT = Path(__file__).parents[2]
@@ -89,24 +92,26 @@ def way(name: str, network: Network, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "framework"),
     [
-        ("horovodrun -H", "pytorch"),
+        ("fit --hostfile", "pytorch"),
         ("mpirun --hostfile", "pytorch"),
         ("fit -H", "tensorflow"),
         *(
             pytest.param(name, framework, marks=LONG)
             for name, framework in [
+                ("horovodrun -H", "pytorch"),
                 ("horovodrun -H", "tensorflow"),
                 ("mpirun --hostfile", "tensorflow"),
                 ("fit -H", "pytorch"),
-                ("fit --hostfile", "pytorch"),
                 ("fit --hostfile", "tensorflow"),
             ]
         ),
     ],
 )
 def test_two_hosts_give_the_weights_of_one(network, expected, tmp_path, name, framework):
+    """And no secret of the starting host can be read in a command line, but under horovodrun itself."""
     line = [*way(name, network, tmp_path), *words(tmp_path / "run", framework)]
-    done = network.run(line, **ROOTED)
+    with nullcontext({}) if name.startswith("horovodrun") else none_tells_a_secret() as secrets:
+        done = network.run(line, **ROOTED, **secrets)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path / "run") == expected(framework)
     assert not network.left()
@@ -142,6 +147,39 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path,
         [*begun, "-H", f"{a}:1,{c}:1", *words(run, "pytorch", "max_epochs=4000", steps), "--resume", "auto"], **ROOTED
     )
     assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout + done.stderr
+
+
+def over_gloo(network, script: str, **more: str) -> subprocess.Popen:
+    """Two ranks that are a few lines of a shell, the second on the second host."""
+    a, b, _ = network.hosts
+    line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "-H", f"{a}:1,{b}:1", "/bin/sh", "-c", script]
+    return network.started(line, **ROOTED, **more)
+
+
+def test_a_rank_of_another_host_is_named_with_its_host(network):
+    job = over_gloo(network, "if [ $HOROVOD_RANK = 1 ]; then kill -9 $$; else exec sleep 60; fi")
+    _, err = job.communicate(timeout=30)
+    told = f"error: rank 1 on host {network.hosts[1]} was ended by SIGKILL; look for a crash or too little memory; "
+    assert job.returncode == 5 and err.startswith(told) and err.count("\n") == 1, err
+    assert not network.left()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_signals_reach_the_ranks_of_other_hosts(network, sent):
+    """And so does the starter's end by SIGKILL. Variables that are not on the list stay on their host."""
+    script = "trap 'exit 75' TERM USR1; echo up $HF_TOKEN $HOROVOD_HOSTNAME $TF_X; while :; do sleep 0.1; done"
+    job = over_gloo(network, script, HF_TOKEN="abc", TF_X="y")
+    up = sorted(job.stdout.readline().split() for _ in range(2))
+    assert up == [["up", "abc", network.hosts[0], "y"], ["up", network.hosts[1], "y"]]
+    job.send_signal(sent)  # "ip" and the shell have become the starter
+    if sent == signal.SIGKILL:
+        os.killpg(job.pid, signal.SIGKILL)  # the first host's rank: a shell does not see that its parent is gone
+    job.communicate(timeout=30)
+    assert job.returncode == (-sent if sent == signal.SIGKILL else 75)
+    stop = time.monotonic() + 20
+    while network.left() and time.monotonic() < stop:
+        time.sleep(0.1)
+    assert not network.left()
 
 
 def test_a_host_that_is_not_there_is_one_line(network, tmp_path):
@@ -204,6 +242,13 @@ def test_the_doctor_names_the_host_that_differs(network, tmp_path):
 # ---- without a network
 
 
+def test_places_of_ranks():
+    found = places({"a": 2, "b": 1, "c": 5}, 5)
+    assert [one.host for one in found] == ["a", "a", "b", "c", "c"]
+    assert [one.world for one in found] == [(0, 5, 0, 2), (1, 5, 1, 2), (2, 5, 0, 1), (3, 5, 0, 2), (4, 5, 1, 2)]
+    assert [one.cross for one in found] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+
+
 def test_hosts_are_filled_one_after_the_other(tmp_path):
     given = parse("a:2,b,c:3", None, None)
     assert given == Hosts({"a": 2, "b": 1, "c": 3}) and given.words == "a:2,b:1,c:3"
@@ -242,6 +287,8 @@ def test_no_secret_travels_in_a_command_line(monkeypatch):
     """F37."""
     monkeypatch.setenv("HVD_TRAIN_SECRET", "abc")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    monkeypatch.setenv("HF_TOKEN", "abc")
+    assert travelling(os.environ)["HOROVOD_CYCLE_TIME"] == "1" and "abc" not in travelling(os.environ).values()
     told = options("mpirun", Hosts({"a": 1}))
     assert "HOROVOD_CYCLE_TIME" in told and not [word for word in told if "SECRET" in word or "abc" in word]
 
@@ -279,16 +326,17 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
         [*line, "--launcher", "horovodrun", *TINY], capture_output=True, text=True, timeout=60, env=env
     )
     found = done.stdout.split()
-    assert found[1:7] == ["-np", "3", "--gloo", "-H", "a:2,b:1", "--network-interfaces"], done.stderr
-    assert found[7] == "ib0" and found[9:] == ["-m", "hvd_train", "fit", *TINY]
+    assert found[1:3] == ["-m", "hvd_train.launch.gloo"], done.stderr
+    assert found[3:9] == ["-np", "3", "-H", "a:2,b:1", "--network-interfaces", "ib0"]
+    assert found[10:] == ["-m", "hvd_train", "fit", *TINY]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-H a:4,b:4,c:4 --nnodes 2 --nproc-per-node 3", "-np 6 --gloo -H a:3,b:3"),
-        ("-np 8 -H a:4,b:4,c:4 --nnodes 2", "-np 8 --gloo -H a:4,b:4"),
-        ("-H a:4,b:2 --nproc-per-node=2", "-np 4 --gloo -H a:2,b:2"),
+        ("-H a:4,b:4,c:4 --nnodes 2 --nproc-per-node 3", "-np 6 -H a:3,b:3"),
+        ("-np 8 -H a:4,b:4,c:4 --nnodes 2", "-np 8 -H a:4,b:4"),
+        ("-H a:4,b:2 --nproc-per-node=2", "-np 4 -H a:2,b:2"),
         ("-np 5 -H a:4,b:4 --nnodes 1", "-np 5, but 4 ranks; --nnodes, --nproc-per-node; leave out -np"),
         ("-H a:4 --nnodes 2", "2 of 1 hosts; --nnodes; name more"),
         ("-H a,b --nproc-per-node 2", "a has 1 slot, not 2; --nproc-per-node; say a:2"),

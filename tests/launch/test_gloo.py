@@ -35,7 +35,7 @@ except urllib.error.HTTPError as error:
 
 
 def begin(program, size=2):
-    line = [sys.executable, "-m", "hvd_train.launch.gloo", str(size), *program]
+    line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", str(size), *program]
     return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -64,24 +64,22 @@ def starts(folder, rank=0):
 def run(tmp_path, monkeypatch):
     """run(plan, restarts): the exit code; none of the ranks may be left."""
     monkeypatch.setattr(local, "choose", lambda launcher: launcher)
-    plans, ends, launchers = [], [], []
+    plans, ends = [], []
 
     def command(size, launcher, arguments, *more):
-        launchers.append(launcher)
         return ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1], size)]
 
     monkeypatch.setattr(local, "command", command)
 
-    def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0, min_np=None, launcher="mpirun"):
+    def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0, min_np=None):
         plans.append(plan)
         ends.append(end)
         try:
             words = tmp_path / "run", restarts, False, watchdog_s, None, min_np
-            return supervise(2, launcher, list(arguments), *words)
+            return supervise(2, "mpirun", list(arguments), *words)
         finally:
             assert not any(map(alive, pids(tmp_path))), "left behind"
 
-    go.launchers = launchers
     return go
 
 
@@ -130,13 +128,6 @@ def test_a_dead_rank_starts_all_again_from_the_newest_checkpoint(run, tmp_path, 
     assert lines[1].startswith("restart 2 of 2: rank 1: RuntimeError: boom; in training, step 9; its traceback: ")
     kept = Path(lines[1].partition("its traceback: ")[2])
     assert kept.parent == tmp_path / "run" / "failures" and 'raise RuntimeError("boom")' in kept.read_text()
-
-
-def test_restarts_do_without_horovodrun(run):
-    """F01: It takes seconds; under mpirun MPI needs its own."""
-    plan = [["step:1 sleep:60", "step:1 kill"], ["step:2 done", "step:2 done"]]
-    assert run(plan, 1, launcher="horovodrun") == 0
-    assert run.launchers == ["horovodrun", local.DIRECT]
 
 
 def test_before_the_first_step_the_same_command_runs_again(run, tmp_path):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ import pytest
 from hvd_train.core.folder import Lock
 from hvd_train.launch import stub
 from hvd_train.launch.local import environment
+from tests.command_lines import none_tells_a_secret
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -212,18 +213,19 @@ class Canary:
 )
 def test_every_launcher_gives_the_same_weights(tmp_path, expected, framework, launcher):
     """F35, F36, F38, F41: also where a path holds what shells act on, strangers talk to the ports of the job, two jobs
-    start at once, and without home or locale."""
+    start at once, and without home or locale. And no secret can be read in a command line."""
     run, second = tmp_path / 'it\'s $(touch here) & a\n"rün"', tmp_path / "second"
     strange = {"LC_ALL": "C", "LANG": "tr_TR", "TZ": "Pacific/Chatham", "HOME": None}
-    job = Job(launcher, tmp_path, *settings(run, f"framework={framework}"), **strange)
-    if launcher == "horovodrun --gloo":
-        other = Job(launcher, tmp_path, *settings(second, f"framework={framework}"))
-        assert other.end()[0] == 0
-        assert summary(second)["weights_sha256"] == expected(framework)["weights_sha256"]
-    if launcher == "-np horovodrun":
-        assert {host for host, _ in pestered(job, tmp_path / "unpickled")} == {"127.0.0.1"}
-        assert not (tmp_path / "unpickled").exists()
-    code, out, err = job.end()
+    with nullcontext({}) if launcher.startswith("horovodrun") else none_tells_a_secret() as secrets:
+        job = Job(launcher, tmp_path, *settings(run, f"framework={framework}"), **strange, **secrets)
+        if launcher == "horovodrun --gloo":
+            other = Job(launcher, tmp_path, *settings(second, f"framework={framework}"))
+            assert other.end()[0] == 0
+            assert summary(second)["weights_sha256"] == expected(framework)["weights_sha256"]
+        if launcher == "-np horovodrun":
+            assert {host for host, _ in pestered(job, tmp_path / "unpickled")} == {"127.0.0.1"}
+            assert not (tmp_path / "unpickled").exists()
+        code, out, err = job.end()
     assert code == 0, out + err
     assert not (tmp_path / "here").exists()
     found = summary(run)

@@ -16,6 +16,7 @@ import pytest
 
 from hvd_train.cli import guide
 from hvd_train.launch.local import command, environment
+from tests.command_lines import none_tells_a_secret
 from tests.slurm.cluster import WHERE
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +171,8 @@ def expected(tmp_path_factory):
 
 def test_keras_trains_to_the_weights_of_horovodrun(cluster, tmp_path, expected):
     line = ["hvd-train", "fit", *settings(tmp_path / "run", "framework=tensorflow")]
-    done = srun(cluster, *NODES, "-n", "2", *line)
+    with none_tells_a_secret() as secrets:
+        done = srun(cluster, *NODES, "-n", "2", *line, **secrets)
     assert done.code == 0 and done.err == "", done.err
     assert done.out.count("done: validation loss") == 1
     assert summary(tmp_path / "run")["weights_sha256"] == expected("tensorflow")

@@ -100,12 +100,13 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     for name, field in sample.inputs.items():
         if field.mean:
             scale += f", then{f' {name}' * several} less {_listed(field.mean)}, over {_listed(field.std)}"
+    order = "channels last; " * any(field.image for field in sample.inputs.values())
     about = {
         "model": config.model.name,
         "options": json.dumps(config.model.options),
         "trained_with": f"hvd_train {__version__}, {snapshot.meta.get('framework', config.framework)}",
         "step": str(snapshot.step),
-        "sample": f"{sample.input_shape} as the data give it, channels last; numbers {scale}",
+        "sample": f"{sample.input_shape} as the data give it, {order}numbers {scale}",
         "num_classes": str(sample.num_classes),
     }
     return Trained(config, arrays, sample, about, scale)
@@ -140,7 +141,7 @@ def _takes(trained: Trained, done: Exported, framework: Framework | None) -> str
     inputs = []
     for name, (shape, dtype) in done.inputs.items():
         title = "input" if len(done.inputs) == 1 else name
-        order = channels if len(shape) == 3 else ""
+        order = channels if trained.sample.inputs[name].image else ""
         inputs.append(f"{title} ({', '.join(map(str, ('n', *shape)))}) {dtype}, {order}")
     gives = [f"{name} ({', '.join(map(str, ('n', *shape)))})" for name, shape in done.outputs.items()]
     result = f" -> {', '.join(gives)}" if gives else ""

@@ -46,8 +46,9 @@ class Field:
 
     The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits;
     then, where it has a ``mean``, takes it away and divides by ``std``: a number each, or as many as the last axis has.
-    Then numbers take the type of the weights, whole ones int64; three axes are an image, (height, width, channels).
+    Then numbers take the type of the weights, whole ones int64.
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
+    ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +58,11 @@ class Field:
     masked: bool = False
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    image: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.image is None:
+            object.__setattr__(self, "image", len(self.shape) == 3 and not self.classes)
 
     @property
     def whole(self) -> bool:

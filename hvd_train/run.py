@@ -26,7 +26,7 @@ from hvd_train.core.meeting import Outside
 from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import PIXELS, DataSet, open_data
+from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError, Interrupted
 from hvd_train.files import Aside
 from hvd_train.frameworks import FRAMEWORKS, version
@@ -369,13 +369,26 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
         f"{job.communicator.size} rank{'s' * (job.communicator.size > 1)}, global batch {trainer.global_batch}, "
         f"{trainer.steps_per_epoch} steps per epoch",
     ]
-    note: str = getattr(job.data.train, "note", "")
-    if note and job.data.name not in PIXELS:  # whose bytes are pixels
+    lines.append(f"the model gets {_gets(job)}")
+    if note := getattr(job.data.train, "note", ""):
         lines.append(note)
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
     return "\n".join(lines)
+
+
+def _gets(job: Job) -> str:
+    """Images (1, 28, 28) float32: the shape and type of a sample in the framework's own order of axes."""
+    first = FRAMEWORKS[job.config.framework].channels_first
+    weights = "float64" if job.config.precision == "64" else "float32"
+    listed = []
+    for name, field in job.data.sample.inputs.items():
+        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.shape
+        kind = ("bool" if field.dtype == "bool" else "int64") if field.whole else weights
+        title = [name] * (len(job.data.sample.inputs) > 1) + ["images"] * bool(field.image)
+        listed.append(" ".join([*title, f"{shape} {kind}"]))
+    return ", ".join(listed)
 
 
 def _closing(summary: dict[str, Any], run_dir: Path) -> str:

@@ -11,22 +11,23 @@ from pt_models import mlp
 class Autoencoder(nn.Module):
     """(n, *input_shape) -> the same."""
 
-    def __init__(self, input_shape: tuple[int, ...], hidden: list[int], code: int) -> None:
+    def __init__(self, input_shape: tuple[int, ...], hidden: list[int], code: int, image: bool = True) -> None:
         super().__init__()
-        self.encoder = mlp.MLP(input_shape, code, hidden)
+        self.encoder = mlp.MLP(input_shape, code, hidden, image)
         self.decoder = mlp.MLP((code,), math.prod(input_shape), hidden[::-1])
         self.shape = tuple(input_shape)
 
     def forward(self, x) -> Tensor:
         x = self.decoder(self.encoder(x))
-        if len(self.shape) != 3:
+        if not self.encoder.image:
             return x.view(-1, *self.shape)
         channels, height, width = self.shape
         return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # the neutral order, as the kernel's
 
 
-def build(input_shape, hidden: list[int] = (128,), code: int = 32) -> Autoencoder:
-    return Autoencoder(input_shape, list(hidden), code)
+def build(input_shape, hidden: list[int] = (128,), code: int = 32, image: bool = True) -> Autoencoder:
+    """``image``: three axes are those of one."""
+    return Autoencoder(input_shape, list(hidden), code, image)
 
 
 def neutral(model: Autoencoder) -> dict[str, tuple]:

@@ -9,9 +9,9 @@ from torch import Tensor
 class MLP(nn.Module):
     """(n, *input_shape) -> logits (n, num_classes)."""
 
-    def __init__(self, input_shape: tuple[int, ...], num_classes: int, hidden: list[int]) -> None:
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, hidden: list[int], image: bool = True) -> None:
         super().__init__()
-        self.input_shape = tuple(input_shape)
+        self.input_shape, self.image = tuple(input_shape), image and len(input_shape) == 3
         sizes = [math.prod(input_shape), *hidden, num_classes]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
         self.relu = nn.ReLU()
@@ -23,16 +23,16 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
-def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1) -> MLP:
-    """``outputs``: how many numbers it gives where labels are no classes."""
-    return MLP(input_shape, num_classes or outputs, list(hidden))
+def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1, image: bool = True) -> MLP:
+    """``outputs``: how many numbers it gives where labels are not classes; ``image``: three axes are those of one."""
+    return MLP(input_shape, num_classes or outputs, list(hidden), image)
 
 
 def neutral(model: MLP) -> dict[str, tuple]:
     table = {}
     for i, layer in enumerate(model.layers):
         out, into = layer.weight.shape
-        if i == 0 and len(model.input_shape) == 3:  # (channels, height, width) -> (height, width, channels)
+        if i == 0 and model.image:  # (channels, height, width) -> (height, width, channels)
             table[f"layers.{i}.weight"] = (f"fc{i + 1}.kernel", (out, *model.input_shape), (2, 3, 1, 0), (into, out))
         else:
             table[f"layers.{i}.weight"] = (f"fc{i + 1}.kernel", None, (1, 0), (into, out))

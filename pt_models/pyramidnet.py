@@ -6,6 +6,8 @@ from torch import Tensor
 
 from pt_models.resnet import need_images, neutral
 
+IMAGES = True  # takes nothing else
+
 __all__ = ["build", "neutral"]
 
 

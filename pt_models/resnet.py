@@ -3,6 +3,8 @@
 import torch.nn as nn
 from torch import Tensor
 
+IMAGES = True  # takes nothing else
+
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
     """Raises ValueError for samples that are no images, or with a side below ``least``."""

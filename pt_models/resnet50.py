@@ -5,6 +5,8 @@ from torch import Tensor
 
 from pt_models.resnet import ResNet, need_images, neutral
 
+IMAGES = True  # takes nothing else
+
 __all__ = ["build", "neutral"]
 
 

@@ -13,12 +13,14 @@ class Thin(nn.Module):
     the variance, so that any depth trains without normalization. (With the ReLU outside, the sums' means would add up.)
     """
 
-    def __init__(self, input_shape: tuple[int, ...], num_classes: int, depth: int, width: int) -> None:
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, depth: int, width: int, image: bool = True
+    ) -> None:
         super().__init__()
         if depth < 2:
             raise ValueError(f"depth counts the first and the last layer, so it is at least 2, not {depth}")
         self.factor = 1 / math.sqrt(depth)
-        self.image = len(input_shape) == 3
+        self.image = image and len(input_shape) == 3
         sizes = [math.prod(input_shape), *[width] * (depth - 1), num_classes]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
@@ -32,8 +34,9 @@ class Thin(nn.Module):
         return last(torch.relu(x))
 
 
-def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> Thin:
-    return Thin(input_shape, num_classes, depth, width)
+def build(input_shape, num_classes, depth: int = 200, width: int = 32, image: bool = True) -> Thin:
+    """``image``: three axes are those of one."""
+    return Thin(input_shape, num_classes, depth, width, image)
 
 
 def neutral(model: Thin) -> dict[str, tuple]:

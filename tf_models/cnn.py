@@ -3,6 +3,8 @@
 import keras
 from keras import layers
 
+IMAGES = True  # takes nothing else
+
 
 def build(input_shape, num_classes, hidden: int = 500) -> keras.Model:
     """(n, height, width, channels) -> logits (n, num_classes)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import keras
 from keras import layers
 
+IMAGES = True  # takes nothing else
+
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
     """Raises ValueError for samples that are no images, or with a side below ``least``."""

@@ -7,6 +7,8 @@ from keras import layers
 
 from tf_models.resnet import conv, need_images, neutral, norm, staged
 
+IMAGES = True  # takes nothing else
+
 __all__ = ["build", "neutral"]
 
 

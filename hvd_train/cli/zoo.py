@@ -32,4 +32,8 @@ def listing() -> list[tuple[str, str, str, str]]:
 def _options(build: ast.FunctionDef) -> str:
     arguments, defaults = build.args.args, build.args.defaults
     given = arguments[len(arguments) - len(defaults) :]
-    return ", ".join(f"{a.arg}={ast.unparse(d)}" for a, d in zip(given, defaults, strict=True))
+    return ", ".join(
+        f"{a.arg}={ast.unparse(d)}"
+        for a, d in zip(given, defaults, strict=True)
+        if a.arg != "image"  # the data's
+    )

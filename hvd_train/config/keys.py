@@ -132,6 +132,9 @@ class TransformConfig(Section):
         return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
+ARRAYS = ("npz", "npy", "hdf5", "packed")  # what images tells of: other kinds of data know it
+
+
 class DataConfig(Section):
     name: str = Field(
         "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
@@ -157,6 +160,10 @@ class DataConfig(Section):
     features: list[str] | None = Field(None, description="table: columns that are the input; default: all but labels")
     labels: str | list[str] | None = Field(None, description="table: the column to learn, or several")
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
+    images: bool | None = Field(
+        None,
+        description="arrays of your own: whether samples are images; null: bytes, and those of 1 or 3 channels",
+    )
     target: Literal["labels", "inputs"] = Field(
         "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
     )
@@ -171,6 +178,8 @@ class DataConfig(Section):
             rule([("transforms", "normalize must stand last: it is done on the device, after all others")])
         if self.name != "table":
             rule([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
+        if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
+            rule([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
         return self
 
 

@@ -76,6 +76,7 @@ class ArrayField(_Part):
     masked: bool
     mean: Annotated[list[Finite], Field(max_length=1 << 20)] = []
     std: Annotated[list[Finite], Field(max_length=1 << 20)] = []
+    image: bool | None = None  # None: an earlier version's, where three axes of numbers are one
 
 
 class SampleFields(_Part):

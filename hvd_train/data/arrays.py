@@ -38,23 +38,37 @@ class Column:
     where: str
 
     @classmethod
-    def of_inputs(cls, title: str, values: Any, ids: bool, alone: bool, where: str) -> Column:
+    def of_inputs(
+        cls, title: str, values: Any, ids: bool, alone: bool, where: str, images: bool | None = None
+    ) -> Column:
         """``ids``: bytes are taken as they are, else they are values between 0 and 1; ``alone``: the only input, of
-        which (height, width) gets a channel axis."""
+        which (height, width) gets a channel axis if it is an image; ``images``: as ``is_image``."""
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if kind.kind not in "fuib":
             raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
         divisor = 255.0 if kind == np.uint8 and not ids else 1.0
-        return cls(title, values, Field((*shape, 1) if alone and len(shape) == 2 else shape, dtype, divisor), where)
+        image = is_image(shape, kind, alone, images)
+        field = Field((*shape, 1) if image and len(shape) == 2 else shape, dtype, divisor, image=image)
+        return cls(title, values, field, where)
 
     @classmethod
-    def of_numbers(cls, title: str, values: Any, where: str, as_stored: bool) -> Column:
-        """Labels that are no classes: numbers, or images as inputs are. ``as_stored``: a function of the user's takes
-        them; else (n, 1) is (n,)."""
+    def of_numbers(
+        cls,
+        title: str,
+        values: Any,
+        where: str,
+        as_stored: bool,
+        images: bool | None = None,
+        beside: Sequence[Field] = (),
+    ) -> Column:
+        """Labels that are not classes: numbers, or images as inputs are. ``as_stored``: a function of the user's takes
+        them; else (n, 1) is (n,). ``beside``: the inputs; a label at each place of an image is an image, too."""
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if len(shape) > (2 if as_stored else 1):
-            return cls.of_inputs(title, values, False, True, where)
+            if images is None and any(field.image and field.shape[:2] == shape[:2] for field in beside):
+                images = True
+            return cls.of_inputs(title, values, False, True, where, images)
         if kind.kind not in "fuib":
             raise DataError(f"{title} of type {kind}", where=where, fix="store numbers")
         dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
@@ -91,14 +105,24 @@ class Column:
         return ""
 
 
+def is_image(shape: tuple[int, ...], kind: np.dtype, alone: bool, images: bool | None) -> bool:
+    """Whether samples of this shape are images: (height, width), of an input that is ``alone``, or with channels.
+
+    ``images``: what the configuration or the kind of data says; None: bytes are, and what has 1 or 3 channels.
+    """
+    if len(shape) not in ((2, 3) if alone else (3,)):
+        return False
+    return (kind == np.uint8 or (len(shape) == 3 and shape[-1] in (1, 3))) if images is None else images
+
+
 class Arrays:
     """Inputs (n, ...) and labels, each an array or a dict of named ones, in memory or mapped.
 
     Labels that are classes are (n,) or (n, 1), or one for each place of the inputs: (n, T) for inputs (n, T) or
     (n, T, ...); which are, ``task`` says. uint8
     inputs are divided by 255, unless they are (n, T) with a label at each place: those are ids, as of text. Others are
-    taken as they are; (n, h, w) without a name gets a channel axis. ``note`` tells which. Labels are checked once,
-    here; inputs when they are fetched.
+    taken as they are; images (n, h, w) without a name get a channel axis (``is_image``). ``note`` tells of bytes and
+    whole numbers, unless they are known to be ``images``. Labels are checked once, here; inputs when they are fetched.
     """
 
     def __init__(
@@ -109,6 +133,7 @@ class Arrays:
         num_classes: int | None = None,
         task: TaskConfig | None = None,
         notes: Sequence[str] = (),
+        images: bool | None = None,
     ) -> None:
         self.where, self.rows = where, None
         named = isinstance(inputs, Mapping), isinstance(labels, Mapping)
@@ -130,7 +155,8 @@ class Arrays:
         for name, values in inputs.items():
             shape = tuple(values.shape[1:])
             ids = len(shape) == 1 and shape in places and shape != (1,)
-            self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where)
+            self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where, images)
+        fields = [column.field for column in self._inputs.values()]
         wanted = task or TaskConfig()
         self._labels, self._ignore = {}, wanted.ignore_index
         for name, values in labels.items():
@@ -139,15 +165,16 @@ class Arrays:
                 self._labels[name] = _classes(own_titles[name], values, where, shapes, num_classes, wanted.ignore_index)
             else:
                 as_stored = wanted.asks_user_code(name)
-                self._labels[name] = Column.of_numbers(own_titles[name], values, where, as_stored)
+                self._labels[name] = Column.of_numbers(own_titles[name], values, where, as_stored, images, fields)
         self.sample = Sample(
             {name: column.field for name, column in self._inputs.items()},
             {name: column.field for name, column in self._labels.items()},
             None if any(column.field.classes for column in self._labels.values()) else num_classes,
         )
         divided = [column for column in self._labels.values() if column.field.divisor != 1]
-        told = (column.note for column in (*self._inputs.values(), *divided))
-        self.note = "; ".join(filter(None, (*notes, *told)))
+        columns = (*self._inputs.values(), *divided)
+        told = (column.note for column in columns if not (images and column.field.image))
+        self.note = "\n".join(filter(None, (*notes, *told)))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all

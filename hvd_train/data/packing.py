@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.arrays import is_image
 from hvd_train.errors import ConfigError, DataError, TrainError
 from hvd_train.files import LEFT, Aside
 from hvd_train.protocol import Field, Fields, Sample, Source
@@ -99,15 +101,15 @@ class Manifest(_Facts):
 # ---- writing
 
 
-def pack(train: Source, val: Source, told: str, task: TaskConfig, note: bool, folder: Path, world: World) -> Manifest:
+def pack(train: Source, val: Source, told: str, task: TaskConfig, folder: Path, world: World) -> Manifest:
     """Writes both parts, each rank its shards; every rank returns the manifest, or raises what went wrong on one.
 
-    ``told``: where the samples come from, for people; ``note``: keep the sources' notes.
+    ``told``: where the samples come from, for people.
     """
     _together(world, lambda: _fresh(folder) if world.rank == 0 else None)
     parts = {}
     for name, source in zip(PARTS, (train, val), strict=True):
-        parts[name] = _pack_part(name, source, folder, world, note)
+        parts[name] = _pack_part(name, source, folder, world)
     manifest = Manifest(
         version=VERSION,
         packed_from=told,
@@ -139,7 +141,7 @@ def _fresh(folder: Path) -> None:
         left.unlink()
 
 
-def _pack_part(name: str, source: Source, folder: Path, world: World, note: bool) -> Part:
+def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
     n, fields = len(source), {kind: getattr(source.sample, kind) for kind in KINDS}
     widths = [_width(field) for kind in KINDS for field in fields[kind].values()]
     rows = max(1, min(SHARD_BYTES // max(*widths, 1), -(-n // world.size)))
@@ -159,8 +161,8 @@ def _pack_part(name: str, source: Source, folder: Path, world: World, note: bool
         for field, facts in fields[kind].items():
             own = {number: shard for made in found for number, shard in made.get((kind, field), {}).items()}
             columns[kind][field] = Column(field=facts, shards=[own[number] for number in sorted(own)])
-    told = getattr(source, "note", "") if note else ""
-    return Part(count=n, rows=rows, fingerprint=source.fingerprint, note=told, **columns)
+    note = getattr(source, "note", "")
+    return Part(count=n, rows=rows, fingerprint=source.fingerprint, note=note, **columns)
 
 
 def _write(
@@ -250,7 +252,7 @@ def read_manifest(folder: Path) -> Manifest:
 def open_packed(folder: Path, config: DataConfig, task: TaskConfig) -> tuple[Packed, Packed]:
     """(train, val); sizes of all files are looked at, their contents are not (``check``)."""
     manifest = read_manifest(folder)
-    train, val = (Packed(folder, getattr(manifest, part), config.num_classes) for part in PARTS)
+    train, val = (Packed(folder, getattr(manifest, part), config.num_classes, config.images) for part in PARTS)
     if config.target == "labels":
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
     return train, val
@@ -275,7 +277,7 @@ def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: Ta
 class Packed:
     """A part of a packed data set."""
 
-    def __init__(self, folder: Path, part: Part, num_classes: int | None) -> None:
+    def __init__(self, folder: Path, part: Part, num_classes: int | None = None, images: bool | None = None) -> None:
         self._count, self._rows = part.count, part.rows
         self.fingerprint, self.note = part.fingerprint, part.note
         made: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
@@ -286,6 +288,8 @@ class Packed:
                 what = f"the shards of '{name}' hold {sum(counts):,} samples, not {part.count:,}"
                 raise DataError(what, where=str(folder / MANIFEST), fix=AGAIN)
             made[kind][name] = column.field
+            if kind == "inputs" and images is not None:
+                made[kind][name] = _declared(column.field, images, len(part.inputs) == 1)
             self._maps[kind][name] = [_mapped(folder, column.field, shard) for shard in column.shards]
         known = any(field.classes for field in made["labels"].values())
         self.sample = Sample(made["inputs"], made["labels"], None if known else num_classes)
@@ -296,9 +300,19 @@ class Packed:
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         shards, rows = np.divmod(np.asarray(indices, np.int64), self._rows)
         inputs, labels = (
-            {name: _taken(maps, shards, rows) for name, maps in self._maps[kind].items()} for kind in KINDS
+            {
+                name: _taken(maps, shards, rows).reshape(-1, *getattr(self.sample, kind)[name].shape)
+                for name, maps in self._maps[kind].items()
+            }
+            for kind in KINDS
         )
         return inputs, labels
+
+
+def _declared(field: Field, images: bool, alone: bool) -> Field:
+    """An input's field by ``data.images``, which need not be what it was when the data was packed."""
+    image = is_image(field.shape, np.dtype(field.dtype), alone, images)
+    return replace(field, shape=(*field.shape, 1) if image and len(field.shape) == 2 else field.shape, image=image)
 
 
 def _taken(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Sample, Source
 
 RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
-PIXELS = (*RESIZED, "cifar10")  # whose bytes are those of images
 Pair = tuple[Source, Source]
 TASK = TaskConfig()
 
@@ -50,7 +50,7 @@ def _digits(config: DataConfig, task: TaskConfig) -> Pair:
     images = (images / 16).astype(np.float32)
     if config.image_size:
         images = formats.resize(images, config.image_size)
-    return Arrays(images, labels, "digits", config.num_classes or 10).split(0.2)
+    return Arrays(images, labels, "digits", config.num_classes or 10, images=True).split(0.2)
 
 
 def _diabetes(config: DataConfig, task: TaskConfig) -> Pair:
@@ -70,20 +70,20 @@ def _idx(config: DataConfig, task: TaskConfig) -> Pair:
             raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
         if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
             images = formats.resize(images, config.image_size)
-        parts.append(Arrays(images, labels, str(files[0]), config.num_classes))
+        parts.append(Arrays(images, labels, str(files[0]), config.num_classes, images=True))
     return parts[0], parts[1]
 
 
 def _named_arrays(config: DataConfig, task: TaskConfig, read: Callable[[Path], dict[str, Any]]) -> Pair:
     path = _existing(config)
-    arrays, classes = read(path), config.num_classes
+    arrays, part = read(path), partial(Arrays, num_classes=config.num_classes, task=task, images=config.images)
     held = [name for name in formats.ARRAY_NAMES if name in arrays]
     if held[:4] == list(formats.ARRAY_NAMES[:4]):
-        train = Arrays(arrays["train_x"], arrays["train_y"], f"{path}: train", classes, task)
-        return train, Arrays(arrays["val_x"], arrays["val_y"], f"{path}: val", classes, task)
+        train = part(arrays["train_x"], arrays["train_y"], f"{path}: train")
+        return train, part(arrays["val_x"], arrays["val_y"], f"{path}: val")
     for pair in (["train_x", "train_y"], ["x", "y"]):
         if held == pair:
-            return Arrays(arrays[pair[0]], arrays[pair[1]], str(path), classes, task).split(config.val_fraction)
+            return part(arrays[pair[0]], arrays[pair[1]], str(path)).split(config.val_fraction)
     what = f"{', '.join(held) or 'none of the arrays'} found"
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
@@ -123,7 +123,7 @@ def _images(files: list[tuple[Path, str]], classes: list[str], config: DataConfi
     number = {name: k for k, name in enumerate(classes)}
     inputs = formats.ImageFiles([path for path, _ in files], config.image_size)
     labels = np.array([number[name] for _, name in files], np.int64)
-    return Arrays(inputs, labels, str(where), config.num_classes or len(classes))
+    return Arrays(inputs, labels, str(where), config.num_classes or len(classes), images=True)
 
 
 def _cifar10(config: DataConfig, task: TaskConfig) -> Pair:
@@ -131,7 +131,7 @@ def _cifar10(config: DataConfig, task: TaskConfig) -> Pair:
     folder = _folder(config)
     inner = folder / "cifar-10-batches-bin"
     train, val = (formats.read_cifar10(inner if inner.is_dir() else folder, name) for name in ("data", "test"))
-    return Arrays(*train, str(folder), 10), Arrays(*val, str(folder), 10)
+    return Arrays(*train, str(folder), 10, images=True), Arrays(*val, str(folder), 10, images=True)
 
 
 def _table(config: DataConfig, task: TaskConfig) -> Pair:
@@ -249,7 +249,7 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Worl
         what = "a stream is read in its own order, which packed data do not keep"
         raise DataError(what, where=f"data.name: {config.name}", fix="give it as it is, or pack what it reads")
     told = f"{config.name} {config.path or ''}".strip()
-    return packing.pack(data.train, data.val, told, task, config.name not in PIXELS, folder, world)
+    return packing.pack(data.train, data.val, told, task, folder, world)
 
 
 KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
@@ -356,7 +356,7 @@ STREAMED = (
 class Fetched:
     """A source of the user's own. One sample tells its fields, so that faults show at once."""
 
-    def __init__(self, own: Any, task: TaskConfig, where: str) -> None:
+    def __init__(self, own: Any, task: TaskConfig, where: str, images: bool | None = None) -> None:
         wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
         missing = [name for name in wanted if not hasattr(own, name)]
         if missing:
@@ -368,7 +368,7 @@ class Fetched:
         if not isinstance(fetched, tuple | list) or len(fetched) != 2:
             raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
         inputs, labels = _arrays(fetched[0], "inputs of fetch", where), _arrays(fetched[1], "labels of fetch", where)
-        self._like = Arrays(inputs, labels, where, getattr(own, "num_classes", None), task)
+        self._like = Arrays(inputs, labels, where, getattr(own, "num_classes", None), task, images=images)
         # One sample does not tell whether others have places without a label.
         fields = self._like.sample.labels
         labels = {name: replace(field, masked=bool(field.classes and field.shape)) for name, field in fields.items()}
@@ -396,7 +396,7 @@ class Streamed(Fetched):
 
     ordered = True
 
-    def __init__(self, own: Any, task: TaskConfig, where: str) -> None:
+    def __init__(self, own: Any, task: TaskConfig, where: str, images: bool | None = None) -> None:
         missing = [name for name in ("__len__", "fingerprint") if not hasattr(own, name)]
         if missing:
             raise DataError(f"{type(own).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
@@ -409,7 +409,7 @@ class Streamed(Fetched):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise DataError(f"the stream failed: {reason}", where=where) from error
-        super().__init__(stream, task, where)
+        super().__init__(stream, task, where, images)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._given(indices, epoch)
@@ -421,10 +421,10 @@ def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Sour
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
-            return Fetched(part, task, where)
+            return Fetched(part, task, where, config.images)
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
-        return Streamed(part, task, where)
+        return Streamed(part, task, where, config.images)
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
             f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
@@ -432,7 +432,7 @@ def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Sour
     labels = _arrays(part[1], "labels", where)
     count = np.shape(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))[:1]
     inputs = _arrays(part[0], "inputs", where, *count)
-    return Arrays(inputs, labels, where, config.num_classes, task)
+    return Arrays(inputs, labels, where, config.num_classes, task, images=config.images)
 
 
 def _arrays(given: Any, name: str, where: str, count: int | None = None) -> Any:

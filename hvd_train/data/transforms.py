@@ -177,9 +177,11 @@ def _normalized(sample: Sample, config: TransformConfig, where: str) -> Sample:
 
 def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
     name, field = _one_input(sample, config, where)
-    if len(field.shape) != 3 or field.classes:
-        what = f"{name} of shape {field.shape} is no image (height, width, channels)"
-        raise DataError(what, where=where, fix="write your own: 'package.module:function' of (sample, rng)")
+    if not field.image:
+        what = f"{name} of shape {field.shape} is not an image (height, width, channels)"
+        declare = "if it is one, set data.images: true; else " * (len(field.shape) in (2, 3))
+        fix = f"{declare}write your own: 'package.module:function' of (sample, rng)"
+        raise DataError(what, where=where, fix=fix)
     placed = [label for label, own in sample.labels.items() if len(own.shape) > 1 or (own.shape and own.classes)]
     if placed and config.name in MOVING:
         raise DataError(f"labels at each place ({', '.join(placed)}) would stay where they are", where=where)

@@ -28,7 +28,7 @@ from hvd_train.core.task import Task, refused
 from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
 from hvd_train.launch.environment import ALONE, LAUNCHERS, world
 from hvd_train.launch.slurm import meet
-from hvd_train.protocol import Batch, Build, Communicator, Ops, Sample, Scale, Tree, made_up
+from hvd_train.protocol import Batch, Build, Communicator, Field, Ops, Sample, Scale, Tree, made_up, one_or_all
 
 
 def checksum(x: np.ndarray) -> int:
@@ -375,7 +375,7 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
         what = f"{place_of(module, name)} has no function '{function or 'build'}'"
         raise ConfigError(what, where=where, fix=handed_over(name, where))
     parameters = inspect.signature(build).parameters
-    known = [p for p in parameters if p not in ("input_shape", "num_classes")]
+    known = [p for p in parameters if p not in ("input_shape", "num_classes", "image")]
     unknown = [o for o in options if o not in parameters]
     if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(f"model '{name}' has no option {', '.join(unknown)}", where=where, fix=f"it takes {known}")
@@ -383,21 +383,47 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
 
 
 def build_model(
-    zoo: str, name: str, options: Mapping[str, Any], input_shape: Any, num_classes: Any
+    zoo: str,
+    name: str,
+    options: Mapping[str, Any],
+    sample: Sample,
+    shape_of: Callable[[Field], tuple[int, ...]] = lambda field: field.shape,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:
     """(model, its module, what its build function got: options, and of the two others what it has parameters for).
 
-    A build function that refuses its arguments is the configuration's fault.
+    ``shape_of``: the shape in which the framework gets a field. A build function that refuses its arguments is the
+    configuration's fault.
     """
     build, module = find_model(zoo, name, options)
     parameters = inspect.signature(build).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    facts = {"input_shape": input_shape, "num_classes": num_classes}
+    shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
+    facts = {"input_shape": shapes, "num_classes": sample.num_classes}
     given = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
+    if ":" not in name:
+        given |= _order(module, parameters, name, sample)
     try:
         return build(**given), module, given
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
+
+
+def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:
+    """What a model of the zoo must know of the order of axes; one that takes images alone (``IMAGES``) gets no others.
+
+    Without it, (height, width, 4) that is not an image would be taken for channels first in PyTorch.
+    """
+    field = next((field for field in sample.inputs.values() if not field.image), None)
+    if field is None or len(sample.inputs) > 1:
+        return {}
+    if getattr(module, "IMAGES", False):
+        fix = "take mlp, which takes any shape, or a model of your own"
+        if len(field.shape) in (2, 3):
+            axes = ("height", "width", "channels")[: len(field.shape)]
+            fix = f"set data.images: true if they are ({', '.join(axes)}); else {fix}"
+        what = f"the model takes images, and the data give samples of shape {field}"
+        raise ConfigError(what, where=f"model.name: {name}", fix=fix)
+    return {"image": False} if "image" in parameters and len(field.shape) == 3 else {}
 
 
 def checked(found: Any, name: str) -> Any:
@@ -415,6 +441,8 @@ def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     what = f"the model does not take its inputs ({listed}): {reason}"
     fix = "several inputs are given by name; whole numbers stay whole: store quantities as float32"
+    if any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values()):
+        fix += "; if they are images, set data.images: true"
     return ConfigError(what, where=f"model.name: {name}", fix=fix)
 
 

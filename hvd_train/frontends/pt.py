@@ -40,7 +40,6 @@ from hvd_train.protocol import (
     Scale,
     TensorSpec,
     made_up,
-    one_or_all,
 )
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
@@ -298,9 +297,9 @@ def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
 SLOTS = {"momentum_buffer": "momentum", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-def own_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def own_shape(field: Field) -> tuple[int, ...]:
     """Of an input: (channels, height, width) for an image."""
-    return (shape[2], *shape[:2]) if len(shape) == 3 else tuple(shape)
+    return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
 
 
 class PyTorchFrontEnd(StateTree):
@@ -318,9 +317,7 @@ class PyTorchFrontEnd(StateTree):
         cpu = self.device.type == "cpu"
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
-        shapes = {name: own_shape(field.shape) for name, field in sample.inputs.items()}
-        facts = one_or_all(shapes), sample.num_classes
-        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, *facts)
+        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, own_shape)
         self.model = model.to(self.device, self.dtype)
         self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
@@ -341,7 +338,7 @@ class PyTorchFrontEnd(StateTree):
 
         Models whose forward insists on the other order (``view`` after a convolution) keep it.
         """
-        images = any(len(field.shape) == 3 for field in self._sample.inputs.values())
+        images = any(field.image for field in self._sample.inputs.values())
         kernels = any(p.dim() == 4 for p in self.model.parameters())
         mixed = self.device.type == "cuda" and self.config.precision not in MIXED
         if images and kernels and not mixed:
@@ -479,7 +476,7 @@ class PyTorchFrontEnd(StateTree):
             placed = placed.to(self.dtype)
         elif placed.dtype != torch.bool:
             placed = placed.long()
-        if len(field.shape) == 3 and not field.classes:
+        if field.image:
             placed = placed.permute(0, 3, 1, 2)
             if not self._channels_last:
                 placed = placed.contiguous()
@@ -547,7 +544,7 @@ class PyTorchFrontEnd(StateTree):
 
     def _stored(self, x: torch.Tensor, label: Field | None) -> np.ndarray:
         """In the order of axes that the data have: images as (height, width, channels)."""
-        image = label is not None and len(label.shape) == 3 and not label.classes and x.dim() == 4
+        image = label is not None and label.image and x.dim() == 4
         return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 
     def _slots(self) -> dict[str, torch.Tensor]:

@@ -15,14 +15,12 @@ from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.pt import own_shape
-from hvd_train.protocol import one_or_all
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
     """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
-    name, sizes = trained.config.model.name, {k: own_shape(field.shape) for k, field in trained.sample.inputs.items()}
-    facts = one_or_all(sizes), trained.sample.num_classes
-    model, module, given = build_model(PYTORCH.zoo, name, trained.config.model.options, *facts)
+    name, sizes = trained.config.model.name, {k: own_shape(field) for k, field in trained.sample.inputs.items()}
+    model, module, given = build_model(PYTORCH.zoo, name, trained.config.model.options, trained.sample, own_shape)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     table = module.neutral(model) if hasattr(module, "neutral") else {}
     # Batch normalization's counter is in no checkpoint where no arithmetic uses it.

@@ -269,10 +269,10 @@ class TensorFlowFrontEnd(StateTree):
         keras.config.set_floatx(self.dtype)
         keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
-        options, facts = dict(config.model.options), (sample.input_shape, sample.num_classes)
+        options = dict(config.model.options)
         with tf.device(self._device):
             self._one = tf.Variable(1.0, trainable=False)
-            self.model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, *facts)
+            self.model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, sample)
             self._try()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")

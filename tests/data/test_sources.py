@@ -22,7 +22,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 RNG = np.random.default_rng(0)
 DEFAULTS = {
     "path": None, "image_size": None, "val_fraction": 0.2, "num_samples": 100, "input_shape": [4, 4, 1],
-    "num_classes": None, "options": {}, "sequence_length": 128, "target": "labels", "transforms": [],
+    "num_classes": None, "images": None, "options": {}, "sequence_length": 128, "target": "labels", "transforms": [],
 }  # fmt: skip
 
 
@@ -263,7 +263,9 @@ def kind(request):
 def test_named_arrays(tmp_path, kind, dtype, shape):
     named = arrays(shape=shape, dtype=dtype)
     data = opened(kind, write(kind, tmp_path, named))
-    assert data.sample.input_shape == ((*shape, 1) if len(shape) == 2 else shape)
+    image = dtype == np.uint8  # two channels of other types are none
+    assert data.sample.input_shape == ((*shape, 1) if image and len(shape) == 2 else shape)
+    assert data.sample.inputs["input"].image == (image and len(shape) > 1)
     assert data.sample.num_classes == 3
     for source, x, y in ((data.train, "train_x", "train_y"), (data.val, "val_x", "val_y")):
         inputs, labels = everything(source)
@@ -272,6 +274,42 @@ def test_named_arrays(tmp_path, kind, dtype, shape):
         assert np.array_equal(labels, named[y])
     picked = np.array([9, 2, 2, 0])
     assert np.array_equal(taken(data.train, picked)[0], everything(data.train)[0][picked])
+
+
+SHAPES = [  # a sample's shape, its type, data.images, the field's shape, an image
+    ((12, 7), "float32", None, (12, 7), False),
+    ((12, 7), "float64", True, (12, 7, 1), True),
+    ((12, 7), "uint8", None, (12, 7, 1), True),
+    ((12, 7), "uint8", False, (12, 7), False),
+    ((12, 7), "int64", None, (12, 7), False),
+    ((8, 8, 3), "float32", None, (8, 8, 3), True),
+    ((8, 8, 1), "float16", None, (8, 8, 1), True),
+    ((8, 8, 3), "float32", False, (8, 8, 3), False),
+    ((8, 8, 4), "float32", None, (8, 8, 4), False),
+    ((8, 8, 4), "float32", True, (8, 8, 4), True),
+    ((8, 8, 4), "uint8", None, (8, 8, 4), True),
+    ((5,), "float32", True, (5,), False),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "images", "field", "image"), SHAPES)
+def test_only_what_is_declared_or_read_as_an_image_is_one(tmp_path, kind, shape, dtype, images, field, image):
+    named = {name: x.astype(dtype) if name.endswith("x") else x for name, x in arrays(shape=shape).items()}
+    data = opened(kind, write(kind, tmp_path, named), images=images)
+    sys.modules["own_pair"] = SimpleNamespace(
+        pair=lambda: tuple((named[f"{part}_x"], named[f"{part}_y"]) for part in ("train", "val"))
+    )
+    for source in (data.train, data.val, opened("own_pair:pair", images=images).train):
+        found = source.sample.inputs["input"]
+        assert (found.shape, found.image) == (field, image)
+        assert source.fetch(np.arange(3))[0]["input"].shape == (3, *field)
+
+
+def test_labels_at_each_place_of_an_image_are_images():
+    depth = np.ones((8, 4, 5), np.float32)
+    assert source_of(np.ones((8, 4, 5, 3), np.uint8), depth, loss="mse").sample.labels["label"].shape == (4, 5, 1)
+    assert source_of(depth, depth, loss="mse").sample.labels["label"] == Field((4, 5), "float32")
+    assert not Field((4, 5, 6), "int64", classes=3).image and Field((4, 5, 6), "float32").image  # as manifests tell
 
 
 @pytest.mark.parametrize("names", [("x", "y"), ("train_x", "train_y")])
@@ -329,7 +367,7 @@ ARRAY_FAULTS = {
     "one-hot labels": (lambda: bad(train_y=np.zeros((30, 3), int)), ["(30, 3)"]),
     "text": (lambda: bad(train_x=np.full(30, b"ab")), ["|S2"]),
     "complex": (lambda: bad(train_x=np.zeros((30, 2), complex)), ["complex128"]),
-    "shapes differ": (lambda: bad(val_x=np.zeros((10, 4, 4))), ["(4, 3, 1)", "(4, 4, 1)"]),
+    "shapes differ": (lambda: bad(val_x=np.zeros((10, 4, 4))), ["(4, 3, 1)", "(4, 4) float32"]),
     "NaN": (lambda: bad(train_x=with_nan(30, 5), val_x=np.zeros((10, 3))), ["sample 5", "NaN"]),
     "no label array": (lambda: {"train_x": np.zeros((3, 2))}, ["train_x found", "train_x, train_y"]),
     "half a part": (lambda: {k: v for k, v in arrays().items() if k != "val_y"}, ["val_x found"]),

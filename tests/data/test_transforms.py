@@ -234,7 +234,7 @@ FAULTS = {
     "no rng": (dict(own=lambda x: x), ["failed on sample 0: TypeError"]),
     "nan": (dict(own=lambda x, rng: x * np.float32("nan"), inputs=IMAGES.astype(np.float32)), ["NaN", "sample 0"]),
     "missing": (dict(listed=[{"name": "own_transforms:none"}]), ["has no function 'none'"]),
-    "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is no image"]),
+    "no image": (dict(listed=[FLIP], inputs=np.ones((90, 4))), ["input of shape (4,) is not an image"]),
     "several inputs": (dict(listed=[FLIP], inputs={"a": IMAGES, "b": IMAGES}), ["the inputs are a, b", "input: ..."]),
     "size": (dict(listed=[CROP | {"size": 6}]), ["size 6 of images of 8 x 8"]),
     "fill": (dict(listed=[CROP | {"fill": 300}]), ["fill 300 is no uint8"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -641,6 +642,57 @@ def test_images_come_out_as_they_went_in():
         assert loss == pytest.approx(((found[-1] - one.inputs["input"]) ** 2).mean(), rel=1e-12)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
     assert found[0].shape == (ROWS, *SHAPE)
+
+
+def open_plain(framework, field, model, label=None, **keys):
+    sample = Sample({"input": field}, {"label": label or Field((), "int64", classes=CLASSES)})
+    sizes = {"thin": {"depth": 2}, "mlp": {"hidden": [5]}, "autoencoder": {"hidden": [5]}}
+    named = {"name": model} | sizes.get(model, {})
+    settings = {"framework": framework, "model": named, "precision": 64, "device": "cpu"}
+    frontend = module(framework).open_frontend(Config.model_validate(settings | keys), Serial(), sample)
+    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    return frontend
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        (Field((12, 7), "float32"), {"pytorch": (12, 7), "tensorflow": (12, 7)}),
+        (Field((5, 6, 4), "float32", image=False), {"pytorch": (5, 6, 4), "tensorflow": (5, 6, 4)}),
+        (Field((5, 6, 4), "float32", image=True), {"pytorch": (4, 5, 6), "tensorflow": (5, 6, 4)}),
+    ],
+    ids=str,
+)
+def test_the_model_gets_sequences_as_they_are(framework, field, expected):
+    frontend, one = open_plain(framework, field, "mlp"), batch(shape=field.shape)
+    (placed,) = frontend.to_device(one)[0].values()
+    assert tuple(placed.shape)[1:] == expected[framework]
+    first = np.asarray(placed[0, 1, 2] if not (field.image and framework == "pytorch") else placed[0, :, 1, 2])
+    np.testing.assert_allclose(first, one.inputs["input"][0, 1, 2])
+
+
+def test_samples_of_three_axes_that_are_not_images_give_the_same_in_both_frameworks():
+    field = Field((5, 6, 4), "float32", image=False)
+    one = batch(shape=field.shape)
+    for model in ("mlp", "thin", "autoencoder"):
+        own = {"label": field, "task": {"loss": "mse"}} if model == "autoencoder" else {}
+        labels = {"labels": {"label": one.inputs["input"]}} if own else {}
+        fronts = [open_plain(framework, field, model, **own) for framework in FRAMEWORKS]
+        close(*(stepped(f, [replace(one, **labels)]).state() for f in fronts))
+        np.testing.assert_allclose(*(f.predict(f.to_device(one)) for f in fronts), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("model", ["cnn", "resnet", "resnet50", "pyramidnet"])
+def test_models_that_want_images_say_so(framework, model):
+    for field in (Field((40, 32), "float32"), Field((40, 32, 4), "float32", image=False)):
+        axes = "height, width" + ", channels" * (len(field.shape) - 2)
+        with pytest.raises(ConfigError, match=re.escape(f"set data.images: true if they are ({axes})")) as caught:
+            open_plain(framework, field, model)
+        assert f"the model takes images, and the data give samples of shape {field}" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"samples of shape \(40,\) float32.*take mlp"):
+        open_plain(framework, Field((40,), "float32"), model)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

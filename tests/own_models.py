@@ -15,6 +15,18 @@ def pytorch_dropout(input_shape, num_classes, rate: float = 0.5, norm: bool = Tr
     return nn.Sequential(*layers[:2], *([nn.BatchNorm1d(16)] if norm else []), *layers[2:])
 
 
+def pytorch_lazy(num_classes, unused: bool = False):
+    import torch.nn as nn
+
+    model = nn.Sequential(nn.LazyConv2d(4, 2), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes))
+    model.register_module("spare", nn.LazyLinear(2))
+    forward = nn.Sequential(*list(model.children())[:4]).forward
+    model.forward = forward
+    if not unused:
+        del model.spare
+    return model
+
+
 def keras_dropout(input_shape, num_classes, rate: float = 0.5, norm: bool = True):
     import keras
     from keras import layers

@@ -302,6 +302,12 @@ def own_shape(field: Field) -> tuple[int, ...]:
     return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
 
 
+def lazy(model: torch.nn.Module) -> list[str]:
+    """The layers whose weights have no shape before the first forward pass."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return sorted({name.rpartition(".")[0] or name for name, x in named if torch.nn.parameter.is_lazy(x)})
+
+
 class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
@@ -318,7 +324,9 @@ class PyTorchFrontEnd(StateTree):
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
         model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, own_shape)
-        self.model = model.to(self.device, self.dtype)
+        self.model, self._channels_last = model.to(self.device, self.dtype), False
+        if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
+            self._take_shapes()
         self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -332,6 +340,18 @@ class PyTorchFrontEnd(StateTree):
         self._ask(sample)
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
+
+    def _take_shapes(self) -> None:
+        """Two samples show lazy layers (``LazyLinear``) what they take."""
+        try:
+            self._try(channels_last=False)
+        except UNTAKEN as error:
+            raise untaken(self.config.model.name, self._sample, error) from error
+        if lazy(self.model):
+            what = f"{', '.join(lazy(self.model))} has no shape yet: no sample reaches this lazy layer"
+            raise ConfigError(
+                what, where=f"model.name: {self.config.model.name}", fix="use it in forward, or leave it out"
+            )
 
     def _takes_channels_last(self) -> bool:
         """Whether images and kernels lie channels last: a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.

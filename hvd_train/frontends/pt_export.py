@@ -14,7 +14,7 @@ import torch
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
-from hvd_train.frontends.pt import own_shape
+from hvd_train.frontends.pt import lazy, own_shape
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
@@ -22,6 +22,11 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     name, sizes = trained.config.model.name, {k: own_shape(field) for k, field in trained.sample.inputs.items()}
     model, module, given = build_model(PYTORCH.zoo, name, trained.config.model.options, trained.sample, own_shape)
     model = model.to("cpu", getattr(torch, dtype)).eval()
+    kinds = trained.inputs(dtype)
+    example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
+    if lazy(model):
+        with torch.no_grad():
+            _output(model, example)
     table = module.neutral(model) if hasattr(module, "neutral") else {}
     # Batch normalization's counter is in no checkpoint where no arithmetic uses it.
     tensors = {
@@ -32,8 +37,6 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     with torch.no_grad():
         for path, array in trained.own({path: x.shape for path, x in tensors.items()}, table).items():
             tensors[path].copy_(torch.from_numpy(array))
-    kinds = trained.inputs(dtype)
-    example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
     return model, module, given, example
 
 

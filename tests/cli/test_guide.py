@@ -122,12 +122,7 @@ def test_commands_run(tmp_path, page):
     (tmp_path / "job.yaml").write_text(TINY)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    for k, (image, label) in enumerate(zip(*(x[:40] for x in formats.read_digits()), strict=True)):
-        path = tmp_path / "photos" / str(label) / f"{k}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15).astype(np.uint8)).save(path)
-    tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    tools |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # four ranks, on however many cores
+    write_photos(tmp_path / "photos")
     lines = [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]
     if any("--run-dir runs/first" in line and " fit " not in line for line in lines):
         lines = ["hvd-train fit -c first.yaml", *lines]  # which the reader has from the page before
@@ -141,10 +136,57 @@ def test_commands_run(tmp_path, page):
         words[0] = words[0].removeprefix(".venv/bin/")
         for taken in ("job", "default"):  # a page tells other ways to do the same
             shutil.rmtree(tmp_path / "runs" / taken, ignore_errors=True)
-        run = subprocess.run(words, cwd=tmp_path, env=tools, capture_output=True, text=True, timeout=240, check=False)
-        assert run.returncode == 0, (line, run.stdout[-2000:] + run.stderr[-2000:])
+        as_typed(words, tmp_path)
         done += 1
     assert done
+
+
+def write_photos(folder):
+    for k, (image, label) in enumerate(zip(*(x[:40] for x in formats.read_digits()), strict=True)):
+        path = folder / str(label) / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).convert("RGB").save(path)
+
+
+def as_typed(words, folder):
+    """Runs a command in ``folder`` with the environment's tools, as a user does."""
+    tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    tools |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # four ranks, on however many cores
+    run = subprocess.run(words, cwd=folder, env=tools, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, (words, run.stdout[-2000:] + run.stderr[-2000:])
+    return run.stdout
+
+
+def fits():
+    """(page, configuration, more words) of all blocks that describe a training; the first of two pages in every run."""
+    for page, text in PAGES.items():
+        for k, block in enumerate(blocks(text, "yaml")):
+            if not re.search(r"^(model|data|task):", block, re.MULTILINE):
+                continue
+            always = page in ("model-and-data", "own-loss") and k == 0
+            marks = () if always else pytest.mark.long("the first example of each page runs each time")
+            short = ["--set", "max_epochs=1"] if "max_epochs: 20" in block else []
+            yield pytest.param(page, block, short, marks=marks, id=f"{page} {k}")
+            more = [["-np", "2"]] + [["--set", "framework=tensorflow"]] * ("or tensorflow" in block)
+            for words in more:
+                long = pytest.mark.long("one rank runs each time")
+                yield pytest.param(page, block, [*short, *words], marks=long, id=f"{page} {k} {words[-1]}")
+
+
+@pytest.mark.parametrize(("page", "block", "words"), [*fits()])
+def test_configurations_train(tmp_path, page, block, words):
+    """As shown, with the functions of the page in mine.py and files as the page describes them."""
+    code = blocks(PAGES[page], "python")
+    code = code[:1] if page == "own-loss" else code  # what follows trains from Python
+    (tmp_path / "mine.py").write_text("\n".join(code) if "mine:" in PAGES[page] else "")
+    (tmp_path / "job.yaml").write_text(block)
+    if "photos" in block or "packed" in block:
+        write_photos(tmp_path / "photos")
+    if "packed" in block:
+        as_typed(["hvd-train", "data", "pack", "photos", "packed", "--set", "data.image_size=64"], tmp_path)
+    rows = [f"{k % 7 / 7},{k % 97 / 97},{k % 31 / 31},{k % 7 / 7 + k % 97 / 97}" for k in range(60)]
+    (tmp_path / "houses.csv").write_text("\n".join(["rooms,area,age,price", *rows]) + "\n")
+    assert "\ndone: " in as_typed(["hvd-train", "fit", "-c", "job.yaml", *words], tmp_path)
 
 
 def help_of(script):

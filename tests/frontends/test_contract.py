@@ -713,6 +713,14 @@ def test_inputs_that_the_model_does_not_take_are_one_line(framework, keys, word)
     assert word in str(caught.value) and "\n" not in str(caught.value) and "tests.own_models" in str(caught.value)
 
 
+def test_lazy_layers_take_their_shapes_from_the_data():
+    frontend = opened("pytorch", {"name": "tests.own_models:pytorch_lazy"})
+    assert {spec.name: spec.shape for spec in frontend.specs()}["3.weight"] == (CLASSES, 4 * 3 * 2)
+    frontend.train_step(frontend.to_device(batch()), 1 / ROWS, 0, 0.1)
+    with pytest.raises(ConfigError, match="spare has no shape yet: no sample reaches this lazy layer; model.name"):
+        opened("pytorch", {"name": "tests.own_models:pytorch_lazy", "unused": True})
+
+
 # ---- tasks
 
 TASKS = {

@@ -406,7 +406,7 @@ def trained_config(
     """The configuration saved with the checkpoint ``which`` of a run folder, unless a file is given; and what of it
     names code that the caller has not named himself."""
     if path is not None:
-        return load_config(path, sets, run_dir=run_dir), {}
+        return load_config(path, sets, run_dir=run_dir).restoring(), {}
     if run_dir is None:
         raise ConfigError(
             "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
@@ -416,7 +416,7 @@ def trained_config(
         raise ConfigError("is no run folder: it holds no checkpoints and no config.yaml", where=run_dir)
 
     def saved(place: Path) -> Config:
-        return load_config(None, sets, base=checkpoint.config_of(place), run_dir=run_dir)
+        return load_config(None, sets, base=checkpoint.config_of(place), run_dir=run_dir).restoring()
 
     # "best" is a matter of the configuration, which is that of the newest one as long as none is chosen.
     place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None

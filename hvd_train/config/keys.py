@@ -516,6 +516,7 @@ class Config(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events")
     slurm: SlurmConfig = Field(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _restores: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -589,6 +590,17 @@ class Config(Section):
             "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
         }
         return {key: name for key, name in named.items() if ":" in name}
+
+    @property
+    def restores(self) -> bool:
+        """Whether all weights come from a checkpoint, so that a model function need not load any."""
+        return self._restores
+
+    def restoring(self) -> Config:
+        """The same, with ``restores``."""
+        found = self.model_copy()
+        found._restores = True
+        return found
 
     @property
     def checks_gradients(self) -> bool:

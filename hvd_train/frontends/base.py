@@ -382,17 +382,25 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
     return build, module
 
 
+PRETRAINED = (
+    "the checkpoint has all weights: give the function a parameter pretrained=True and load the file only where it is "
+    "true; eval, predict and export call it with False"
+)
+
+
 def build_model(
     zoo: str,
     name: str,
     options: Mapping[str, Any],
     sample: Sample,
     shape_of: Callable[[Field], tuple[int, ...]] = lambda field: field.shape,
+    restores: bool = False,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:
     """(model, its module, what its build function got: options, and of the two others what it has parameters for).
 
-    ``shape_of``: the shape in which the framework gets a field. A build function that refuses its arguments is the
-    configuration's fault.
+    ``shape_of``: the shape in which the framework gets a field. ``restores``: all weights come from a checkpoint, so a
+    function that loads pretrained ones is called with ``pretrained=False`` if it has this parameter. A build function
+    that refuses its arguments is the configuration's fault.
     """
     build, module = find_model(zoo, name, options)
     parameters = inspect.signature(build).parameters
@@ -400,12 +408,16 @@ def build_model(
     shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
     facts = {"input_shape": shapes, "num_classes": sample.num_classes}
     given = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
+    if restores and "pretrained" in parameters:
+        given["pretrained"] = False
     if ":" not in name:
         given |= _order(module, parameters, name, sample)
     try:
         return build(**given), module, given
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"the model cannot be built: {error}", where=f"model.name: {name}") from error
+    except (ValueError, TypeError, OSError) as error:
+        fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
+        what = f"the model cannot be built: {' '.join(str(error).split())}"
+        raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
 
 
 def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:

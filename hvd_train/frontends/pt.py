@@ -323,7 +323,7 @@ class PyTorchFrontEnd(StateTree):
         cpu = self.device.type == "cpu"
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
-        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, own_shape)
+        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, own_shape, config.restores)
         self.model, self._channels_last = model.to(self.device, self.dtype), False
         if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
             self._take_shapes()

@@ -20,7 +20,8 @@ from hvd_train.frontends.pt import lazy, own_shape
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
     """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
     name, sizes = trained.config.model.name, {k: own_shape(field) for k, field in trained.sample.inputs.items()}
-    model, module, given = build_model(PYTORCH.zoo, name, trained.config.model.options, trained.sample, own_shape)
+    options, restores = trained.config.model.options, trained.config.restores
+    model, module, given = build_model(PYTORCH.zoo, name, options, trained.sample, own_shape, restores)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}

@@ -272,7 +272,9 @@ class TensorFlowFrontEnd(StateTree):
         options = dict(config.model.options)
         with tf.device(self._device):
             self._one = tf.Variable(1.0, trainable=False)
-            self.model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, sample)
+            self.model, module, _ = build_model(
+                TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores
+            )
             self._try()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")

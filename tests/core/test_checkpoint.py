@@ -508,7 +508,7 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
         checkpoint.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
     for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
         config, _ = run.trained_config(None, sets, str(tmp_path), "best")
-        assert run.chosen(config, "best").step == step
+        assert run.chosen(config, "best").step == step and config.restores
         told = capsys.readouterr().err
         assert told.count("\n") == lines and ("takes the smallest val_accuracy as best" in told) == bool(lines)
 

@@ -721,6 +721,40 @@ def test_lazy_layers_take_their_shapes_from_the_data():
         opened("pytorch", {"name": "tests.own_models:pytorch_lazy", "unused": True})
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_checkpoint_needs_no_pretrained_file(monkeypatch, tmp_path, framework):
+    """``pretrained=False`` where a checkpoint follows; a function without it is told of it when its file is gone."""
+
+    def linear(num_classes, pretrained=True):
+        if pretrained:
+            (tmp_path / "body.pt").read_bytes()
+        if framework == "tensorflow":
+            import keras
+
+            return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+        import torch
+
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, num_classes))
+
+    own = SimpleNamespace(linear=linear, always=lambda num_classes: linear(num_classes))
+    monkeypatch.setitem(sys.modules, "own_model", own)
+    for name, restores, fix in (
+        ("linear", True, None),
+        ("linear", False, r"body.pt'; model.name: own_model:linear$"),
+        ("always", True, "the checkpoint has all weights: give the function a parameter pretrained=True"),
+    ):
+        config = Config.model_validate(
+            {"framework": framework, "model": {"name": f"own_model:{name}"}, "device": "cpu"}
+        )
+        config = config.restoring() if restores else config
+        if fix is None:
+            module(framework).open_frontend(config, Serial(), sample_of(SHAPE, CLASSES))
+            continue
+        with pytest.raises(ConfigError, match=fix) as caught:
+            module(framework).open_frontend(config, Serial(), sample_of(SHAPE, CLASSES))
+        assert "the model cannot be built: [Errno 2]" in str(caught.value) and "\n" not in str(caught.value)
+
+
 # ---- tasks
 
 TASKS = {

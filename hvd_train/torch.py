@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from hvd_train import files
-from hvd_train.attach import main_rank, pt_backward, pt_draws, pt_files, pt_passes, pt_recorded, pt_share
+from hvd_train.attach import main_rank, pt_backward, pt_draws, pt_files, pt_parts, pt_passes, pt_recorded, pt_share
 from hvd_train.attach.pt_buffers import Buffers, bits
 from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
@@ -72,6 +72,11 @@ def _world() -> Communicator:
 @functools.cache
 def _slow() -> Slow:
     return Slow(_world(), lambda: _world().waited)
+
+
+@functools.cache
+def _parts() -> pt_parts.Parts:
+    return pt_parts.Parts(_world())
 
 
 def rank() -> int:
@@ -119,6 +124,8 @@ def sum(*values: Any) -> Any:
     own = [_array(value) for value in values]
     if pt_backward.here() < 0:
         pt_backward.after_failure()
+    if size() > 1:
+        _parts().arrive(pt_parts.SUM)
     totals = [_like(value, x) for value, x in zip(values, sums(own, _world(), "ht.sum"), strict=True)]
     return totals[0] if len(values) == 1 else totals
 
@@ -199,13 +206,14 @@ def distribute(
         collectively(communicator, lambda: _check_parameters(parameters))
         agree(communicator, {name: "trained from now on" for name in parameters}, "unfrozen")
         know(parameters, reducer := reducer_of(parameters, False))
+        _parts().add(reducer)
         return reducer
 
     place, reducer = next(iter(parameters.values())).device, None
     if communicator.size > 1:
         if sync_batchnorm:
             _synchronize_batchnorm(bare, communicator, TorchOps(place), average)
-        reducer = reducer_of(parameters, True)
+        _parts().add(reducer := reducer_of(parameters, True))
         frozen = {name: p for name, p in bare.named_parameters() if not p.requires_grad and p.is_floating_point()}
         reducer.frozen = Frozen(frozen, reducer, unfreeze)
     # Alone, what is frozen is known by now: steps of what is unfrozen later count as they do in a world.
@@ -334,9 +342,11 @@ def _several(value: Any) -> bool:
 
 
 def _array(value: Any) -> np.ndarray:
-    if isinstance(value, torch.Tensor) and _several(value):
-        value = value.detach().to_dense().cpu() if value.layout != torch.strided else value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if _several(value):
+            value = (value if value.layout == torch.strided else value.to_dense()).cpu()
+            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     try:
         return value if _several(value) and value.dtype.kind in WIDE else np.array(float(value))
     except (TypeError, ValueError) as error:
@@ -501,6 +511,7 @@ def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, o
     context = pt_batchnorm.prepare(model, communicator, ops, True)
     if average:
         context.weight = pt_passes.weight
+    context.before = lambda: _parts().arrive(pt_parts.FORWARD)
     for layer, count in zip(layers, counts, strict=True):
         layer.num_batches_tracked = count  # it belongs to the user's state_dict
 
@@ -550,6 +561,7 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: d
         return None
     if pt_backward.here() < 0:
         pt_backward.after_failure()
+    _parts().arrive(pt_parts.STEP)
     for reducer, parameters in found.items():
         reducer.stepping = True  # should it call backward() itself
         if reducer.begun:  # also where the gradients are under way, and not to be seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,8 @@ class Member(Protocol):
 
     def abandon(self) -> None: ...
 
+
+before: Callable[[Sequence[Member]], None] | None = None  # called at a pass' end, before its members finish
 
 _waiting: list[Member] = []  # whose gradients this pass has reached
 _task: int | None = None  # the pass, by autograd's number of it
@@ -54,12 +56,18 @@ def _enter() -> None:
 
 def after_failure() -> None:
     """Where no pass runs, or a new one: members that still wait do so since a pass that an error ended."""
-    for member in _taken():
+    members = _taken()
+    if members and before:
+        before(members)
+    for member in members:
         member.abandon()
 
 
 def _end() -> None:
-    for member in _taken():
+    members = _taken()
+    if before:
+        before(members)
+    for member in members:
         member.finish()
 
 

@@ -46,7 +46,11 @@ class OwnOrder(Share):
 
     def cut(self, order: list) -> Plan:
         even = Even(len(order), self._batch_size, self._drop_last, self.rank, self.size)
-        return Plan(len(even), lambda k: [order[i] for i in even.places(k)], even.weight, _digest(order))
+
+        def batch(k: int) -> list:
+            return [order[i] for i in even.places(k)]
+
+        return Plan(len(even), batch, even.weight, even.uneven, _digest(order))
 
 
 class OwnBatches(OwnOrder):
@@ -62,17 +66,19 @@ class OwnBatches(OwnOrder):
     def cut(self, order: list) -> Plan:
         n, size = len(order), self.size
         steps = [order[at : at + size] for at in range(0, n - n % size, size)]
-        found = [(list(step[self.rank]), sum(map(len, step))) for step in steps]
+        found = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
         rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
         if len(rest) >= size and not self._drop_last:
-            found.append(([rest[i] for i in part(len(rest), len(rest), self.rank, size)], len(rest)))
+            share = [rest[i] for i in part(len(rest), len(rest), self.rank, size)]
+            found.append((share, len(rest), len(rest) % size > 0))
         elif rest and found and not self._drop_last:
-            found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest)
+            found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest), True
         if not found:
             what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
             raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
-        weights = [len(own) * size / total for own, total in found]
-        return Plan(len(found), lambda k: found[k][0], lambda k: weights[k], _digest(order))
+        weights = [len(own) * size / total for own, total, _ in found]
+        parts, uneven = [own for own, *_ in found], [apart for *_, apart in found]
+        return Plan(len(found), parts.__getitem__, weights.__getitem__, uneven.__getitem__, _digest(order))
 
 
 def _within(sampler: Any) -> list[Any]:

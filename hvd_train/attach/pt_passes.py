@@ -14,6 +14,7 @@ from hvd_train.attach import pt_data, pt_draws, pt_own, pt_share, pt_stream
 from hvd_train.data.order import mix
 
 watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
+leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 _asked = 0
 
@@ -45,6 +46,8 @@ class Pass:
 
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
+        if training and leaving and self in uneven():
+            leaving()
         if training and pt_share.steps() > self._steps:
             self._share.trained = True
         try:
@@ -87,6 +90,18 @@ class Pass:
     def weight(self) -> float:
         told: Any = self._batches
         return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else told.weight
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have unequal numbers of samples of the batch that was given last."""
+        if not (self._counted and self._known):
+            return False
+        return self._plan.uneven(self._batch) if self._plan else self.weight != 1.0
+
+    @property
+    def share_of_batch(self) -> int:
+        """How many samples of it this rank has; 0 where that is not known."""
+        return len(self.indices())
 
     @property
     def digest(self) -> str:
@@ -218,6 +233,11 @@ def weight() -> float:
     """
     weights = {p.weight for p in _open if p.new} or {p.weight for p in _open if p.used}
     return weights.pop() if len(weights) == 1 else 1.0
+
+
+def uneven() -> list[Pass]:
+    """The passes of ``weight`` whose batch is of unequal length on the ranks: the same on all of them."""
+    return [p for p in [p for p in _open if p.new] or [p for p in _open if p.used] if p.uneven]
 
 
 def exchanged() -> None:

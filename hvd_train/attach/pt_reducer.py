@@ -96,6 +96,7 @@ class Reducer:
         self._flats: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._left: dict[int, int] = {}  # versions at the end of the last exchange, in an uneven batch
         self._places: dict[int, int] = {}  # where views lie
         self._strides: dict[int, tuple[int, ...]] = {}  # of the parameters that they were made for
         self._holders: dict[int, int] = {}  # of a bucket's memory, where nobody else has a part of it
@@ -231,7 +232,8 @@ class Reducer:
         self._end()
 
     def adopt(self) -> None:
-        """The end of a pass that began before this reducer was there."""
+        """The end of a pass that began before this reducer was there, or that other ranks make of the batch in use."""
+        self._sent.begin()
         self._weight = pt_passes.weight() if self._average else 1.0
         self._end()
 
@@ -301,9 +303,15 @@ class Reducer:
         if self._buffers:
             self._buffers.share(changed)
         self.unreduced = self.failed = False
+        self._left = {i: self._views[i]._version for i, _ in self._numbered} if pt_passes.uneven() else {}
         if self._first:
             self._tell_equal()
         self._passed(bool(any_asked))
+
+    def changed(self) -> bool:
+        """In a batch that is uneven between ranks: whether the script changed gradients since they travelled last."""
+        left = ((self._gradient(i), self._views[i], version) for i, version in self._left.items())
+        return any(g is not None and (g is not view or view._version != version) for g, view, version in left)
 
     def _tell_equal(self) -> None:
         own, self._own, self._first = self._own % 2**64, 0, self._first - 1

@@ -43,11 +43,13 @@ def part(count: int, whole: int, rank: int, size: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The batches of one pass on this rank. ``weight``: of batch k, its samples times ranks / samples of global batch
-    k; ``digest``: tells ranks apart whose samples come in other orders ("" where they cannot)."""
+    k; ``uneven``: whether ranks have unequal numbers of them; ``digest``: tells ranks apart whose samples come in other
+    orders ("" where they cannot)."""
 
     count: int
     batch: Callable[[int], list]
     weight: Callable[[int], float]
+    uneven: Callable[[int], bool]
     digest: str = ""
 
 
@@ -145,6 +147,9 @@ class Even:
     def weight(self, k: int) -> float:
         return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
 
+    def uneven(self, k: int) -> bool:
+        return self._samples(k) % self.size > 0
+
     def _samples(self, k: int) -> int:
         return self.count - k * self.whole if k + 1 == len(self) and not self.drop_last else self.whole
 
@@ -183,7 +188,7 @@ class Share(Passes, data.Sampler):
             places = self._even.places(k)
             return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
 
-        return Plan(len(self._even), batch, self.weight)
+        return Plan(len(self._even), batch, self.weight, self._even.uneven)
 
 
 class Joined(Share):
@@ -200,7 +205,11 @@ class Joined(Share):
 
     def planned(self, epoch: int) -> Plan:
         plans = [share.planned(epoch) for share in self._shares]
-        return Plan(plans[0].count, lambda k: [i for plan in plans for i in plan.batch(k)], lambda k: 1.0)
+
+        def batch(k: int) -> list:
+            return [i for plan in plans for i in plan.batch(k)]
+
+        return Plan(plans[0].count, batch, lambda k: 1.0, lambda k: False)
 
 
 def check(loader: data.DataLoader) -> None:

@@ -23,6 +23,14 @@ class Context:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops, self.empty = ops, False
         self.weight: Callable[[], float] = lambda: 1.0  # by which this rank's gradients will count
+        self.before: Callable[[], None] = lambda: None  # called before each forward pass that joins statistics
+        self._first = ""  # the layer that a forward pass comes to first
+
+    def begin(self, layer: str) -> None:
+        """A layer is about to join its statistics."""
+        self._first = self._first or layer
+        if layer == self._first:
+            self.before()
 
     def take(self, weights: torch.Tensor) -> None:
         """A rank without samples computes on one row of padding; else a batch holds samples alone."""
@@ -81,6 +89,7 @@ class _Normalize(torch.autograd.Function):
             count = x.numel() // x.shape[1]
             part = torch.cat([mean.new_full((1,), count), mean, variance * count]).unsqueeze(0)
         communicator = context.communicator
+        context.begin(layer._wire)
         parts = communicator.synchronize(communicator.allgather_async(part, f"{layer._wire}.forward"))
         total, mean, variance = combine(parts, context.ops)
         layer._follow(total, mean, variance)

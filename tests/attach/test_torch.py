@@ -311,6 +311,25 @@ def test_mistakes_are_told_on_all_ranks(cases, world):
                 assert "\n" not in own["errors"][name]
 
 
+UNEQUAL = (
+    r"CommunicationError: the ranks' shares of a batch differ in length \((28, 27|19, 18, 18) samples\), and they "
+)
+ERRORS |= {
+    "parts clipped": f"{UNEQUAL}make .*: rank 1 has changed its gradients, .*; ht.shard; put all parts .* ht.no_sync",
+    "parts joined": f"{UNEQUAL}make .*: forward with sync_batchnorm on rank 0, optimizer.step.* on rank 1.*drop_last",
+    "parts stepped": rf"{UNEQUAL}make .*: backward\(\) on rank 0, the next batch on rank 1.*; make all batches of",
+}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_parts_of_uneven_shares_are_told_once(cases, world):
+    """25 samples in parts of 6 on 2 ranks waited for 10 minutes: 3 backward passes of 13 samples, 2 of 12."""
+    first, *others = [own["parts"] for own in cases(*world)[1]]
+    assert len(first) == 1 and re.match(UNEQUAL.partition(" ")[2] + "make unequal numbers of parts of them", first[0])
+    assert "rank 0 calls backward() more often than rank 1; ht.shard; this is exact where each part counts" in first[0]
+    assert all(own == [] for own in others)
+
+
 FAULTS = {
     "raise": (1, "a fault of the user's own"),
     "kill": (None, ""),

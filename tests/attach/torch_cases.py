@@ -497,6 +497,36 @@ def norm_kept(train):
 
 
 # Weights after 20 steps are those of one rank with the same global batch.
+PART = 9  # samples of a part: of 28 and 27, or 19, 18 and 18, ranks make unequal numbers
+
+
+def in_parts(make=None, *, once=False, clip=0.0, models=1, **options):
+    """Parts of each batch, as in Horovod's ImageNet example, each counted by its samples. ``once``: they travel
+    together; ``models``: each with its own optimizer."""
+
+    def case():
+        nets = [mlp(hidden=WIDE), cnn()][:models]
+        optimizers = [ht.distribute(net, sgd(net), **options)[1] for net in nets]
+        batches = ht.shard(make(GLOBAL_BATCH // ht.size())) if make else loader(235)
+        for _ in range(2):
+            for inputs, labels in batches:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for at in range(0, len(labels), PART):
+                    x, y = inputs[at : at + PART], labels[at : at + PART]
+                    quiet = once and at + PART < len(labels)
+                    with ht.no_sync(nets[0]) if quiet else contextlib.nullcontext():
+                        outputs = sum(net(x) for net in nets)
+                        (F.cross_entropy(outputs, y, reduction="sum") / len(labels)).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(nets[0].parameters(), clip)
+                for optimizer in optimizers:
+                    optimizer.step()
+        return nn.ModuleList(nets)
+
+    return case
+
+
 SAME = {
     "sgd": simple(mlp),
     "adam": simple(mlp, lambda model: torch.optim.Adam(model.parameters(), lr=0.01)),
@@ -538,6 +568,12 @@ SAME = {
     "checkpointed": checkpointed,
     "caught": caught(overlap=False),
     "caught overlap": caught(overlap=True),
+    "parts": in_parts(),
+    "parts overlap": in_parts(overlap=True),
+    "parts at once": in_parts(once=True, clip=0.2),
+    "parts of two models": in_parts(models=2),
+    "parts of a stream": in_parts(streamed(0)),
+    "parts of a batch sampler": in_parts(batched),
 }
 
 
@@ -667,6 +703,7 @@ ALIKE = {
     "fp16": compressed("fp16"),
     "topk": compressed("topk", ratio=0.1),
     "powersgd": compressed("powersgd", rank=2),
+    "parts topk": in_parts(compression="topk", ratio=0.1),
 }
 
 
@@ -1026,6 +1063,16 @@ def resume(folder: Path):
     }
 
 
+def parts_told():
+    """What is said of parts that travel by themselves, where a run of them has said nothing so far."""
+    ht._parts()._told = False
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        in_parts()()
+        in_parts()()
+    return [str(one.message) for one in told]
+
+
 def main_rank():
     """What is printed, the end of the bar, and the batches that a loop within a bar gets."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -1207,9 +1254,27 @@ def errors(folder: Path):
         for _ in walked(samples := Words()):
             random.shuffle(samples.files)
 
+    def joined_in_parts():
+        model = cnn(norm=True)
+        model, optimizer = ht.distribute(model, sgd(model), sync_batchnorm=True)
+        for inputs, labels in loader(235):
+            for at in range(0, len(labels), PART):
+                F.cross_entropy(model(inputs[at : at + PART]), labels[at : at + PART]).backward()
+            optimizer.step()
+
+    def step_of_parts():
+        model, optimizer = ht.distribute(model := mlp(), sgd(model))
+        for inputs, labels in loader(235):
+            for at in range(0, len(labels), PART):
+                F.cross_entropy(model(inputs[at : at + PART]), labels[at : at + PART]).backward()
+                optimizer.step()
+
     return {
         name: told(work)
         for name, work in {
+            "parts clipped": in_parts(clip=0.2),
+            "parts joined": joined_in_parts,
+            "parts stepped": step_of_parts,
             "twice": twice,
             "another's": lambda: ht.distribute(mlp(), sgd(mlp())),
             "frozen": frozen,
@@ -1290,6 +1355,7 @@ def main(folder: Path) -> None:
             "same work": same_work,
             "plain tensors": plain_tensors,
             "slow": slow,
+            "parts": parts_told,
             "sampled": sampled,
             "errors": lambda: errors(folder),
         }

@@ -24,9 +24,10 @@ from hvd_train.protocol import Field, Sample
 from hvd_train.run import chosen, refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
-ENDINGS = {to: framework.ending for to, framework in OWN.items()} | {"onnx": ".onnx", "safetensors": ".safetensors"}
+ENDINGS = {to: framework.ending for to, framework in OWN.items()}
+ENDINGS |= {"torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
 # Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
-BUILDERS = OWN | {"onnx": PYTORCH}
+BUILDERS = OWN | {"torch-export": PYTORCH, "onnx": PYTORCH}
 # What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
 SCALES = {
     "digits": "from 0 to 1",
@@ -68,12 +69,12 @@ def export(
     if framework:
         rank = settle(framework.name, config.threads, verbose, lean=True)
         rank.module.configure(rank.threads)
-        done = getattr(importlib.import_module(framework.exporter), f"to_{to}")(trained)
+        done = getattr(importlib.import_module(framework.exporter), f"to_{to.replace('-', '_')}")(trained)
     else:
         done = to_safetensors(trained)
     _write(output, done.content)
     print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
-    print(f"takes and gives: {_takes(trained, done, framework)}")
+    print(f"takes and gives: {_takes(trained, done, framework or FRAMEWORKS[config.framework])}")
     print(f"to load it: {done.load.replace('{path}', repr(str(output)))}", flush=True)
     return 0
 
@@ -85,7 +86,7 @@ def _builder(config: Config, to: str) -> Framework | None:
     own = FRAMEWORKS[config.framework]
     if to != "onnx" and BUILDERS[to] is not own:
         what = f"a {own.name} model of your own cannot become a {to} one"
-        fix = f"take --to {own.format}, onnx or safetensors"
+        fix = f"take --to {', '.join(x for x in BUILDERS if x == 'onnx' or BUILDERS[x] is own)} or safetensors"
         raise ConfigError(what, where=f"model.name: {config.model.name}", fix=fix)
     return own
 
@@ -136,8 +137,8 @@ def _field(told: Mapping[str, Any]) -> Field:
     return Field(**given)
 
 
-def _takes(trained: Trained, done: Exported, framework: Framework | None) -> str:
-    channels = "channels first, " if framework and framework.channels_first else "channels last, "
+def _takes(trained: Trained, done: Exported, framework: Framework) -> str:
+    channels = "channels first, " if framework.channels_first else "channels last, "
     inputs = []
     for name, (shape, dtype) in done.inputs.items():
         title = "input" if len(done.inputs) == 1 else name
@@ -154,7 +155,11 @@ def to_safetensors(trained: Trained) -> Exported:
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
     kinds = trained.inputs(trained.dtype)
-    inputs = {name: (field.shape, kinds[name]) for name, field in trained.sample.inputs.items()}
+    first = FRAMEWORKS[trained.config.framework].channels_first
+    inputs = {
+        name: ((field.shape[-1], *field.shape[:-1]) if first and field.image else field.shape, kinds[name])
+        for name, field in trained.sample.inputs.items()
+    }
     return Exported(save(trained.arrays, metadata=trained.about), load, inputs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +65,16 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
                 waiting = 0
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def ours_alone(paths: Iterable[Path]) -> bool:
+    """Whether all of these belong to this process' user and nobody else can write them. A link counts as foreign."""
+    try:
+        found = [path.lstat() for path in paths]
+    except OSError:
+        return False
+    user = os.geteuid()
+    return all(not stat.S_ISLNK(x.st_mode) and x.st_uid == user and not x.st_mode & 0o022 for x in found)
 
 
 def sync(folder: Path) -> None:

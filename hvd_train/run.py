@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from hvd_train import __version__
 from hvd_train.config import Config, changed, digest, load_config, resolved_yaml
-from hvd_train.config.own import look_in
+from hvd_train.config.own import look_in, source_of
 from hvd_train.core import checkpoint, faults, folder
 from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
@@ -28,7 +30,7 @@ from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.loader import Loader
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError, Interrupted
-from hvd_train.files import Aside
+from hvd_train.files import Aside, ours_alone
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
@@ -404,7 +406,7 @@ def trained_config(
     path: Path | None, sets: Sequence[str], run_dir: str | None, which: str
 ) -> tuple[Config, dict[str, str]]:
     """The configuration saved with the checkpoint ``which`` of a run folder, unless a file is given; and what of it
-    names code that the caller has not named himself."""
+    names code that the caller has not named himself, where folder and code are not his alone."""
     if path is not None:
         return load_config(path, sets, run_dir=run_dir).restoring(), {}
     if run_dir is None:
@@ -422,14 +424,24 @@ def trained_config(
     place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
     config = saved(place) if place else None
     if which != "last":
-        config = saved(checkpoint.resolve(folder, which, *_best(config or Config())))
-    assert config is not None
+        place = checkpoint.resolve(folder, which, *_best(config or Config()))
+        config = saved(place)
+    assert config is not None and place is not None
     given = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
     named = {key: name for key, name in config.user_code.items() if not given & {key, key.partition(".")[0]}}
     if not named and "code_dir" not in given:
         # All code is what the caller names: it is the caller's, not what lies in a folder that the run names.
         config = config.model_copy(update={"code_dir": None})
-    return config, named
+    return config, {} if named and _is_callers(named, config.code_dir, folder, place) else named
+
+
+def _is_callers(named: Mapping[str, str], code_dir: str | None, run_dir: Path, place: Path) -> bool:
+    """Whether a run folder, its checkpoint ``place`` and the code that it names belong to the caller alone. A library's
+    function is not the caller's: a folder that was unpacked here could name any of them."""
+    look_in(code_dir)
+    sources = [source_of(name) for names in named.values() for name in names.split(", ") if ":" in name]
+    held = [run_dir, *run_dir.rglob("*"), place, *place.rglob("*")]
+    return all(sources) and ours_alone([*held, *(file for files in sources for file in files)])
 
 
 def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:
@@ -438,9 +450,9 @@ def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:
         listed = ", ".join(f"{key}: {json.dumps(name)[:200]}" for key, name in named.items())
         sets = " ".join(f"--set {key}=..." for key in named)
         what = f"the run folder names code of its own, which would be imported and run ({listed})"
-        raise ConfigError(
-            what, where=run_dir, fix=f"if you trust it: --trust, or name it yourself with {sets} or -c FILE"
-        )
+        own = "a folder and code that belong to you, which nobody else can write (chmod -R go-w), need neither"
+        fix = f"if you trust it: --trust, or name it yourself with {sets} or -c FILE; {own}"
+        raise ConfigError(what, where=run_dir, fix=fix)
 
 
 def _best(config: Config) -> tuple[str, str]:
@@ -487,7 +499,16 @@ def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
     return 0
 
 
-def predict(config: Config, which: str, output: Path, split: str, verbose: bool) -> int:
+def check_output(config: Config, output: Path, overwrite: bool) -> None:
+    """Before any work, on the rank that writes: the files of ``predict`` must not be there."""
+    names = [name for name in config.task.terms if name]
+    there = [path for path in map(partial(_named, output), names or [""]) if path.exists()]
+    if there and not overwrite and world().rank == 0:
+        fix = "give --overwrite, or another place with -o"
+        raise ConfigError("the file exists already", where=str(there[0]), fix=fix)
+
+
+def predict(config: Config, which: str, output: Path, split: str, verbose: bool, overwrite: bool = False) -> int:
     """Writes what the model gives, (samples, ...) in the data set's order, as .npy; of several outputs a file each,
     OUTPUT.NAME.npy. N ranks share the work."""
     with opened(config, verbose) as job:
@@ -499,7 +520,9 @@ def predict(config: Config, which: str, output: Path, split: str, verbose: bool)
             for batch in job.loader(split).evaluation():
                 found = job.frontend.predict(job.frontend.to_device(batch))
                 for name, rows in (found if isinstance(found, dict) else {"": found}).items():
-                    _put(files.setdefault(name, _Rows(_named(output, name))), rows, batch, communicator, total)
+                    _put(
+                        files.setdefault(name, _Rows(_named(output, name), overwrite)), rows, batch, communicator, total
+                    )
             for file in files.values():
                 collectively(communicator, file.close)
         except BaseException:
@@ -534,8 +557,8 @@ class _Rows:
     """Rows of a .npy file, in any order of whole parts; a file that cannot be written is told at the end, for other
     ranks wait in between. Written and not mapped: a mapped file on a full disk ends the process by a signal."""
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, output: Path, overwrite: bool) -> None:
+        self.output, self._overwrite = output, overwrite
         self._file: Aside | None = None
         self._failure: OSError | None = None
         self._start = self._width = 0
@@ -544,6 +567,8 @@ class _Rows:
         if self._file or self._failure:
             return
         try:
+            if self.output.exists() and not self._overwrite:  # a name that only the outputs tell
+                raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._file = Aside(self.output)
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}

@@ -632,6 +632,7 @@ def evaluate(
     required=True,
     help="A .npy file: logits, one row a sample.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
 @trained_run_options
 def predict(
     run_dir: str | None,
@@ -641,6 +642,7 @@ def predict(
     trust: bool,
     split: str,
     output: Path,
+    overwrite: bool,
     num_proc: int | None,
     launcher: str,
     verbose: bool,
@@ -651,7 +653,10 @@ def predict(
     """
     config, named = _run().trained_config(path, sets, run_dir, checkpoint)
     _run().refuse_foreign({} if trust else named, run_dir)
-    _launch_or(num_proc, launcher, verbose, lambda: _run().predict(config, checkpoint, output, split, verbose))
+    _run().check_output(config, output, overwrite)
+    _launch_or(
+        num_proc, launcher, verbose, lambda: _run().predict(config, checkpoint, output, split, verbose, overwrite)
+    )
 
 
 @cli.command()
@@ -713,14 +718,14 @@ def record(folder: Path, verbose: bool) -> None:
 @click.option(
     "--to",
     required=True,
-    type=click.Choice([*(f.format for f in FRAMEWORKS.values() if f.format), "onnx", "safetensors"]),
+    type=click.Choice([*(f.format for f in FRAMEWORKS.values() if f.format), "torch-export", "onnx", "safetensors"]),
     help="The file's format.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file (without: model.pt, .keras, .onnx or .safetensors in the run folder).",
+    help="The file (without: model.pt, .keras, .pt2, .onnx or .safetensors in the run folder).",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
 @verbose_option
@@ -738,7 +743,8 @@ def export(
     """Write a trained model as a file that needs no hvd_train; says what it takes and how to load it.
 
     \b
-    hvd-train export --run-dir runs/cnn --to pytorch       a state dictionary for torch.load(weights_only=True)
+    hvd-train export --run-dir runs/cnn --to pytorch       a state dictionary for torch.load and the model's code
+    hvd-train export --run-dir runs/cnn --to torch-export  a program for torch.export.load, without the model's code
     hvd-train export --run-dir runs/cnn --to keras         for keras.models.load_model, whichever framework trained it
     hvd-train export --run-dir runs/cnn --to onnx -o cnn.onnx --checkpoint best
     hvd-train export --run-dir runs/cnn --to safetensors   weights alone, under names that both frameworks share

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +43,22 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
             what = f"there is no module '{module}'"
             fix = f"it was looked for in {', then in '.join(_places())}; start there where it lies, or set code_dir"
         raise kind(what, where=where, fix=fix) from error
+
+
+def source_of(name: str) -> list[Path]:
+    """The files and folders from which ``package.module:function`` would be imported; empty: a library's, or none.
+    Nothing is imported."""
+    top, *rest = name.partition(":")[0].split(".")
+    if top in sys.stdlib_module_names:
+        return []
+    spec = PathFinder.find_spec(top, [*_places(), *sys.path])
+    if spec is None:
+        return []
+    folders = [Path(x) for x in spec.submodule_search_locations or []]
+    inner = [folder.joinpath(*rest).with_suffix(".py") for folder in folders if rest]
+    found = [*([Path(spec.origin)] if spec.origin else []), *folders, *(x for x in inner if x.exists())]
+    libraries = [Path(path) for path in sysconfig.get_paths().values()]
+    return [] if any(x.is_relative_to(library) for x in found for library in libraries) else found
 
 
 def own_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:

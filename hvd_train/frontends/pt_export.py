@@ -64,6 +64,31 @@ def to_pytorch(trained: Trained) -> Exported:
 
 
 @torch.no_grad()
+def to_torch_export(trained: Trained) -> Exported:
+    """A program with its weights, for any number of samples; ``torch.export.load`` needs no code of the model."""
+    model, _, _, example = _model(trained, trained.dtype)
+    outputs, alone, batch = shapes(_output(model, example)), len(example) == 1, {0: torch.export.Dim("batch")}
+    buffer = io.BytesIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.export.export(
+                model,
+                tuple(example.values()) if alone else (),
+                None if alone else example,
+                dynamic_shapes=(batch,) if alone else dict.fromkeys(example, batch),
+            )
+            torch.export.save(program, buffer)
+    except Exception as error:  # the exporter has many, and those of the model's code come through
+        raise unfit_for("a torch.export program", trained.config.model.name, error) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    load = "import torch; model = torch.export.load({path}).module()"
+    return Exported(buffer.getvalue(), load, _told(example), outputs)
+
+
+@torch.no_grad()
 def to_onnx(trained: Trained) -> Exported:
     """An ONNX model of 32 bits, input ``input`` and output ``logits``, for any number of samples."""
     package, _ = onnx_packages("onnx", "onnxscript")

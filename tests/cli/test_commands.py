@@ -332,7 +332,7 @@ def test_code_beside_the_configuration_is_found_from_everywhere(tmp_path):
     file.write_text(named)
     run("fit", "-c", "../jobs/job.yaml", "-np", "2", cwd=away)
     assert f"code_dir: {jobs}" in (folder / "config.yaml").read_text()
-    assert json.loads(run("eval", "--run-dir", str(folder), "--trust", cwd=away).stdout)["samples"] == 10
+    assert json.loads(run("eval", "--run-dir", str(folder), cwd=away).stdout)["samples"] == 10
     names = ["--set", "model.name=mine:build", "--set", "data.name=mine:pairs"]
     told = run("eval", "--run-dir", str(folder), *names, cwd=away, code=3).stderr
     assert told == (
@@ -357,6 +357,18 @@ def test_text_trains_and_predicts_at_every_place(tmp_path):
     assert logits.shape == (6, 16, 256) and np.isfinite(logits).all()
     mixed = run("fit", "--run-dir", str(tmp_path / "b"), *settings, "--set", "model={name: mlp}", code=2)
     assert "the model does not take its inputs (input (16,) uint8)" in mixed.stderr and mixed.stderr.count("\n") == 1
+
+
+def test_predictions_replace_no_file_unless_asked(trained, tmp_path):
+    """As export does."""
+    file = tmp_path / "x.npy"
+    file.write_text("mine")
+    for more in ([], ["-np", "2"]):
+        told = run("predict", "--run-dir", str(trained[0]), "-o", str(file), *more, code=2).stderr
+        assert told == f"error: the file exists already; {file}; give --overwrite, or another place with -o\n"
+    assert file.read_text() == "mine"
+    run("predict", "--run-dir", str(trained[0]), "-o", str(file), "--overwrite")
+    assert len(np.load(file)) == 359
 
 
 def test_predictions_that_cannot_be_written(trained):

@@ -33,6 +33,8 @@ RUNS = {
 }
 FORMATS = {run: ["safetensors", "pytorch", "keras", "onnx"] for run in ("cnn", "gpt", "resnet", "mlp")}
 FORMATS |= {"thin": ["pytorch", "keras"], "own-pytorch": ["pytorch", "onnx"], "own-keras": ["keras", "onnx"]}
+for one in ("cnn", "gpt", "resnet", "own-pytorch"):
+    FORMATS[one].append("torch-export")
 CASES = [(run, to) for run, formats in FORMATS.items() for to in formats if to != "safetensors"]
 
 # One process runs many command lines, so that each framework is loaded once. stdin: lists of arguments.
@@ -55,12 +57,18 @@ json.dump(told, sys.stdout)
 OPEN = """
 import json, sys
 import numpy as np
+code = dict.fromkeys(("hvd_train", "pt_models", "tests"))  # None: cannot be imported
+def forget():
+    for name in code:
+        if sys.modules.get(name, code) is None:
+            del sys.modules[name]
 for how, line, inputs, outputs in json.load(sys.stdin):
+    sys.modules.update(code) if how == "torch-export" else forget()
     x, known = np.load(inputs), {}
     if how == "onnx":
         known["x"] = x.astype("float32" if x.dtype.kind == "f" else "int64")
     exec(line, known)
-    if how == "pytorch":
+    if how in ("pytorch", "torch-export"):
         import torch
         with torch.no_grad():
             own = next(known["model"].parameters()).dtype
@@ -69,6 +77,7 @@ for how, line, inputs, outputs in json.load(sys.stdin):
     else:
         logits = known["logits"] if how == "onnx" else known["model"](x, training=False).numpy()
     np.save(outputs, logits)
+forget()
 assert not [name for name in sys.modules if name.split(".")[0] == "hvd_train"]
 """
 
@@ -98,12 +107,11 @@ def made(tmp_path_factory):
     for name in RUNS:
         sets = [word for one in settings(name, folder) for word in ("--set", one)]
         lines.append(["fit", "--run-dir", str(folder / name), *sets])
-        trust = ["--trust"] if OWN in "".join(RUNS[name]) else []
-        lines.append(["predict", "--run-dir", str(folder / name), "-o", str(folder / f"{name}.npy"), *trust])
+        lines.append(["predict", "--run-dir", str(folder / name), "-o", str(folder / f"{name}.npy")])
         keys += [(name, "fit"), (name, "predict")]
         for to in FORMATS[name]:  # an export reads no data
             where = ["--run-dir", str(folder / name), "--set", "data.path=nowhere"]
-            lines.append(["export", *where, "--to", to, *trust])
+            lines.append(["export", *where, "--to", to])
             keys.append((name, to))
     told = dict(zip(keys, json.loads(together(COMMANDS, lines)), strict=True))
     _open_all(folder, told)
@@ -180,6 +188,9 @@ def test_the_command_tells_what_was_written(made):
     )
     assert load.startswith("to load it: import torch, pt_models.cnn; model = pt_models.cnn.build(input_shape=")
     assert "channels last, numbers from 0 to 1 -> logits (n, 10)" in made.told["cnn", "keras"]
+    assert "input (n, 1, 28, 28) float64, channels first, numbers" in made.told["cnn", "safetensors"]
+    assert "input (n, 8, 8, 1) float64, channels last, numbers" in made.told["resnet", "safetensors"]
+    assert made.told["cnn", "torch-export"].endswith("model.pt2').module()\n")
     assert "input (n, 16) int64, numbers the bytes' numbers -> logits (n, 16, 256)" in made.told["gpt", "onnx"]
     assert "import keras, tf_models.gpt;" in made.told["gpt", "keras"], "its layers are its own"
     assert "import keras;" in made.told["resnet", "keras"]
@@ -208,7 +219,7 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "code", "words"),
     [
-        ("mlp", ["--to", "tflite"], 2, "'tflite' is not one of 'pytorch', 'keras', 'onnx', 'safetensors'"),
+        ("mlp", ["--to", "tflite"], 2, "'tflite' is not one of 'pytorch', 'keras', 'torch-export', 'onnx'"),
         ("mlp", [], 2, "Missing option '--to'"),
         ("mlp", ["--to", "safetensors"], 2, "the file exists already; {run}/model.safetensors; give --overwrite, or"),
         ("mlp", ["--to", "keras", "-o", "model.h5"], 2, "Keras loads only files that end in .keras; -o model.h5"),
@@ -216,7 +227,9 @@ def test_another_place_and_another_checkpoint(made, tmp_path):
         ("mlp", ["--to", "safetensors", "-o", "."], 2, "is a directory"),
         ("mlp", ["--to", "safetensors", "-o", "w", "--checkpoint", "step-9"], 4, "there is no checkpoint; step-9"),
         ("own-pytorch", ["--to", "keras"], 2, "a pytorch model of your own cannot become a keras one; model.name: "),
+        ("own-pytorch", ["--to", "keras"], 2, "take --to pytorch, torch-export, onnx or safetensors"),
         ("own-keras", ["--to", "pytorch"], 2, "take --to keras, onnx or safetensors"),
+        ("own-keras", ["--to", "torch-export"], 2, "cannot become a torch-export one"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

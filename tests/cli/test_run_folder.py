@@ -333,8 +333,9 @@ def model(input_shape, num_classes):
 
 @pytest.mark.parametrize("key", ["data", "model"])
 def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
-    """F34."""
+    """F34: of a folder that others can write too."""
     shutil.copytree(made.run, tmp_path / "run")
+    (tmp_path / "run").chmod(0o777)
     (tmp_path / "evil.py").write_text(EVIL)
     (step,) = (tmp_path / "run" / "checkpoints").iterdir()
     manifest = json.loads((step / "manifest.json").read_text())
@@ -361,7 +362,7 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
     )
     for one in told[:5]:
         assert one.code == 2 and one.err.count("\n") == 1, one
-        assert f'{key}.name: "evil:{key}"' in one.err and "--trust" in one.err
+        assert f'{key}.name: "evil:{key}"' in one.err and "--trust" in one.err and "chmod -R go-w" in one.err
     assert told[5].code == 0
     assert told[6].code == 2 and f"{key}.name: evil:{key} -> " in told[6].err
     told = commands(

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -497,6 +498,41 @@ def test_words_and_paths(tmp_path):
         checkpoint.resolve(tmp_path, str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="no checkpoint has a val_accuracy"):
         checkpoint.resolve(tmp_path, "best", "val_accuracy", "max")
+
+
+def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, monkeypatch):
+    """A library's function, a link, what others can write or own: each is asked about."""
+    (tmp_path / "mine").mkdir()
+    code, folder = tmp_path / "mine" / "parts.py", tmp_path / "run"
+    code.write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+
+    def named(name="mine.parts:network"):
+        shutil.rmtree(folder, ignore_errors=True)
+        config = Config.model_validate({"model": {"name": name}}).model_dump(mode="json")
+        meta = {"monitor": {}, "progress": {"step": 1}, "config": config}
+        checkpoint.save(folder / "checkpoints", Snapshot(1, 1, 32, TREE, [], meta))
+        return run.trained_config(None, [], str(folder), "last")[1]
+
+    assert named() == {} and named("parts:network") == {"model.name": "parts:network"}, "there is no such module"
+    for library in ("os:system", "numpy:load", "torch.hub:load"):
+        assert named(library) == {"model.name": library}
+    manifest = folder / "checkpoints" / "step-00000001" / "manifest.json"
+    for path in (folder, folder / "checkpoints", manifest, code, tmp_path / "mine"):
+        for mode in (0o020, 0o002):
+            named()
+            before = path.stat().st_mode
+            path.chmod(before | mode)
+            assert run.trained_config(None, [], str(folder), "last")[1], (path, mode)
+            path.chmod(before)
+    named()
+    assert run.trained_config(None, [], str(folder), "last")[1] == {}
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: 12345)
+        assert run.trained_config(None, [], str(folder), "last")[1], "they belong to another user"
+    shutil.move(folder / "checkpoints", tmp_path / "elsewhere")
+    (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert run.trained_config(None, [], str(folder), "last")[1], "a link may lead to another's"
 
 
 def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, capsys):

@@ -343,7 +343,8 @@ def train(
         log.close()
         raise
     collectively(communicator, lambda: log.summary(summary))
-    log.message(_closing(summary, run_dir))
+    if communicator.rank == 0:
+        log.message(_closing(summary, config))
     log.close()
     return summary
 
@@ -364,12 +365,17 @@ def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:
 
 
 def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:
-    c, count = job.config, sum(spec.size for spec in job.frontend.specs())
+    c, count, size = job.config, sum(spec.size for spec in job.frontend.specs()), job.communicator.size
+    steps = f"{trainer.steps_per_epoch} steps per epoch"
+    if trainer.limit < trainer.steps_per_epoch:
+        samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
+        steps = f"{trainer.limit} of {steps}, {samples} (limit_train_batches)"
+    if c.limit_val_batches and (scored := c.limit_val_batches * trainer.val_loader.length * size) < trainer.val_size:
+        steps += f"; an evaluation takes {scored:,} of {trainer.val_size:,} samples (limit_val_batches)"
     lines = [
         f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "
         f"{len(job.data.val):,} validation samples",
-        f"{job.communicator.size} rank{'s' * (job.communicator.size > 1)}, global batch {trainer.global_batch}, "
-        f"{trainer.steps_per_epoch} steps per epoch",
+        f"{size} rank{'s' * (size > 1)}, global batch {trainer.global_batch}, {steps}",
     ]
     lines.append(f"the model gets {_gets(job)}")
     if note := getattr(job.data.train, "note", ""):
@@ -393,13 +399,16 @@ def _gets(job: Job) -> str:
     return ", ".join(listed)
 
 
-def _closing(summary: dict[str, Any], run_dir: Path) -> str:
+def _closing(summary: dict[str, Any], config: Config) -> str:
+    run_dir = Path(config.run_dir)
     told = {name[4:]: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
     listed = ", ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in told.items() if x is not None)
     result = f"validation {listed}" if listed else "no evaluation"
     at = summary.get("paused_at")
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
-    return f"{word}: {result}, {summary['samples_per_second']:,.0f} samples/s; run folder {run_dir}"
+    best = checkpoint.best(run_dir / "checkpoints", *_best(config)) if config.checkpoint.save_top_k else ""
+    best = f"; best: {best}" if best else ""
+    return f"{word}: {result}, {summary['samples_per_second']:,.0f} samples/s{best}; run folder {run_dir}"
 
 
 def trained_config(

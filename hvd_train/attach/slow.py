@@ -19,13 +19,12 @@ class Slow:
         self._step = 0
 
     def stepped(self, steps: int = 1) -> None:
-        """After so many more steps, on all ranks together. Rank 0 tells what is new."""
+        """After so many more steps, on all ranks together. Rank 0 names a slow one."""
         self._step += steps
         if self._communicator.size == 1 or not self._meetings.due():
             return
         if self._stragglers.look(self._step, self._meetings.meet(self._waited())) and self._communicator.rank == 0:
-            found = self._stragglers.found or "no rank is slow any more"
-            print(f"step {self._step}: {found}", file=sys.stderr, flush=True)
+            print(f"step {self._step}: {self._stragglers.found}", file=sys.stderr, flush=True)
 
     def pause(self) -> None:
         """What follows is no step: an evaluation, a save. On all ranks together."""

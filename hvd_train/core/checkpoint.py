@@ -285,6 +285,16 @@ def _ranked(
     return sorted(rows)
 
 
+def best(folder: Path, monitor: str, mode: str) -> str:
+    """The best checkpoint in words: its value, its epoch and its name; empty where none has the ``monitor``."""
+    ranked = _ranked(folder, monitor, mode)
+    if not ranked:
+        return ""
+    manifest, meta = read(ranked[0][2])
+    epoch = manifest.epoch + (manifest.consumed > 0)  # one within an epoch: the epoch that had begun
+    return f"{monitor} {meta['monitor'][monitor]:.4f} in epoch {epoch}, checkpoint {ranked[0][2].name}"
+
+
 def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
     """Keeps the k best and the newest two, in case the newest is damaged; sweeps what a killed run left.
 

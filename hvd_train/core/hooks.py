@@ -149,7 +149,7 @@ class Lines(Hook):
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
         p = trainer.progress
         self.pending += taken.sums
-        trainer.log.progress(p.epoch, p.consumed, trainer.train_size, trainer.samples_per_second)
+        trainer.log.progress(p.epoch, p.consumed, trainer.epoch_size, trainer.samples_per_second)
         if not taken.told:
             return
         local = self.local(trainer)

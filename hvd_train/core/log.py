@@ -59,8 +59,12 @@ class WordLog(NullLog):
         warn(text)
 
 
-def _cell(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
+def _cell(value: float | None, width: int) -> str:
+    """With 4 digits behind the point, or as many as the column has room for; at last as a power of ten."""
+    if value is None:
+        return f"{'-':>{width}}"
+    texts = (f"{value:.{digits}f}" for digits in (4, 3, 2, 1, 0))
+    return next((text for text in texts if len(text) <= width), f"{value:.1e}").rjust(width)
 
 
 class RunLog:
@@ -157,7 +161,6 @@ class RunLog:
 
     def straggler(self, epoch: int, step: int, found: Straggler) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **asdict(found)})
-        self.message(f"step {step}: {found}")
 
     def _truncate_after(self, step: int) -> None:
         path = self.run_dir / "metrics.jsonl"
@@ -195,20 +198,24 @@ class RunLog:
         step: int,
         values: Mapping[str, float | None],
         lr: float,
-        samples_per_second: float,
+        samples_per_second: float | None,
         seconds: float,
+        note: str = "",
     ) -> None:
-        """``values``: {train_NAME or val_NAME: None where there was no evaluation}."""
+        """``values``: {train_NAME or val_NAME: None where there was no evaluation}; ``samples_per_second``: in these
+        ``seconds``; ``note``: stands behind the row."""
         shown = {name.replace("train_", "").replace("_", " "): x for name, x in values.items() if name != "val_samples"}
-        widths = [max(6, len(name) + 1) for name in shown]
+        widths = [max(8, len(name) + 1) for name in shown]
+        total = f"/{self._epochs}" if self._epochs else ""
+        first = max(6, len(f"{self._epochs}{total}") + 1)
         if not self._header_shown:
             names = " ".join(f"{name:>{width}}" for name, width in zip(shown, widths, strict=True))
-            self.message(f" epoch     step {names}        lr  samples/s  seconds")
+            self.message(f"{'epoch':>{first}}     step {names}        lr  samples/s  seconds")
             self._header_shown = True
-        total = f"/{self._epochs}" if self._epochs else ""
-        cells = " ".join(_cell(x, width, 4) for x, width in zip(shown.values(), widths, strict=True))
-        begin = f"{epoch + 1:>{6 - len(total)}}{total} {step:8d}"
-        self.message(f"{begin} {cells} {lr:9.3g} {samples_per_second:10,.0f} {seconds:8.1f}")
+        cells = " ".join(_cell(x, width) for x, width in zip(shown.values(), widths, strict=True))
+        speed = f"{'-':>10}" if samples_per_second is None else f"{samples_per_second:10,.0f}"
+        row = f"{f'{epoch + 1}{total}':>{first}} {step:8d} {cells} {lr:9.3g} {speed} {seconds:8.1f}"
+        self.message(f"{row}  {note}" if note else row)
 
     def message(self, text: str) -> None:
         if self._terminal:

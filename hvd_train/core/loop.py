@@ -86,8 +86,9 @@ class Trainer:
         self.sample = train.sample.joined(val.sample)
         self.data = saving.data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
-        self.limit = config.limit_train_batches or self.steps_per_epoch
-        self.schedule = Schedule(config.optim, self.global_batch, min(self.limit, self.steps_per_epoch), self._total())
+        self.limit = min(config.limit_train_batches or self.steps_per_epoch, self.steps_per_epoch)
+        self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
+        self.schedule = Schedule(config.optim, self.global_batch, self.limit, self._total())
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         # Of this rank's samples since the last line of the log, by which each loss is divided.
@@ -112,8 +113,7 @@ class Trainer:
         self._own = tuple(hooks)  # the user's
 
     def _total(self) -> int:
-        per_epoch = min(self.limit, self.steps_per_epoch)
-        totals = [self.config.max_steps, self.config.max_epochs and self.config.max_epochs * per_epoch]
+        totals = [self.config.max_steps, self.config.max_epochs and self.config.max_epochs * self.limit]
         return min(total for total in totals if total)
 
     # ---- training
@@ -159,7 +159,8 @@ class Trainer:
             self.log.message(asked[0])
         self._asked = next((number for _, number, *_ in said if number), 0)
         if looks and len(said) > 1 and self._stragglers.look(self.progress.step, [row[3] for row in said]):
-            self._tell_straggler(self.progress.epoch)
+            self.log.message(f"step {self.progress.step}: {self._stragglers.found}")
+            self._note_straggler(self.progress.epoch)
         if said[0][2] is not None:
             self._written(said[0][2])
 
@@ -168,12 +169,13 @@ class Trainer:
         end, need = self.outside.job_end, LAST_SECONDS + 3 * self._writer.longest
         return int(signal.SIGUSR1) if end and self.outside.begun and time.time() > end - need else 0
 
-    def _tell_straggler(self, epoch: int) -> None:
-        step, found = self.progress.step, self._stragglers.found
-        if found:
-            self.log.straggler(epoch, step, found)
-        else:
-            self.log.message(f"step {step}: no rank is slow any more")
+    def _note_straggler(self, epoch: int) -> str:
+        """Into the log; what the epoch's row says of it."""
+        found = self._stragglers.found
+        if found is None:
+            return ""
+        self.log.straggler(epoch, self.progress.step, found)
+        return f"rank {found.rank} is slow: {found.share:.0%}"
 
     def _interrupt(self) -> None:
         """Saves the run and leaves it."""
@@ -220,12 +222,12 @@ class Trainer:
 
     def _epoch(self) -> None:
         p, c = self.progress, self.config
-        started = time.perf_counter()
+        started, seen = time.perf_counter(), p.seen
         done_in_epoch = -(-p.consumed // self.global_batch)
         at_end = p.consumed >= self.train_size or done_in_epoch >= self.limit
         if p.ending:
             self._begin()
-            self._end_epoch(self._rate(done_in_epoch - 1, p.step - 1), 0.0, complete=at_end)
+            self._end_epoch(self._rate(done_in_epoch - 1, p.step - 1), 0.0, 0, complete=at_end)
             return
         self.outside.at("training", p.step)
         self._steps.begin()
@@ -263,7 +265,7 @@ class Trainer:
                 if p.ending:
                     break
                 clock = time.perf_counter()
-        self._end_epoch(rate, time.perf_counter() - started, complete=at_end)
+        self._end_epoch(rate, time.perf_counter() - started, p.seen - seen, complete=at_end)
 
     def _step(self, step: Step) -> tuple[float, list[Any]]:
         """(learning rate, this rank's sums of each micro-batch)."""
@@ -354,7 +356,8 @@ class Trainer:
             self.synchronizer.converge(self.frontend)
             self._agreement.compare(self)
 
-    def _end_epoch(self, rate: float, seconds: float, complete: bool) -> None:
+    def _end_epoch(self, rate: float, seconds: float, samples: int, complete: bool) -> None:
+        """``samples`` were trained on in ``seconds``: since the epoch began, or the run went on within it."""
         p, c = self.progress, self.config
         epoch, train = p.epoch, _told("train", self._of_epoch())
         del train["train_samples"]
@@ -376,11 +379,10 @@ class Trainer:
             step=p.step,
             values=train | {name.replace("train", "val", 1): None for name in train} | (p.val if val else {}),
             lr=rate,
-            samples_per_second=self.samples_per_second(),
+            samples_per_second=samples / seconds if seconds else None,
             seconds=seconds,
+            note=self._note_straggler(epoch),
         )
-        if self._stragglers.found:
-            self._tell_straggler(epoch)
         every = c.checkpoint.every_n_epochs
         if last or (complete and every and p.epoch % every == 0):
             self._save({**train, **(p.val if val else {})})

@@ -14,6 +14,7 @@ import numpy as np
 
 MEETINGS = 8  # a quarter of a second to a second apart, or a step where steps take longer
 SHARE, SECONDS = 0.2, 0.001  # of a step: what is less is no matter, or noise
+NAMED = 3  # ranks that are named as soon as they are found: on a busy machine each is slow for a while
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Stragglers:
 
     def __init__(self) -> None:
         self.found: Straggler | None = None
+        self._named: set[int] = set()
         self._before: tuple[int, float, np.ndarray] | None = None
         self._rows: list[tuple[int, float, np.ndarray]] = []  # steps, seconds, seconds that each rank waited
         self._first = 0
@@ -44,7 +46,8 @@ class Stragglers:
         self._before = None
 
     def look(self, step: int, waited: Sequence[float]) -> bool:
-        """After step number ``step``; ``waited``: of each rank, from its start. Whether something is new."""
+        """After step number ``step``; ``waited``: of each rank, from its start. Whether to name the straggler at once:
+        the first time of each rank, and of three at most."""
         now, before = (step, time.monotonic(), np.array(waited)), self._before
         self._before = now
         if before is None or before[0] >= step:
@@ -54,9 +57,12 @@ class Stragglers:
         self._rows.append((step - before[0], now[1] - before[1], now[2] - before[2]))
         if len(self._rows) < MEETINGS:
             return False
-        old, self.found = self.found, self._judge()
+        self.found = self._judge()
         self._rows.clear()
-        return (old and old.rank) != (self.found and self.found.rank)
+        if self.found is None or self.found.rank in self._named or len(self._named) == NAMED:
+            return False
+        self._named.add(self.found.rank)
+        return True
 
     def _judge(self) -> Straggler | None:
         steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))

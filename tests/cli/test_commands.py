@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -251,12 +252,25 @@ def test_a_run_tells_what_it_does(trained):
     assert lines[1] == "1 rank, global batch 50, 29 steps per epoch"
     assert " ".join(lines[2].split()) == "epoch step loss accuracy val loss val accuracy lr samples/s seconds"
     assert lines[3].split()[:2] == ["1/2", "29"] and lines[4].split()[:2] == ["2/2", "58"]
-    assert lines[5].startswith("done: validation loss ") and lines[5].endswith(f"run folder {folder}")
+    assert re.fullmatch(
+        r"done: validation loss \S+, accuracy \S+, \S+ samples/s; best: val_loss \S+ in epoch 2, checkpoint step-0*58; "
+        f"run folder {folder}",
+        lines[5],
+    )
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard"]
     summary = json.loads((folder / "summary.json").read_text())
     keys = "framework model world_size epochs steps train_samples val_samples train_loss train_accuracy val_loss"
     assert list(summary) == [*keys.split(), "val_accuracy", "samples_per_second", "weights_sha256"]
+
+
+def test_what_limits_leave_out_is_told(tmp_path):
+    limits = ["--set", "limit_train_batches=2", "--set", "limit_val_batches=1"]
+    line = run("fit", "--check", *limits, cwd=tmp_path).stdout.splitlines()[1]
+    assert line == (
+        "1 rank, global batch 32, 2 of 45 steps per epoch, 64 of 1,438 samples (limit_train_batches); "
+        "an evaluation takes 32 of 359 samples (limit_val_batches)"
+    )
 
 
 def test_events_are_read_by_tensorboard(trained):

@@ -41,10 +41,21 @@ def test_a_line_per_epoch_under_one_header(made, capsys):
     log.epoch_line(**line())
     log.epoch_line(**line(epoch=1, val_loss=None, val_accuracy=None))
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header == " epoch     step   loss  accuracy  val loss  val accuracy        lr  samples/s  seconds"
+    assert header == " epoch     step     loss  accuracy  val loss  val accuracy        lr  samples/s  seconds"
     assert first.split() == ["1/2", "7", "1.5000", "0.5000", "1.2500", "0.7500", "0.01", "1,234", "2.0"]
     assert second.split()[4:6] == ["-", "-"]
     assert len(first) == len(header) == len(second)
+
+
+@pytest.mark.parametrize("loss", [12345.678, -123456.7, 9.87e12, -1e99, float("nan")])
+def test_large_numbers_do_not_shift_the_columns(made, capsys, loss):
+    log = made(total_epochs=10_000)
+    log.epoch_line(**line(epoch=9_999, train_loss=loss))
+    log.epoch_line(**line() | {"samples_per_second": None, "note": "rank 1 is slow: 51%"})
+    header, row, second = capsys.readouterr().out.splitlines()
+    assert len(header) == len(row) == second.index("  rank 1 is slow: 51%") and row.startswith(" 10000/10000 ")
+    assert second[: len(header)].split()[-2] == "-"
+    assert float(row.split()[2]) == pytest.approx(loss, rel=0.05, nan_ok=True)
 
 
 def test_a_line_has_the_names_of_the_task(made, capsys):

@@ -392,6 +392,41 @@ def test_evaluations_come_when_asked(tmp_path, every, epochs):
     assert [row[0] for row in log.vals] == epochs
 
 
+class Rows(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.shown = [], []
+
+    def epoch_line(self, **row):
+        self.rows.append(row)
+
+    def progress(self, epoch, done, total, speed):
+        self.shown.append((done, total))
+
+
+def test_a_row_counts_the_samples_of_its_own_seconds(tmp_path):
+    """With a limit, too; and progress goes to its end."""
+    log = Rows()
+    final(1, config(max_epochs=2, limit_train_batches=2), tmp_path, log=log)
+    assert log.shown == 2 * [(8, 16), (16, 16)]
+    assert [row["samples_per_second"] * row["seconds"] for row in log.rows] == pytest.approx([16, 16])
+    assert all("note" in row for row in log.rows)
+
+
+@pytest.mark.parametrize(("monitor", "mode"), [("train_loss", "min"), ("train_loss", "max")])
+def test_the_best_checkpoint_in_words(tmp_path, monitor, mode):
+    """One within an epoch is of that epoch."""
+    rule = {"every_n_steps": 3, "save_top_k": 9, "monitor": monitor, "mode": mode}
+    assert checkpoint.best(tmp_path / "checkpoints", monitor, mode) == ""
+    final(1, config(checkpoint=rule), tmp_path)
+    words = checkpoint.best(tmp_path / "checkpoints", monitor, mode)
+    path = checkpoint.resolve(tmp_path, "best", monitor, mode)
+    saved = checkpoint.load(path)
+    value, epoch = saved.meta["monitor"][monitor], -(-saved.step // 7)
+    assert words == f"{monitor} {value:.4f} in epoch {epoch}, checkpoint {path.name}"
+    assert (saved.step == 21) == (mode == "min")
+
+
 def test_limit_val_batches(tmp_path):
     assert final(2, config(limit_val_batches=1), tmp_path)[0]["val_samples"] == 8
 

@@ -250,12 +250,13 @@ def test_a_run_tells_what_it_does(trained):
     lines = text.splitlines()
     assert lines[0] == "pytorch, mlp: 2,410 weights; digits: 1,438 training and 359 validation samples"
     assert lines[1] == "1 rank, global batch 50, 29 steps per epoch"
-    assert " ".join(lines[2].split()) == "epoch step loss accuracy val loss val accuracy lr samples/s seconds"
-    assert lines[3].split()[:2] == ["1/2", "29"] and lines[4].split()[:2] == ["2/2", "58"]
+    *_, header, first, second, last = lines
+    assert " ".join(header.split()) == "epoch step loss accuracy val loss val accuracy lr samples/s seconds"
+    assert first.split()[:2] == ["1/2", "29"] and second.split()[:2] == ["2/2", "58"]
     assert re.fullmatch(
         r"done: validation loss \S+, accuracy \S+, \S+ samples/s; best: val_loss \S+ in epoch 2, checkpoint step-0*58; "
         f"run folder {folder}",
-        lines[5],
+        last,
     )
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard"]

@@ -353,7 +353,7 @@ class Task:
         if alone[1:] != tuple(values.shape)[1:]:
             shapes = " and ".join(str(_map(lambda x: tuple(x.shape), x)) for x in (z, y))
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
-            fix = "bring both to one shape: labels of one number are (n,), and outputs[:, 0] of (n, 1) are, too"
+            fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
             raise refused(f"{what} {shapes}", f"{key}: {name}", fix)
         return own is not None
 

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from hvd_train import __version__, files
 from hvd_train.config import Config
 from hvd_train.config.own import look_in
 from hvd_train.core import checkpoint
+from hvd_train.core.manifest import sample_of
 from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
@@ -20,7 +20,6 @@ from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import world
-from hvd_train.protocol import Field, Sample
 from hvd_train.run import chosen, refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
@@ -61,7 +60,7 @@ def export(
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
     snapshot = chosen(config, which)
-    opens = not _knows_sample(snapshot)
+    opens = sample_of(snapshot.meta) is None
     used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
     look_in(config.code_dir)
@@ -93,7 +92,7 @@ def _builder(config: Config, to: str) -> Framework | None:
 
 def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
     """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
-    sample = _sample(snapshot.meta) if _knows_sample(snapshot) else open_data(config.data, config.task).sample
+    sample = sample_of(snapshot.meta) or open_data(config.data, config.task).sample
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
     told = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
     scale = SCALES.get(config.data.name) or told or snapshot.meta.get("numbers") or STORED
@@ -116,25 +115,6 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
 def _listed(numbers: tuple[float, ...]) -> str:
     told = ", ".join(f"{x:g}" for x in numbers)
     return told if len(numbers) == 1 else f"({told})"
-
-
-def _knows_sample(snapshot: checkpoint.Snapshot) -> bool:
-    return "sample" in snapshot.meta or "input_shape" in snapshot.meta
-
-
-def _sample(meta: dict[str, Any]) -> Sample:
-    """Older checkpoints know one input of numbers."""
-    if "sample" not in meta:
-        shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
-        return Sample({"input": Field(shape, "float32")}, {"label": Field((), "int64", classes=classes)})
-    told = meta["sample"]
-    inputs, labels = ({name: _field(one) for name, one in told[part].items()} for part in ("inputs", "labels"))
-    return Sample(inputs, labels, told.get("told_classes"))
-
-
-def _field(told: Mapping[str, Any]) -> Field:
-    given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
-    return Field(**given)
 
 
 def _takes(trained: Trained, done: Exported, framework: Framework) -> str:

@@ -49,6 +49,8 @@ class Field:
     Then numbers take the type of the weights, whole ones int64.
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
     ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
+    ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
+    of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not tell them.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,9 @@ class Field:
     def __post_init__(self) -> None:
         if self.image is None:
             object.__setattr__(self, "image", len(self.shape) == 3 and not self.classes)
+
+    names: tuple[str, ...] | None = ()
+    columns: tuple[str, ...] | None = ()
 
     @property
     def whole(self) -> bool:
@@ -102,7 +107,8 @@ class Sample:
         for name, field in self.labels.items():
             its = other.labels[name]
             most = max(field.classes or 0, its.classes or 0) or None
-            labels[name] = replace(field, classes=most, masked=field.masked or its.masked)
+            names = max(field.names or (), its.names or (), key=len)
+            labels[name] = replace(field, classes=most, masked=field.masked or its.masked, names=names)
         return replace(self, labels=labels)
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog, WordLog, warn
 from hvd_train.core.loop import Trainer, start_agreement
+from hvd_train.core.manifest import sample_of
 from hvd_train.core.meeting import Outside
 from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.core.state_dict import broadcast, without_slots
+from hvd_train.data.classes import listing
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import DataSet, open_data
+from hvd_train.data.sources import Asked, DataSet, open_data
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError, Interrupted
 from hvd_train.files import Aside, ours_alone
 from hvd_train.frameworks import FRAMEWORKS, version
@@ -37,7 +40,16 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.launch import peers, snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.outside import Ears
-from hvd_train.protocol import Batch, Communicator, Compressor, FrontEnd, FrontEndModule, one_or_all
+from hvd_train.protocol import (
+    Batch,
+    Communicator,
+    Compressor,
+    Field,
+    FrontEnd,
+    FrontEndModule,
+    Sample,
+    one_or_all,
+)
 
 
 @dataclass
@@ -49,11 +61,13 @@ class Job:
     data: DataSet
     frontend: FrontEnd
     settings: dict[str, Any]  # what this rank runs with: launcher, threads, environment, and who chose each
+    given: Config  # the configuration without what the data told
+    split: str = "val"  # what eval and predict take
 
     def loader(self, split: str) -> Loader:
         c, communicator = self.config, self.communicator
         return Loader(
-            getattr(self.data, split),
+            self.data.parts[split],
             global_batch=c.global_batch(communicator.size),
             accumulate=c.accumulate_grad_batches,
             rank=communicator.rank,
@@ -122,17 +136,31 @@ def open_job(
     communicator: Communicator,
     data: DataSet,
     settings: dict[str, Any] | None = None,
+    split: str = "val",
 ) -> Job:
     """Builds the model on every rank and makes the ranks agree on all that training rests on."""
     frontend = collectively(communicator, lambda: module.open_frontend(config, communicator, data.sample))
+    sizes = " + ".join(str(len(part)) for part in data.parts.values())
+    given, config = config, named(config, data.sample)
     facts = {
         "config": digest(config),
-        "data": f"{data.name}, {len(data.train)} + {len(data.val)} samples, {data.fingerprint}",
+        "data": f"{data.name}, {sizes} samples, {data.fingerprint}",
         "global batch": str(config.global_batch(communicator.size)),
         **_versions(config),
     }
     start_agreement(config, frontend, facts)
-    return Job(config, communicator, data, frontend, settings or {})
+    return Job(config, communicator, data, frontend, settings or {}, given, split)
+
+
+def named(config: Config, sample: Sample) -> Config:
+    """The configuration with ``data.classes`` as the data have them: a run keeps its classes."""
+    found = {name: list(field.names) for name, field in sample.labels.items() if field.names}
+    if not found or config.data.classes == one_or_all(found):
+        return config
+    several = len(sample.labels) > 1
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"classes": found if several else one_or_all(found)})}
+    )
 
 
 @contextmanager
@@ -186,7 +214,11 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, *_best(job.config), warn))
     if snapshot is None:
         return None
-    rows = [row for row in changed(snapshot.config(), job.config) if not _allowed(row[0], allow_change)]
+    before = snapshot.config()
+    classes = job.config.data.classes
+    if classes and before.data.classes is None and job.given.data.classes is None:  # an older checkpoint tells none
+        before = before.model_copy(update={"data": before.data.model_copy(update={"classes": classes})})
+    rows = [row for row in changed(before, job.config) if not _allowed(row[0], allow_change)]
     if rows:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
         keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
@@ -380,6 +412,7 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
     lines.append(f"the model gets {_gets(job)}")
     if note := getattr(job.data.train, "note", ""):
         lines.append(note)
+    lines += [*_classes_told(job.data.sample), *job.data.remarks]
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
@@ -397,6 +430,12 @@ def _gets(job: Job) -> str:
         title = [name] * (len(job.data.sample.inputs) > 1) + ["images"] * bool(field.image)
         listed.append(" ".join([*title, f"{shape} {kind}"]))
     return ", ".join(listed)
+
+
+def _classes_told(sample: Sample) -> list[str]:
+    """The names of the classes and their numbers, a line for each label."""
+    rows = {name: [f"{one} {k}" for k, one in enumerate(field.names or ())] for name, field in sample.labels.items()}
+    return [f"classes{f' of {name}' * (len(rows) > 1)}: {listing(row)}" for name, row in rows.items() if row]
 
 
 def _closing(summary: dict[str, Any], config: Config) -> str:
@@ -477,34 +516,64 @@ def chosen(config: Config, which: str) -> checkpoint.Snapshot:
     return checkpoint.choose(Path(config.run_dir), which, *_best(config), warn)
 
 
-def _load_weights(job: Job, which: str) -> checkpoint.Snapshot:
-    """Rank 0 reads; all ranks get the weights and statistics (the optimizer's slots are not needed)."""
-    communicator = job.communicator
-
-    def read() -> checkpoint.Snapshot | None:
-        if communicator.rank:
-            return None
-        return chosen(job.config, which)
-
-    snapshot = collectively(communicator, read)
-    tree = without_slots(snapshot.tree) if snapshot else {}
-    collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
-    for piece in broadcast(communicator, tree):
-        job.frontend.load(piece)
-    return snapshot  # type: ignore[return-value]
-
-
-def evaluate(config: Config, which: str, split: str, verbose: bool) -> int:
-    """Loss and accuracy of a checkpoint over every sample of a split, exactly once; one JSON line on rank 0."""
-    with opened(config, verbose) as job:
+@contextmanager
+def reopened(config: Config, which: str, split: str | None, verbose: bool, labels: bool = True) -> Iterator[Job]:
+    """A job with the weights and statistics of the checkpoint ``which``, which rank 0 reads, over data that are read as
+    the run knows them. ``labels``: whether they are looked at where no split needs them."""
+    rank = settle(config.framework, config.threads, verbose, lean=True)
+    rank.module.configure(rank.threads)
+    communicator = rank.communicator()
+    communicator.open()
+    with telling(communicator):
+        snapshot = collectively(communicator, lambda: None if communicator.rank else chosen(config, which))
+        meta = {key: x for key, x in snapshot.meta.items() if key != "progress"} if snapshot else {}
+        meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
+        own, run = _is_own(config, meta), sample_of(meta)
+        split = split or ("val" if own else "all")
+        asked = Asked(run, split, labels or run is None or split in ("train", "val"))
+        data = collectively(communicator, lambda: open_data(config.data, config.task, asked=asked))
+        job = open_job(config, rank.module, communicator, data, rank.settings, split)
+        if communicator.rank == 0:
+            _tell_data(job, run, own)
         connect(job, "none")
-        _load_weights(job, which)
-        result = evaluate_batches(job.frontend, job.loader(split).evaluation())
+        tree = without_slots(snapshot.tree) if snapshot else {}
+        collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
+        for piece in broadcast(communicator, tree):
+            job.frontend.load(piece)
+        yield job
+        communicator.barrier()
+    communicator.close()
+
+
+def _is_own(config: Config, meta: Mapping[str, Any]) -> bool:
+    """Whether these are the data that the run was trained and validated with, by their name and place."""
+    before, now = (meta.get("config") or {}).get("data") or {}, config.data
+    places = [path and Path(path).expanduser().resolve() for path in (before.get("path"), now.path)]
+    same = before.get("name", now.name) == now.name and before.get("options", now.options) == now.options
+    return same and (not before or places[0] == places[1])
+
+
+def _tell_data(job: Job, run: Sample | None, own: bool) -> None:
+    lines, labels = job.data.remarks, job.data.sample.labels
+    for name, field in run.labels.items() if run else ():
+        found = labels.get(name) or one_or_all(labels)
+        if field.names is None and isinstance(found, Field) and found.names:
+            listed = listing([f"{one} {k}" for k, one in enumerate(found.names)])
+            lines.append(f"the checkpoint is of an older version and does not tell its classes: they are {listed}")
+    if not own and job.split == "all":
+        count = len(job.data.parts["all"])
+        lines.append(f"the data are not those of the run: all {count:,} samples are taken (--split takes a part)")
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+def evaluate(config: Config, which: str, split: str | None, verbose: bool) -> int:
+    """Loss and accuracy of a checkpoint over every sample of a split, exactly once; one JSON line on rank 0. Without a
+    ``split`` it is the validation part of the run's own data, and all of others."""
+    with reopened(config, which, split, verbose) as job:
+        result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
-            print(
-                json.dumps({"split": split, **result}),
-                flush=True,
-            )
+            print(json.dumps({"split": job.split, **result}), flush=True)
     return 0
 
 
@@ -517,13 +586,12 @@ def check_output(config: Config, output: Path, overwrite: bool) -> None:
         raise ConfigError("the file exists already", where=str(there[0]), fix=fix)
 
 
-def predict(config: Config, which: str, output: Path, split: str, verbose: bool, overwrite: bool = False) -> int:
+def predict(config: Config, which: str, output: Path, split: str | None, verbose: bool, overwrite: bool = False) -> int:
     """Writes what the model gives, (samples, ...) in the data set's order, as .npy; of several outputs a file each,
-    OUTPUT.NAME.npy. N ranks share the work."""
-    with opened(config, verbose) as job:
-        connect(job, "none")
-        _load_weights(job, which)
-        communicator, total = job.communicator, len(getattr(job.data, split))
+    OUTPUT.NAME.npy. N ranks share the work. Labels are not needed, but where they decide what is held out."""
+    with reopened(config, which, split, verbose, labels=False) as job:
+        communicator, split = job.communicator, job.split
+        total = len(job.data.parts[split])
         files: dict[str, _Rows] = {}
         try:
             for batch in job.loader(split).evaluation():

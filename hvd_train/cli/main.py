@@ -87,7 +87,11 @@ def hosts_options(command: Callable) -> Callable:
     return command
 
 
-split_option = click.option("--split", type=click.Choice(["train", "val"]), default="val", show_default=True)
+split_option = click.option(
+    "--split",
+    type=click.Choice(["train", "val", "test", "all"]),
+    help="Part of the data (without: val of the run's own data, all of others).",
+)
 
 
 @cli.command()
@@ -608,7 +612,7 @@ def evaluate(
     sets: tuple[str, ...],
     checkpoint: str,
     trust: bool,
-    split: str,
+    split: str | None,
     num_proc: int | None,
     launcher: str,
     verbose: bool,
@@ -640,7 +644,7 @@ def predict(
     sets: tuple[str, ...],
     checkpoint: str,
     trust: bool,
-    split: str,
+    split: str | None,
     output: Path,
     overwrite: bool,
     num_proc: int | None,

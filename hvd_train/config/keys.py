@@ -135,6 +135,26 @@ class TransformConfig(Section):
 ARRAYS = ("npz", "npy", "hdf5", "packed")  # what images tells of: other kinds of data know it
 
 
+def _class_names(value: Any) -> Any:
+    """The names of classes as texts: YAML takes 1 for a number."""
+    if isinstance(value, dict):
+        return {key: _class_names(names) for key, names in value.items()}
+    if value is None or value == "auto":
+        return value
+    names = [str(name) for name in value] if isinstance(value, list) else []
+    whole = all(isinstance(name, str | int) and name is not True and name is not False for name in value or [])
+    if not names or not whole or "" in names or len(set(names)) < len(names):
+        wanted = "a list of words (yes, no, true and false in quotes) or of whole numbers, each once; or auto"
+        raise PydanticCustomError("class_names", "{wanted}", {"wanted": wanted})
+    return names
+
+
+ClassNames = Annotated[
+    Literal["auto"] | list[str] | dict[str, list[str]] | None,
+    BeforeValidator(_class_names),
+]
+
+
 class DataConfig(Section):
     name: str = Field(
         "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
@@ -164,6 +184,10 @@ class DataConfig(Section):
         None,
         description="arrays of your own: whether samples are images; null: bytes, and those of 1 or 3 channels",
     )
+    classes: ClassNames = Field(
+        None,
+        description="words or whole numbers of the labels, or names of 0, 1, ..., in order; auto: those that occur",
+    )
     target: Literal["labels", "inputs"] = Field(
         "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
     )
@@ -180,6 +204,9 @@ class DataConfig(Section):
             rule([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             rule([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
+        listed = self.classes if isinstance(self.classes, list) else []
+        if self.num_classes and self.num_classes < len(listed):
+            rule([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
         return self
 
 

@@ -9,14 +9,16 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hvd_train import protocol
 from hvd_train.errors import CheckpointError
+from hvd_train.protocol import Sample
 
 FORMAT, PLAIN_FORMAT = 2, 1
 MANIFEST = "manifest.json"
@@ -77,9 +79,13 @@ class ArrayField(_Part):
     mean: Annotated[list[Finite], Field(max_length=1 << 20)] = []
     std: Annotated[list[Finite], Field(max_length=1 << 20)] = []
     image: bool | None = None  # None: an earlier version's, where three axes of numbers are one
+    names: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
+    columns: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
 
 
 class SampleFields(_Part):
+    """The fields of a sample as protocol.Sample has them; ``names`` and ``columns`` are None in older checkpoints."""
+
     inputs: dict[Text, ArrayField]
     labels: dict[Text, ArrayField]
     told_classes: Count | None = None
@@ -135,6 +141,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class _TwiceError(ValueError):
     pass
+
+
+def sample_of(meta: Mapping[str, Any]) -> Sample | None:
+    """The fields of the run's samples; None: the checkpoint does not tell them. Older ones know one input of numbers,
+    and neither names of classes nor columns."""
+    told = meta.get("sample")
+    if told:
+        inputs, labels = ({name: _field(x) for name, x in told[part].items()} for part in ("inputs", "labels"))
+        return Sample(inputs, labels, told.get("told_classes"))
+    if not meta.get("input_shape"):
+        return None
+    shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
+    label = protocol.Field((), "int64", classes=classes, names=None)
+    return Sample({"input": protocol.Field(shape, "float32", columns=None)}, {"label": label})
+
+
+def _field(told: Mapping[str, Any]) -> protocol.Field:
+    given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
+    return protocol.Field(**{"names": None, "columns": None} | given)
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from hvd_train.config import TaskConfig
+from hvd_train.data.classes import MAX_NAME, Classes, Known, Lookup, Words, listing, values_of
 from hvd_train.data.order import U64, mix, permute, stream
 from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
@@ -19,6 +21,7 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 
 SPLIT_SEED = 20200101  # the held-out part is a property of the data, not of a run
 SCAN = 1 << 20  # labels looked at together
+MARKS = 1 << 20  # labels below this are looked for without sorting
 NOISE = 0x5EED  # key of the synthetic noise
 INPUT, LABEL = "input", "label"  # names of arrays that came without one
 # Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
@@ -29,13 +32,14 @@ TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 class Column:
     """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
 
-    ``title``: what messages call it.
+    ``title``: what messages call it; ``lookup``: from values to the numbers of their classes.
     """
 
     title: str
     values: Any
     field: Field
     where: str
+    lookup: Lookup | None = None
 
     @classmethod
     def of_inputs(
@@ -76,6 +80,8 @@ class Column:
 
     def of(self, taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Some samples as the field has them; ``rows``: their places, for messages."""
+        if self.lookup:
+            taken = self.lookup(taken)
         if self.field.dtype == "float32":
             with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
                 taken = taken.astype(np.float32, copy=False)
@@ -122,7 +128,10 @@ class Arrays:
     (n, T, ...); which are, ``task`` says. uint8
     inputs are divided by 255, unless they are (n, T) with a label at each place: those are ids, as of text. Others are
     taken as they are; images (n, h, w) without a name get a channel axis (``is_image``). ``note`` tells of bytes and
-    whole numbers, unless they are known to be ``images``. Labels are checked once, here; inputs when they are fetched.
+    whole numbers, unless they are known to be ``images``; ``remarks`` tell what else a user should know. Labels are
+    checked once, here; inputs when they are fetched. ``num_classes``: the number, or all that is known of the classes.
+    Without labels ({}) samples can be predicted alone. ``columns``: names of the entries of the inputs' and of the
+    labels' last axis.
     """
 
     def __init__(
@@ -130,57 +139,68 @@ class Arrays:
         inputs: Any,
         labels: Any,
         where: str,
-        num_classes: int | None = None,
+        num_classes: int | None | Known = None,
         task: TaskConfig | None = None,
         notes: Sequence[str] = (),
         images: bool | None = None,
+        remarks: Sequence[str] = (),
+        columns: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ) -> None:
-        self.where, self.rows = where, None
+        self.where, self.rows, self.remarks = where, None, tuple(remarks)
+        known = num_classes if isinstance(num_classes, Known) else Known(Classes(num_classes))
         named = isinstance(inputs, Mapping), isinstance(labels, Mapping)
         inputs, labels = inputs if named[0] else {INPUT: inputs}, labels if named[1] else {LABEL: labels}
         titles = {name: f"inputs '{name}'" if named[0] else "inputs" for name in inputs}
         own_titles = {name: f"labels '{name}'" if named[1] else "labels" for name in labels}
-        first = next(iter(labels))
+        titled = {own_titles[name]: x for name, x in labels.items()} or {titles[name]: x for name, x in inputs.items()}
+        first, like = next(iter(titled.items()))
         for title, values in [
             *((titles[name], x) for name, x in inputs.items()),
             *((own_titles[name], x) for name, x in labels.items()),
         ]:
-            if not values.shape or not labels[first].shape or len(values) != len(labels[first]):
-                what = f"{title} {values.shape} and {own_titles[first]} {labels[first].shape} differ in length"
+            if not values.shape or not like.shape or len(values) != len(like):
+                what = f"{title} {values.shape} and {first} {like.shape} differ in length"
                 raise DataError(what, where=where, fix="give one label per input")
-        if len(labels[first]) == 0:
+        if len(like) == 0:
             raise DataError("the data set is empty", where=where)
         places = {tuple(x.shape[1:]) for x in labels.values()}
         self._inputs = {}
         for name, values in inputs.items():
             shape = tuple(values.shape[1:])
             ids = len(shape) == 1 and shape in places and shape != (1,)
-            self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where, images)
+            before, own_images = known.input(name, len(inputs) == 1), images
+            if before is not None and images is None:  # a run takes arrays as it was trained with them
+                ids = ids if before.dtype != "uint8" else before.divisor == 1
+                own_images = before.image
+            self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where, own_images)
         fields = [column.field for column in self._inputs.values()]
         wanted = task or TaskConfig()
         self._labels, self._ignore = {}, wanted.ignore_index
         for name, values in labels.items():
             if wanted.classes(name, len(labels) == 1):
                 shapes = None if named[0] else tuple(inputs[INPUT].shape)
-                self._labels[name] = _classes(own_titles[name], values, where, shapes, num_classes, wanted.ignore_index)
+                classes = known.label(name, len(labels) == 1)
+                found = _classes(own_titles[name], values, where, shapes, classes, wanted.ignore_index)
+                self._labels[name] = found[0]
+                self.remarks += found[1]
             else:
                 as_stored = wanted.asks_user_code(name)
                 self._labels[name] = Column.of_numbers(own_titles[name], values, where, as_stored, images, fields)
         self.sample = Sample(
-            {name: column.field for name, column in self._inputs.items()},
-            {name: column.field for name, column in self._labels.items()},
-            None if any(column.field.classes for column in self._labels.values()) else num_classes,
+            _with_columns(self._inputs, columns[0]),
+            _with_columns(self._labels, columns[1]),
+            None if any(column.field.classes for column in self._labels.values()) else known.default.count,
         )
         divided = [column for column in self._labels.values() if column.field.divisor != 1]
-        columns = (*self._inputs.values(), *divided)
-        told = (column.note for column in columns if not (images and column.field.image))
+        every = (*self._inputs.values(), *divided)
+        told = (column.note for column in every if not (images and column.field.image))
         self.note = "\n".join(filter(None, (*notes, *told)))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all
 
     def __len__(self) -> int:
-        return len(next(iter(self._labels.values())).values) if self.rows is None else len(self.rows)
+        return len(next(iter(self._inputs.values())).values) if self.rows is None else len(self.rows)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         rows = indices if self.rows is None else self.rows[indices]
@@ -223,6 +243,8 @@ class Arrays:
             for column in columns.values():
                 found = np.ascontiguousarray(column.values[rows])
                 digest.update(f"{found.dtype.str} {found.shape}".encode() + found.tobytes())
+                if column.lookup:
+                    digest.update(column.lookup.places.tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
@@ -230,6 +252,9 @@ class Arrays:
 
         Samples with many labels, or with none that is a class, are of one class here.
         """
+        if not self._labels:
+            fix = "take --split all"
+            raise DataError("without labels nothing is held out, so there is no such split", where=self.where, fix=fix)
         column = next(iter(self._labels.values()))
         one = not column.field.shape and column.field.classes is not None
         labels = np.asarray(column.values[:]).reshape(-1) if one else np.zeros(len(column.values), np.int64)
@@ -250,35 +275,125 @@ class Arrays:
         return part
 
 
+def _with_columns(own: Mapping[str, Column], names: Sequence[str]) -> dict[str, Field]:
+    """The fields; the only one gets the names of its columns."""
+    fields = {name: column.field for name, column in own.items()}
+    return {name: replace(field, columns=tuple(names)) if names else field for name, field in fields.items()}
+
+
 def _classes(
-    title: str, labels: Any, where: str, inputs: tuple[int, ...] | None, num_classes: int | None, ignore: int
-) -> Column:
-    """Labels that are whole numbers in [0, num_classes), by default the largest + 1, or ``ignore``. ``inputs``: the
-    shape of a single array of inputs, whose places may each have a label."""
+    title: str, labels: Any, where: str, inputs: tuple[int, ...] | None, known: Classes, ignore: int
+) -> tuple[Column, tuple[str, ...]]:
+    """Labels that are classes, and what a user should know of them.
+
+    They are words, values that ``known`` lists, or whole numbers in [0, count), by default the largest + 1; or
+    ``ignore``. ``inputs``: the shape of a single array of inputs, whose places may each have a label.
+    """
     own = tuple(int(k) for k in labels.shape[1:])
     if inputs and own not in ((), (1,)) and (own != inputs[1 : 1 + len(own)] or 0 in own):
         fix = "store one whole number per sample, or one per place of the inputs; or set another task.loss"
         raise DataError(f"{title} of shape {labels.shape} for inputs {inputs}", where=where, fix=fix)
     kind = np.dtype(labels.dtype)
+    if kind.kind == "U" and own in ((), (1,)):
+        labels, own, kind = Words.read(np.asarray(labels)), (), np.dtype(np.int64)
     if kind.kind not in "iu":
         fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
         raise DataError(f"{title} of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
-    most, rows, masked = -1, max(1, SCAN // max(1, math.prod(labels.shape[1:]))), False
+    distinct, masked = _distinct(labels, ignore)
+    remarks: tuple[str, ...] = ()
+    field_shape = () if own == (1,) else own
+    names, count = known.names, known.count
+    values = values_of(names or ())
+    lookup = None
+    if isinstance(labels, Words):
+        names, count, lookup = _of_words(title, labels, known, where, ignore)
+    elif known.auto or values is not None:
+        names = tuple(map(str, distinct)) if known.auto else names or ()
+        values = np.array(distinct, np.int64) if known.auto else values
+        strange = sorted(set(distinct) - set(values.tolist()))  # type: ignore[union-attr]
+        if strange:
+            raise known.strange(strange, _sample(where, labels, strange[0]))
+        lookup, count = Lookup.of(values, np.arange(len(names)), ignore), max(count or 0, len(names))  # type: ignore[arg-type]
+    else:
+        count = max(count or 0, len(names or ())) or None
+        low, high = (distinct[0], distinct[-1]) if distinct else (0, 0)
+        if low < 0 or (count is not None and high >= count):
+            bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
+            bad = low if low < 0 else high
+            what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
+            raise DataError(what, where=where, fix="mend the labels or data.num_classes")
+        # Labels at places are ids of a vocabulary, most of which a small text does not use.
+        if count is None and high >= max(len(labels) + known.samples, MARKS if field_shape else 0):
+            what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
+            fix = f"set data.classes: auto to number the {len(distinct):,} that occur, or list them"
+            raise DataError(what, where=where, fix=f"{fix}; or data.num_classes, if there are so many")
+        missing = sorted(set(range(count or high + 1)) - set(distinct)) if not field_shape and high < MARKS else []
+        if missing and not known.samples and known.whose != "the run":
+            one = len(missing) == 1
+            what = f"{title}: class{'' if one else 'es'} {listing(missing)} do{'es' if one else ''} not occur"
+            remarks = (f"{what} (data.classes: auto numbers those that do)",)
+        count = count or high + 1
+    field = Field(field_shape, "int64", classes=count, masked=masked, names=tuple(names or ()))
+    long = next((name for name in field.names or () if len(name) > MAX_NAME), None)
+    if long:
+        raise DataError(f"{title} hold a class of {len(long):,} characters: '{long[:60]}...'", where=where)
+    return Column(title, labels, field, where, lookup), remarks
+
+
+def _of_words(
+    title: str, words: Words, known: Classes, where: str, ignore: int
+) -> tuple[tuple[str, ...], int, Lookup | None]:
+    """(names of the classes, their number, where the words' codes belong)."""
+    names = known.names
+    if names is None:
+        names = words.names
+        if known.whose == "the run" and known.count not in (None, len(names)):
+            what = f"{title} are {listing(names)}, and the run has {known.count} classes whose names it does not know"
+            raise DataError(what, where=where, fix="give data.classes: all its names, in the order of the training")
+    numbers = {name: k for k, name in enumerate(names or map(str, range(known.count or 0)))}
+    used = np.unique(words.codes).tolist()
+    strange = [words.names[code] for code in used if words.names[code] not in numbers]
+    if strange and not names:
+        what = f"{title} are words, {listing(strange)}, and the classes of {known.whose} are numbers"
+        raise DataError(what, where=where, fix="give data.classes: the names in the order of the numbers")
+    if strange:
+        raise known.strange(strange, _sample(where, words, words.names.index(strange[0])))
+    if known.count is not None and known.count < len(names):
+        what = f"{title} are {len(names)} classes, {listing(names)}, and data.num_classes is {known.count}"
+        raise DataError(what, where=where, fix="leave it out, or mend the labels")
+    places = [numbers.get(name, -1) for name in words.names]
+    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, ignore)
+
+
+def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:
+    """The rising values that occur, and whether ``ignore`` does."""
+    marks, others, masked = np.zeros(MARKS, bool), set(), False
+    rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
     for start in range(0, len(labels), rows):
-        part = np.asarray(labels[start : start + rows])
+        part = np.asarray(labels[start : start + rows]).reshape(-1)
         left = part == ignore
         if left.any():
-            masked, part = True, np.where(left, 0, part)
-        low, high = int(part.min()), int(part.max())
-        if low < 0 or (num_classes is not None and high >= num_classes):
-            bound = f"[0, {num_classes})" if num_classes is not None else "0, 1, 2, ..."
-            bad = low if low < 0 else high
-            at = start + int(np.argmax(part == bad)) * len(part) // part.size
-            what = f"label {bad} of sample {at} is out of range: {bound} expected"
-            raise DataError(what, where=where, fix="mend the labels or data.num_classes")
-        most = max(most, high)
-    shape = () if own == (1,) else own
-    return Column(title, labels, Field(shape, "int64", classes=num_classes or most + 1, masked=masked), where)
+            masked, part = True, part[~left]
+        small = (part >= 0) & (part < MARKS)
+        if not small.all():
+            others |= set(np.unique(part[~small]).tolist())
+            part = part[small]
+        marks[part.astype(np.intp)] = True
+    return sorted([*np.flatnonzero(marks).tolist(), *others]), masked
+
+
+def _first(labels: Any, value: int) -> int:
+    """The first sample with this label."""
+    rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
+    for start in range(0, len(labels), rows):
+        part = np.asarray(labels[start : start + rows])
+        if (part == value).any():
+            return start + int(np.argmax(part == value)) * len(part) // part.size
+    return 0
+
+
+def _sample(where: str, labels: Any, value: int) -> str:
+    return f"{where}, sample {_first(labels, value)}"
 
 
 class Itself:
@@ -302,6 +417,39 @@ class Itself:
 
     def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {LABEL if name == INPUT else name: x for name, x in inputs.items()}
+
+
+def joined_samples(parts: Iterable[Source]) -> Sample:
+    """The fields of all parts together."""
+    return reduce(Sample.joined, (part.sample for part in parts))
+
+
+class Joined:
+    """Several parts of one data set, one after the other."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+        self.sample, self.note = joined_samples(parts), getattr(parts[0], "note", "")
+        self.remarks = tuple(line for part in parts for line in getattr(part, "remarks", ()))
+        self.fingerprint = " ".join(part.fingerprint for part in parts)
+        self.ordered = any(getattr(part, "ordered", False) for part in parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        which = np.searchsorted(self._ends, indices, "right")
+        pieces = []
+        for k in np.unique(which):
+            here = np.flatnonzero(which == k)
+            start = self._ends[k] - len(self._parts[k])
+            pieces.append((here, self._parts[k].fetch(np.asarray(indices)[here] - start)))
+        back = np.argsort(np.concatenate([here for here, _ in pieces]))
+        inputs, labels = (
+            {name: np.concatenate([taken[kind][name] for _, taken in pieces])[back] for name in pieces[0][1][kind]}
+            for kind in (0, 1)
+        )
+        return inputs, labels
 
 
 class Synthetic:

@@ -120,6 +120,7 @@ def _read(stream: Any, limit: int) -> bytes:
 
 # ---- CIFAR-10
 
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_SIDE, CIFAR_RECORD = 32, 1 + 3 * 32 * 32  # a byte for the label, then red, green, blue
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,54 +15,93 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.config.own import own_function
 from hvd_train.data import formats, masked, packing, tables
-from hvd_train.data.arrays import Arrays, Itself, Synthetic, Text
+from hvd_train.data.arrays import LABEL, Arrays, Itself, Joined, Synthetic, Text, joined_samples
+from hvd_train.data.classes import Known, Words, listing
+from hvd_train.data.fitted import as_run
 from hvd_train.data.streams import Stream
 from hvd_train.data.transforms import transformed
 from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Sample, Source
 
 RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
-Pair = tuple[Source, Source]
+SPLITS = ("train", "val", "test", "all")
 TASK = TaskConfig()
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What data are opened for.
+
+    run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
+    and the validation part. labels: whether they are looked at.
+    """
+
+    run: Sample | None = None
+    split: str | None = None
+    labels: bool = True
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Samples of which ``fraction`` is held out for validation."""
+
+    samples: Arrays
+    fraction: float
+
+
+Parts = dict[str, Source] | Whole  # the parts by their names, of SPLITS without all; or what is to be divided
+
+
+@dataclass(frozen=True)
 class DataSet:
-    """A training and a validation source of the same kind."""
+    """Sources of the same kind by the names of SPLITS. A training has at least train and val."""
 
     name: str
-    train: Source
-    val: Source
+    parts: Mapping[str, Source]
+
+    @property
+    def train(self) -> Source:
+        return self.parts["train"]
+
+    @property
+    def val(self) -> Source:
+        return self.parts["val"]
 
     @property
     def sample(self) -> Sample:
-        return self.train.sample.joined(self.val.sample)
+        return joined_samples(self.parts.values())
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a user should know of all parts, each line once."""
+        return list(dict.fromkeys(line for part in self.parts.values() for line in getattr(part, "remarks", ())))
 
     @property
     def fingerprint(self) -> str:
         """Equal for equal data, wherever it lies."""
-        return hashlib.sha256(f"{self.train.fingerprint} {self.val.fingerprint}".encode()).hexdigest()[:12]
+        told = " ".join(part.fingerprint for part in self.parts.values())
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
-def _digits(config: DataConfig, task: TaskConfig) -> Pair:
+def _digits(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
     images, labels = formats.read_digits()
     images = (images / 16).astype(np.float32)
     if config.image_size:
         images = formats.resize(images, config.image_size)
-    return Arrays(images, labels, "digits", config.num_classes or 10, images=True).split(0.2)
+    return Whole(Arrays(images, labels, "digits", known(config, asked, 10), images=True), 0.2)
 
 
-def _diabetes(config: DataConfig, task: TaskConfig) -> Pair:
+def _diabetes(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """442 patients, 10 standardized measures, one number to predict: for regression (built in)"""
     measures, progress = formats.read_diabetes()
     measures = (measures - measures.mean(0)) / measures.std(0)
-    return Arrays(measures.astype(np.float32), progress.astype(np.float32), "diabetes", None, task).split(0.2)
+    return Whole(Arrays(measures.astype(np.float32), progress.astype(np.float32), "diabetes", None, task), 0.2)
 
 
-def _idx(config: DataConfig, task: TaskConfig) -> Pair:
+def _idx(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """MNIST format: path holds train-images-idx3-ubyte, ... and t10k-..., plain or .gz"""
-    folder, parts = _folder(config), []
+    folder, parts, classes = _folder(config), [], known(config, asked)
     for part in ("train", "t10k"):
         files = [formats.find_idx(folder, f"{part}-{kind}", axes) for kind, axes in (("images", 3), ("labels", 1))]
         images, labels = formats.read_idx(files[0], 3), formats.read_idx(files[1], 1)
@@ -70,135 +109,179 @@ def _idx(config: DataConfig, task: TaskConfig) -> Pair:
             raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
         if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
             images = formats.resize(images, config.image_size)
-        parts.append(Arrays(images, labels, str(files[0]), config.num_classes, images=True))
-    return parts[0], parts[1]
+        parts.append(Arrays(images, labels, str(files[0]), classes, images=True))
+        classes = classes.after(parts[0])
+    return {"train": parts[0], "val": parts[1]}
 
 
-def _named_arrays(config: DataConfig, task: TaskConfig, read: Callable[[Path], dict[str, Any]]) -> Pair:
+def _named_arrays(config: DataConfig, task: TaskConfig, asked: Asked, read: Callable[[Path], dict[str, Any]]) -> Parts:
     path = _existing(config)
-    arrays, part = read(path), partial(Arrays, num_classes=config.num_classes, task=task, images=config.images)
+    arrays, classes = read(path), known(config, asked)
+    part = partial(Arrays, task=task, images=config.images)
     held = [name for name in formats.ARRAY_NAMES if name in arrays]
+    if not asked.labels:
+        inputs = {name: name.removesuffix("x").rstrip("_") for name in held if name.endswith("x")}
+        parts = [Arrays(arrays[name], {}, f"{path}: {part}", classes, task) for name, part in inputs.items()]
+        if parts:
+            return dict(zip([part or "all" for part in inputs.values()], parts, strict=True))
     if held[:4] == list(formats.ARRAY_NAMES[:4]):
-        train = part(arrays["train_x"], arrays["train_y"], f"{path}: train")
-        return train, part(arrays["val_x"], arrays["val_y"], f"{path}: val")
+        train = part(arrays["train_x"], arrays["train_y"], f"{path}: train", classes)
+        return {"train": train, "val": part(arrays["val_x"], arrays["val_y"], f"{path}: val", classes.after(train))}
     for pair in (["train_x", "train_y"], ["x", "y"]):
         if held == pair:
-            return part(arrays[pair[0]], arrays[pair[1]], str(path)).split(config.val_fraction)
+            return Whole(part(arrays[pair[0]], arrays[pair[1]], str(path), classes), config.val_fraction)
     what = f"{', '.join(held) or 'none of the arrays'} found"
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
 
-def _npz(config: DataConfig, task: TaskConfig) -> Pair:
+def _npz(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """one .npz file with train_x, train_y, val_x, val_y (or x, y: split by val_fraction)"""
-    return _named_arrays(config, task, formats.read_npz)
+    return _named_arrays(config, task, asked, formats.read_npz)
 
 
-def _npy(config: DataConfig, task: TaskConfig) -> Pair:
+def _npy(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a folder of train_x.npy, train_y.npy, ... (memory-mapped: may be larger than memory)"""
     _folder(config)
-    return _named_arrays(config, task, formats.read_npy_folder)
+    return _named_arrays(config, task, asked, formats.read_npy_folder)
 
 
-def _hdf5(config: DataConfig, task: TaskConfig) -> Pair:
+def _hdf5(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """one HDF5 file with datasets train_x, train_y, ... (read as needed)"""
-    return _named_arrays(config, task, formats.read_hdf5)
+    return _named_arrays(config, task, asked, formats.read_hdf5)
 
 
-def _imagefolder(config: DataConfig, task: TaskConfig) -> Pair:
+def _imagefolder(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """path/train/CLASS/*.png and path/val/CLASS/* (or path/CLASS/*: split); set image_size"""
     folder = _folder(config)
     top = folder / "train" if (folder / "train").is_dir() else folder
-    listed = formats.list_images(top)
-    classes = sorted({name for _, name in listed})
-    train = _images(listed, classes, config, top)
+    classes = known(config, asked)
+    train = _images(formats.list_images(top), classes, config, top, asked)
     if top == folder or not (folder / "val").is_dir():
-        return train.split(config.val_fraction)
-    return train, _images(formats.list_images(folder / "val"), classes, config, folder / "val")
+        return Whole(train, config.val_fraction)
+    return {
+        "train": train,
+        "val": _images(formats.list_images(folder / "val"), classes.after(train), config, folder / "val", asked),
+    }
 
 
-def _images(files: list[tuple[Path, str]], classes: list[str], config: DataConfig, where: Path) -> Arrays:
-    strange = sorted({name for _, name in files} - set(classes))
-    if strange:
-        raise DataError(f"classes {', '.join(strange)} are not in the training part", where=str(where))
-    number = {name: k for k, name in enumerate(classes)}
+def _images(files: list[tuple[Path, str]], classes: Known, config: DataConfig, where: Path, asked: Asked) -> Arrays:
     inputs = formats.ImageFiles([path for path, _ in files], config.image_size)
-    labels = np.array([number[name] for _, name in files], np.int64)
-    return Arrays(inputs, labels, str(where), config.num_classes or len(classes), images=True)
+    labels: Any = Words.read(np.array([name for _, name in files])) if asked.labels else {}
+    return Arrays(inputs, labels, str(where), classes, images=True)
 
 
-def _cifar10(config: DataConfig, task: TaskConfig) -> Pair:
+def _cifar10(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """CIFAR-10's binary version: path holds data_batch_1.bin, ... and test_batch.bin"""
     folder = _folder(config)
     inner = folder / "cifar-10-batches-bin"
-    train, val = (formats.read_cifar10(inner if inner.is_dir() else folder, name) for name in ("data", "test"))
-    return Arrays(*train, str(folder), 10, images=True), Arrays(*val, str(folder), 10, images=True)
+    parts: dict[str, Source] = {}
+    for part, name in (("train", "data"), ("val", "test")):
+        images, numbers = formats.read_cifar10(inner if inner.is_dir() else folder, name)
+        labels = numbers if config.classes else Words(numbers, formats.CIFAR_CLASSES)
+        parts[part] = Arrays(images, labels, str(folder), known(config, asked, 10), images=True)
+    return parts
 
 
-def _table(config: DataConfig, task: TaskConfig) -> Pair:
+def _table(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.* and val.*; labels names columns"""
     path = _existing(config)
     files = [tables.find(path, part) for part in ("train", "val")] if path.is_dir() else [path]
     labels = [config.labels] if isinstance(config.labels, str) else config.labels or []
-    if not labels:
+    if not labels and asked.labels:
         fix = "name the column to learn"
         raise DataError("a table needs labels", where="data.labels", fix=fix)
-    features = config.features or [name for name in tables.names_of(files[0]) if name not in labels]
+    have = tables.names_of(files[0])
+    features, remarks = _features(have, labels, config, asked.run)
+    labels = labels if asked.labels else []
     named = [*features, *labels]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice or not features:
         what = f"{', '.join(twice)} named twice" if twice else "no column is left for the features"
         raise DataError(what, where="data.features, data.labels", fix="a column is a feature or a label")
     parts: list[Arrays] = []
-    words: dict[str, Any] = {}
+    classes = known(config, asked)
     for file in files:
-        have = tables.names_of(file)
-        for key, names in (("features", features), ("labels", labels)):
-            for name in names:
-                if name not in have:
-                    raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
-        parts.append(_of_table(tables.Table.read(file, named), features, labels, config, task, words))
-    return (parts[0], parts[1]) if len(parts) > 1 else parts[0].split(config.val_fraction)
+        _check_columns(file, features, labels, asked.run)
+        table = tables.Table.read(file, named)
+        parts.append(_of_table(table, features, labels, classes, task, [] if parts else remarks))
+        classes = classes.after(parts[0])
+    if len(parts) > 1:
+        return {"train": parts[0], "val": parts[1]}
+    return Whole(parts[0], config.val_fraction)
+
+
+def _features(
+    have: Sequence[str], labels: Sequence[str], config: DataConfig, run: Sample | None
+) -> tuple[list[str], list[str]]:
+    """The columns of the inputs, in the order that the run knows, and what a user should know of them."""
+    others = [name for name in have if name not in labels]
+    if run is None:
+        return config.features or others, []
+    columns = next(iter(run.inputs.values())).columns
+    if not columns:
+        why = "the checkpoint is of an older version and does not tell its columns" if columns is None else ""
+        taken = config.features or others
+        told = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(taken)}"
+        return taken, [told]
+    if config.features and set(config.features) != set(columns):
+        what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
+        raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")
+    extra = [] if config.features else [name for name in others if name not in columns]
+    if not extra:
+        return list(columns), []
+    many = len(extra) > 1
+    told = f"column{'s' * many} {listing(extra)} {'are' if many else 'is'} left out: the run was trained without"
+    return list(columns), [told]
+
+
+def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
+    have = tables.names_of(file)
+    missing = [name for name in features if name not in have]
+    if missing and run and next(iter(run.inputs.values())).columns:
+        what = f"column{'s' * (len(missing) > 1)} {listing(missing)} missing, with which the run was trained"
+        raise DataError(what, where=str(file), fix=f"the file has {listing(have)}; give all of the run's columns")
+    for key, names in (("features", features), ("labels", labels)):
+        for name in names:
+            if name not in have:
+                raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
 
 
 def _of_table(
     table: tables.Table,
     features: list[str],
     labels: list[str],
-    config: DataConfig,
+    classes: Known,
     task: TaskConfig,
-    words: dict[str, Any],
+    remarks: Sequence[str],
 ) -> Arrays:
-    """``words``: {label: its classes by name}, which the training part tells and the validation part keeps to."""
     inputs = np.stack([table.numbers(name) for name in features], axis=1)
-    found = {}
+    several, found = isinstance(task.loss, dict), dict[str, Any]()
     for name in labels:
-        if task.classes(name, not isinstance(task.loss, dict)):
-            allowed = config.num_classes, task.ignore_index
-            found[name], words[name] = table.classes(name, words.get(name), *allowed)
+        if task.classes(name, not several):
+            known = classes.label(name if several else LABEL, len(labels) == 1)
+            found[name] = table.classes(name, known, task.ignore_index)
         else:
             loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
             found[name] = table.numbers(name, keep_whole=":" in loss)
-    if isinstance(task.loss, dict):
-        return Arrays(inputs, found, str(table.path), config.num_classes, task, table.notes)
+    if several or not labels:
+        return Arrays(inputs, found, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
     if task.loss == "cross_entropy" and len(labels) > 1:
         fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
         raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
     stacked = np.stack(list(found.values()), axis=1) if len(labels) > 1 else found[labels[0]]
-    named = words.get(labels[0])
-    if named:
-        table.notes.append(f"labels '{labels[0]}': " + ", ".join(f"{name} {k}" for k, name in enumerate(named[:20])))
-    classes = len(named) if named else config.num_classes
-    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes)
+    columns = features, labels if len(labels) > 1 else ()
+    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, columns)
 
 
-def _synthetic(config: DataConfig, task: TaskConfig) -> Pair:
+def _synthetic(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """num_samples made-up samples of input_shape, for timing; needs no memory"""
     n, classes = config.num_samples, config.num_classes or 10
     held = max(1, int(n * config.val_fraction))
-    return Synthetic(n, config.input_shape, classes), Synthetic(held, config.input_shape, classes, start=n)
+    val = Synthetic(held, config.input_shape, classes, start=n)
+    return {"train": Synthetic(n, config.input_shape, classes), "val": val}
 
 
-def _text(config: DataConfig, task: TaskConfig) -> Pair:
+def _text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
     path = _existing(config)
     length, classes = config.sequence_length, config.num_classes or Text.CLASSES
@@ -211,10 +294,10 @@ def _text(config: DataConfig, task: TaskConfig) -> Pair:
         what = f"{len(found):,} bytes are too few for a training and a validation sample of {length}"
         raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
     held = min(count - 1, max(1, round(count * config.val_fraction)))
-    return Text(found, length, 0, count - held), Text(found, length, count - held, count)
+    return {"train": Text(found, length, 0, count - held), "val": Text(found, length, count - held, count)}
 
 
-def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
+def _masked_text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """text of path (left out: Python's own), for bert: pairs of sentences with masked words; sequence_length"""
     path, length = _existing(config) if config.path else None, config.sequence_length
     if length < 8:
@@ -234,12 +317,13 @@ def _masked_text(config: DataConfig, task: TaskConfig) -> Pair:
     held = min(count - 2, max(2, round(count * config.val_fraction)))
     parts = (0, count - held), (count - held, count)
     train, val = (masked.Pairs(text, length, *part, task.ignore_index) for part in parts)
-    return train, val
+    return {"train": train, "val": val}
 
 
-def _packed(config: DataConfig, task: TaskConfig) -> Pair:
+def _packed(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
-    return packing.open_packed(_folder(config), config, task)
+    train, val = packing.open_packed(_folder(config), config, task)
+    return {"train": train, "val": val}
 
 
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> packing.Manifest:
@@ -252,7 +336,12 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Worl
     return packing.pack(data.train, data.val, told, task, folder, world)
 
 
-KINDS: dict[str, Callable[[DataConfig, TaskConfig], Pair]] = {
+def known(config: DataConfig, asked: Asked, count: int | None = None) -> Known:
+    """What is known of the classes before the data are read; ``count``: of a data set that has always so many."""
+    return Known.of(config, asked.run).counted(count)
+
+
+KINDS: dict[str, Callable[[DataConfig, TaskConfig, Asked], Parts]] = {
     "digits": _digits,
     "diabetes": _diabetes,
     "idx": _idx,
@@ -274,48 +363,77 @@ def catalog() -> dict[str, str]:
     return {name: (kind.__doc__ or "").strip() for name, kind in KINDS.items()}
 
 
-def open_data(config: DataConfig, task: TaskConfig = TASK, given: Any = None) -> DataSet:
+def open_data(
+    config: DataConfig,
+    task: TaskConfig = TASK,
+    given: Any = None,
+    asked: Asked = Asked(),
+) -> DataSet:
     """Opens and checks a data set; a DataError names the file or key and the way out.
 
     ``given``: the user's (train, val), or the function itself that gives it.
     """
     if given is not None or ":" in config.name:
-        train, val = _own(config, task, given)
+        found = _own(config, task, asked, given)
     elif config.name in KINDS:
         if config.image_size and config.name not in RESIZED:
             fix = f"leave it out; it is for {', '.join(RESIZED)}"
             raise DataError(f"data set '{config.name}' is not resized", where="data.image_size", fix=fix)
-        train, val = KINDS[config.name](config, task)
+        found = KINDS[config.name](config, task, asked)
     else:
         near = difflib.get_close_matches(config.name, KINDS, 1)
         listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
         fix = f"did you mean '{near[0]}'? {listed}" if near else listed
         raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
-    _check_alike(train, val, config)
+    parts = _divided(found, asked, config)
+    if asked.run:
+        where = config.path or f"data.name: {config.name}"
+        looked_at = asked.labels and config.target == "labels"
+        parts = {name: as_run(part, asked.run, looked_at, where) for name, part in parts.items()}
     if config.transforms:
-        train, val = transformed(train, val, config.transforms, _imported)
+        parts = transformed(parts, config.transforms, _imported)
     if config.target == "inputs":
-        train, val = Itself(train), Itself(val)
-    return DataSet(config.name, train, val)
+        parts = {name: Itself(part) for name, part in parts.items()}
+    return DataSet(config.name, parts)
 
 
-def _check_alike(train: Source, val: Source, config: DataConfig) -> None:
-    parts = [
+def _divided(found: Parts, asked: Asked, config: DataConfig) -> dict[str, Source]:
+    """The parts that are asked for."""
+    where = config.path or f"data.name: {config.name}"
+    if isinstance(found, Whole):
+        if asked.split == "all":
+            return {"all": found.samples}
+        train, val = found.samples.split(found.fraction)
+        found = {"train": train, "val": val}
+    names = list(found)
+    for name in names[1:]:
+        _check_alike(found, names[0], name, where)
+    if asked.split == "all":
+        return {"all": next(iter(found.values())) if len(found) == 1 else Joined(list(found.values()))}
+    if asked.split and asked.split not in found:
+        raise DataError(f"there is no part '{asked.split}'", where=where, fix=f"there are {', '.join(names)} and all")
+    return found
+
+
+TITLES = {"train": "training", "val": "validation"}
+
+
+def _check_alike(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
+    fields = [
         {
-            name: replace(field, classes=None)
-            for name, field in (*part.sample.inputs.items(), *part.sample.labels.items())
+            name: replace(field, classes=None, names=(), masked=False)
+            for name, field in (*parts[part].sample.inputs.items(), *parts[part].sample.labels.items())
         }
-        for part in (train, val)
+        for part in (first, second)
     ]
-    if parts[0] != parts[1]:
-        what, other = (", ".join(f"{name} {field}" for name, field in part.items()) for part in parts)
-        what = f"training samples of {what}, validation samples of {other}"
-        raise DataError(
-            what, where=config.path or f"data.name: {config.name}", fix="give both the same names, shapes and types"
-        )
+    if fields[0] != fields[1]:
+        told = (", ".join(f"{name} {field}" for name, field in part.items()) for part in fields)
+        titles = (TITLES.get(name, name) for name in (first, second))
+        what = ", ".join(f"{title} samples of {one}" for title, one in zip(titles, told, strict=True))
+        raise DataError(what, where=where, fix="give both the same names, shapes and types")
 
 
-def _own(config: DataConfig, task: TaskConfig, given: Any) -> Pair:
+def _own(config: DataConfig, task: TaskConfig, asked: Asked, given: Any) -> Parts:
     """The user's function(**options) -> (train, val), each a Source or an (inputs, labels) pair of arrays."""
     where = "data" if given is not None else f"data.name: {config.name}"
     made = given
@@ -323,10 +441,11 @@ def _own(config: DataConfig, task: TaskConfig, given: Any) -> Pair:
         made = _called(given or _imported(config.name, where), config, where)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
-    train, val = (
-        _source(part, config, task, f"{where}, {name}") for part, name in zip(made, ("train", "val"), strict=True)
-    )
-    return train, val
+    classes, parts = known(config, asked), {}
+    for name, part in zip(("train", "val"), made, strict=True):
+        parts[name] = _source(part, config, task, f"{where}, {name}", classes)
+        classes = classes.after(parts[name])
+    return parts
 
 
 def _imported(name: str, where: str) -> Callable[..., Any]:
@@ -356,7 +475,7 @@ STREAMED = (
 class Fetched:
     """A source of the user's own. One sample tells its fields, so that faults show at once."""
 
-    def __init__(self, own: Any, task: TaskConfig, where: str, images: bool | None = None) -> None:
+    def __init__(self, own: Any, task: TaskConfig, where: str, classes: Known, images: bool | None = None) -> None:
         wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
         missing = [name for name in wanted if not hasattr(own, name)]
         if missing:
@@ -368,7 +487,11 @@ class Fetched:
         if not isinstance(fetched, tuple | list) or len(fetched) != 2:
             raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
         inputs, labels = _arrays(fetched[0], "inputs of fetch", where), _arrays(fetched[1], "labels of fetch", where)
-        self._like = Arrays(inputs, labels, where, getattr(own, "num_classes", None), task, images=images)
+        if classes.default.auto:
+            fix = "list the values in the order of their numbers"
+            raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
+        classes = classes.counted(getattr(own, "num_classes", None))
+        self._like = Arrays(inputs, labels, where, classes, task, images=images)
         # One sample does not tell whether others have places without a label.
         fields = self._like.sample.labels
         labels = {name: replace(field, masked=bool(field.classes and field.shape)) for name, field in fields.items()}
@@ -396,7 +519,7 @@ class Streamed(Fetched):
 
     ordered = True
 
-    def __init__(self, own: Any, task: TaskConfig, where: str, images: bool | None = None) -> None:
+    def __init__(self, own: Any, task: TaskConfig, where: str, classes: Known, images: bool | None = None) -> None:
         missing = [name for name in ("__len__", "fingerprint") if not hasattr(own, name)]
         if missing:
             raise DataError(f"{type(own).__name__} has no {', '.join(missing)}", where=where, fix=STREAMED)
@@ -409,22 +532,22 @@ class Streamed(Fetched):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise DataError(f"the stream failed: {reason}", where=where) from error
-        super().__init__(stream, task, where, images)
+        super().__init__(stream, task, where, classes, images)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._given(indices, epoch)
         return self._like.taken(inputs, labels, indices)
 
 
-def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Source:
+def _source(part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known) -> Source:
     """What one part of the user's pair is: arrays, an object with ``fetch``, or a stream."""
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
-            return Fetched(part, task, where, config.images)
+            return Fetched(part, task, where, classes, config.images)
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
-        return Streamed(part, task, where, config.images)
+        return Streamed(part, task, where, classes, config.images)
     if isinstance(part, dict) or len(part) != 2:
         raise DataError(
             f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
@@ -432,7 +555,7 @@ def _source(part: Any, config: DataConfig, task: TaskConfig, where: str) -> Sour
     labels = _arrays(part[1], "labels", where)
     count = np.shape(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))[:1]
     inputs = _arrays(part[0], "inputs", where, *count)
-    return Arrays(inputs, labels, where, config.num_classes, task, images=config.images)
+    return Arrays(inputs, labels, where, classes, task, images=config.images)
 
 
 def _arrays(given: Any, name: str, where: str, count: int | None = None) -> Any:

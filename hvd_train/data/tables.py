@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvd_train.data.classes import Classes, Words, listing, values_of
 from hvd_train.data.formats import unreadable
 from hvd_train.errors import DataError
 
@@ -44,7 +45,9 @@ def names_of(path: Path) -> list[str]:
         else:
             from pyarrow import csv
 
-            with csv.open_csv(path, parse_options=_cells(path, lambda row: "skip")) as stream:
+            # A reader with threads, left before its end, aborts a process that has loaded torch and ends at once.
+            alone, cells = csv.ReadOptions(use_threads=False), _cells(path, lambda row: "skip")
+            with csv.open_csv(path, read_options=alone, parse_options=cells) as stream:
                 names = stream.schema.names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise unreadable(path, error, "table") from error
@@ -135,51 +138,52 @@ class Table:
             what = f"column '{name}' holds whole numbers that 32 bits round: {found[row].as_py()} -> {taken[row]:.0f}"
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
-    def classes(
-        self, name: str, known: Sequence[str] | None, count: int | None, ignore: int
-    ) -> tuple[np.ndarray, Sequence[str]]:
-        """(n,) whole numbers, and nothing; or, of words, their places in alphabetical order, and the words. A csv
-        column holds words if its first cell is no number. ``known``: what the training part gave, to which others
-        keep; ``count``: of classes, where that is known; ``ignore``: what else a number may be."""
-        import pyarrow.compute as pc
-
+    def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
+        """(n,) whole numbers, or words. A csv column holds words where classes are ``known`` by words, and where they
+        are not known and its first cell is no number. ``ignore``: what else a number may be."""
         found = self._filled(name)
         if str(found.type) == "string":
-            if known is None:
-                known = sorted(pc.unique(found).to_pylist()) if self._words(name, found) else ()
-            if not known:
-                return self._checked(name, found, self._parsed(name, found, "int64"), count, ignore), ()
-            places = pc.index_in(found, value_set=_strings(known))
-            if places.null_count:
-                what = f"is no class of the training part: {', '.join(known[:20])}"
-                raise self._fault(name, _first_null(places), found, what)
-            return np.asarray(places).astype(np.int64), known
-        if known:
-            what = f"column '{name}' holds {found.type}, and words in the training part"
-            raise DataError(what, where=str(self.path), fix="give both the same type")
-        if str(found.type) == "bool":
+            if self._words(name, found, known):
+                return self._coded(name, found, known)
+        elif str(found.type) == "bool":
             found = found.cast("int64")
-        if not str(found.type).startswith(("int", "uint")):
+        elif not str(found.type).startswith(("int", "uint")):
             what = f"column '{name}' of type {found.type}, and task.loss: cross_entropy wants classes"
             raise DataError(what, where=str(self.path), fix="store whole numbers or words; or set task.loss: mse")
-        return self._checked(name, found, self._parsed(name, found, "int64"), count, ignore), ()
-
-    def _checked(
-        self, name: str, found: ChunkedArray, values: np.ndarray, count: int | None, ignore: int
-    ) -> np.ndarray:
-        good = (values == ignore) | ((values >= 0) & (values < (count or np.iinfo(np.int64).max)))
-        if not good.all():
+        values = self._parsed(name, found, "int64")
+        listed = values_of(known.names or ())
+        if known.auto or (known.whose and listed is not None):
+            good = np.isin(values, [*(() if listed is None else listed), ignore]) | known.auto
+            expected = listing(known.names or ())
+        else:
+            count = max(known.count or 0, len(known.names or ()))
+            good = (values == ignore) | ((values >= 0) & (values < (count or np.iinfo(np.int64).max)))
             expected = f"0 to {count - 1}" if count else "0, 1, 2, ..."
-            raise self._fault(name, int(np.argmin(good)), found, f"is no class: {expected}")
+        if not good.all():
+            raise self._fault(name, int(np.argmin(good)), found, f"is no class{_of(known)}: {expected}")
         return values
 
-    def _words(self, name: str, found: ChunkedArray) -> bool:
+    def _words(self, name: str, found: ChunkedArray, known: Classes) -> bool:
         first = found[0].as_py() if len(found) else ""
         if self.path.suffix == ".parquet" or not _is(float, first):
+            return True
+        if known.names and values_of(known.names) is None and not _is(int, first):
             return True
         if not _is(int, first):
             raise self._fault(name, 0, found, "is no whole number, and task.loss: cross_entropy wants classes")
         return False
+
+    def _coded(self, name: str, found: ChunkedArray, known: Classes) -> Words:
+        import pyarrow.compute as pc
+
+        names = sorted(pc.unique(found).to_pylist())
+        codes = np.asarray(pc.index_in(found, value_set=_strings(names))).astype(np.int64)
+        if known.names:
+            strange = [k for k, word in enumerate(names) if word not in known.names]
+            if strange:
+                row, what = int(np.argmax(np.isin(codes, strange))), f"is no class{_of(known)}: {listing(known.names)}"
+                raise self._fault(name, row, found, what)
+        return Words(codes, names)
 
     def _filled(self, name: str) -> ChunkedArray:
         """Without rows that have no value; text trimmed."""
@@ -219,6 +223,10 @@ def _strings(values: Sequence[str]) -> Any:
     import pyarrow
 
     return pyarrow.array(values, pyarrow.string())
+
+
+def _of(known: Classes) -> str:
+    return f" of {known.whose}" if known.whose and known.names else ""
 
 
 def _first_null(found: ChunkedArray) -> int:

@@ -3,7 +3,7 @@ the same for every world size, in both frameworks and after a resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,7 @@ class Transformed:
     def __init__(self, own: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
         self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
         self.note, self.ordered = getattr(own, "note", ""), getattr(own, "ordered", False)
+        self.remarks = getattr(own, "remarks", ())
 
     def __len__(self) -> int:
         return len(self._own)
@@ -136,22 +137,26 @@ _Step = Callable[[dict[str, np.ndarray], Draws], dict[str, np.ndarray]]
 
 
 def transformed(
-    train: Source, val: Source, configs: Sequence[TransformConfig], imported: Callable[[str, str], Callable[..., Any]]
-) -> tuple[Source, Source]:
-    """Both parts with ``normalize``, the training part with all; what does not fit shows here, on the first sample."""
+    parts: Mapping[str, Source],
+    configs: Sequence[TransformConfig],
+    imported: Callable[[str, str], Callable[..., Any]],
+) -> dict[str, Source]:
+    """All parts with ``normalize``, the training part with all; what does not fit shows here, on the first sample."""
     steps: list[_Step] = []
-    samples = [train.sample, val.sample]
+    samples = {name: part.sample for name, part in parts.items()}
+    first = next(iter(samples.values()))
     for number, config in enumerate(configs):
         where = f"data.transforms.{number}: {config.name}"
         if config.name == NORMALIZE:
-            samples = [_normalized(sample, config, where) for sample in samples]
+            samples = {name: _normalized(sample, config, where) for name, sample in samples.items()}
         elif config.name in BUILT_IN:
-            steps.append(_built_in(config, train.sample, where))
+            steps.append(_built_in(config, first, where))
         else:
             steps.append(_own(imported(config.name, where), config, where))
-    found = Transformed(train, samples[0], steps)
-    found.drawn(np.zeros(1, np.int64), 0, 0)
-    return found, Transformed(val, samples[1])
+    found = {name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()}
+    if "train" in found:
+        found["train"].drawn(np.zeros(1, np.int64), 0, 0)
+    return {**found}
 
 
 def _one_input(sample: Sample, config: TransformConfig, where: str) -> tuple[str, Field]:

@@ -146,7 +146,7 @@ def test_a_rank_without_samples_gets_padding():
 def test_padding_is_a_sample_of_weight_0():
     """Of zeros a model may make NaN, which no weight takes out again."""
     loader = Loader(
-        Arrays(np.arange(1, 10, dtype=np.float32)[:, None], np.arange(1, 10), "test"), global_batch=8, size=4
+        Arrays(np.arange(1, 10, dtype=np.float32)[:, None], np.arange(1, 10), "test", 10), global_batch=8, size=4
     )
     for step in made(loader._steps(0, 0)):
         (batch,) = step.micro_batches

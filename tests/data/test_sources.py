@@ -20,14 +20,11 @@ from hvd_train.protocol import Field
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 RNG = np.random.default_rng(0)
-DEFAULTS = {
-    "path": None, "image_size": None, "val_fraction": 0.2, "num_samples": 100, "input_shape": [4, 4, 1],
-    "num_classes": None, "images": None, "options": {}, "sequence_length": 128, "target": "labels", "transforms": [],
-}  # fmt: skip
+DEFAULTS = {"num_samples": 100, "input_shape": [4, 4, 1]}
 
 
 def config(name, path=None, **keys):
-    return SimpleNamespace(**{**DEFAULTS, "name": name, "path": path and str(path), **keys})
+    return DataConfig(**{**DEFAULTS, "name": name, "path": path and str(path), **keys})
 
 
 def opened(*args, **keys):
@@ -533,7 +530,7 @@ def test_imagefolder_faults(tmp_path):
     assert "no images in CLASS/ folders" in fault("imagefolder", tmp_path)
     pictures(tmp_path / "train")
     pictures(tmp_path / "val", classes=("cat", "cow"))
-    assert "classes cow are not in the training part" in fault("imagefolder", tmp_path)
+    assert "unknown class cow: the training part has cat, dog" in fault("imagefolder", tmp_path)
     (tmp_path / "val" / "cow").rename(tmp_path / "val" / "dog")
     odd = tmp_path / "train" / "dog" / "3.png"
     whole = odd.read_bytes()

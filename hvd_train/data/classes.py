@@ -1,0 +1,170 @@
+"""The classes of labels: their numbers 0, 1, ..., and the words or whole numbers that stand for them in the data.
+
+A run keeps its classes. Whatever is known of them before data are read (``data.classes``, the run whose checkpoint is
+used, the training part) decides which number a word gets; a word that is none of them is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import DataConfig
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Sample, Source
+
+LISTED = 20  # names in a message
+MAX_NAME = 1000  # characters that a checkpoint's manifest takes
+
+
+def listing(names: Sequence[Any]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return ", ".join(map(str, names[:LISTED])) + more
+
+
+def values_of(names: Sequence[str]) -> np.ndarray | None:
+    """The whole numbers (k,) int64 that all names are; None: some are words."""
+    try:
+        values = [int(name) for name in names]
+    except ValueError:
+        return None
+    same = all(str(value) == name and abs(value) < 1 << 63 for value, name in zip(values, names, strict=True))
+    return np.array(values, np.int64) if names and same else None
+
+
+def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
+    """Classes that are none of ``names``, which ``whose`` tells."""
+    what = f"unknown class{'es' * (len(words) > 1)} {listing(words)}: {whose} has {listing(names)}"
+    return DataError(what, where=where, fix="mend the labels, or leave these samples out")
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What is known of a label's classes before it is read.
+
+    count: how many there are. names: in the order of their numbers; (): they have none; None: not known. auto: the
+    values that occur are the names. whose: who knows it, for messages. samples: how many other parts of the data hold.
+    """
+
+    count: int | None = None
+    names: tuple[str, ...] | None = None
+    auto: bool = False
+    whose: str = ""
+    samples: int = 0
+
+    def strange(self, words: Sequence[Any], where: str) -> DataError:
+        """Classes that are none of these."""
+        return unknown(words, self.whose, self.names or (), where)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of each label's classes, and of all fields where the data are for a finished run."""
+
+    default: Classes = Classes()
+    each: Mapping[str, Classes] = field(default_factory=dict)
+    run: Sample | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
+        """``run``: the sample of the run whose checkpoint is used."""
+        given = config.classes
+        whose = "data.classes" if given else ""
+        named = given if isinstance(given, dict) else {}
+        listed = tuple(given) if isinstance(given, list) else None
+        default = Classes(config.num_classes, listed, given == "auto", whose)
+        each = {name: Classes(config.num_classes, tuple(names), False, whose) for name, names in named.items()}
+        if run is None:
+            return cls(default, each)
+        own = {}
+        for name, found in run.labels.items():
+            asked = each.get(name, default)
+            if found.names and asked.names not in (None, found.names):
+                what = f"data.classes are {listing(asked.names or ())}, and those of the run are {listing(found.names)}"
+                raise DataError(what, where="data.classes", fix="leave it out: the run keeps its classes")
+            names = found.names or (found.names if asked.names is None else asked.names)
+            if found.classes and len(names or ()) > found.classes:
+                what = f"{len(names or ())} names, {listing(names or ())}, and the run has {found.classes} classes"
+                raise DataError(what, where="data.classes", fix="name these, in the order of their numbers")
+            own[name] = Classes(found.classes or asked.count, names, False, "the run")
+        return cls(default, own, run)
+
+    def counted(self, count: int | None) -> Known:
+        """The same, with ``count`` classes where no number is known."""
+
+        def one(known: Classes) -> Classes:
+            return known if known.names or known.count else replace(known, count=count)
+
+        return Known(one(self.default), {name: one(known) for name, known in self.each.items()}, self.run)
+
+    def after(self, train: Source) -> Known:
+        """For another part of the data: it keeps to the names of the training part."""
+        labels = train.sample.labels
+        own = {}
+        for name, found in labels.items():
+            known = self.label(name, len(labels) == 1)
+            if found.names and known.whose != "the run":
+                known = replace(known, names=found.names, auto=False, whose=known.whose or "the training part")
+            own[name] = replace(known, samples=len(train))
+        return Known(self.default, own, self.run)
+
+    def label(self, name: str, alone: bool) -> Classes:
+        """``alone``: it is the only label, which another source may call by another name."""
+        if name not in self.each and alone and len(self.each) == 1:
+            return next(iter(self.each.values()))
+        return self.each.get(name, self.default)
+
+    def input(self, name: str, alone: bool) -> Field | None:
+        """The field of the run; None: a new run."""
+        fields = self.run.inputs if self.run else {}
+        return next(iter(fields.values())) if alone and len(fields) == 1 else fields.get(name)
+
+
+class Words:
+    """Labels that are words: codes (n,) int64 of ``names``, which are in alphabetical order."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, codes: np.ndarray, names: Sequence[str]) -> None:
+        self.codes, self.names, self.shape = codes, tuple(names), codes.shape
+
+    @classmethod
+    def read(cls, values: np.ndarray) -> Words:
+        """Of an array of texts, (n,) or (n, 1)."""
+        names, codes = np.unique(values.reshape(-1), return_inverse=True)
+        return cls(codes.astype(np.int64), [str(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        return self.codes[rows]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Values as the data hold them -> numbers of classes. ``values``: rising; ``places``: the number of each."""
+
+    values: np.ndarray
+    places: np.ndarray
+    ignore: int  # a value that stays as it is
+
+    @classmethod
+    def of(cls, values: Sequence[int] | np.ndarray, places: Sequence[int] | np.ndarray, ignore: int) -> Lookup | None:
+        """None: every value is its own number."""
+        listed, numbers = np.asarray(values, np.int64), np.asarray(places, np.int64)
+        if np.array_equal(listed, numbers):
+            return None
+        order = np.argsort(listed)
+        return cls(listed[order], numbers[order], ignore)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Unknown values become -1."""
+        x = x.astype(np.int64, copy=False)
+        at = np.minimum(np.searchsorted(self.values, x), len(self.values) - 1)
+        found = np.where(self.values[at] == x, self.places[at], -1)
+        return np.where(x == self.ignore, x, found)

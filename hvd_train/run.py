@@ -372,7 +372,7 @@ def train(
         summary = trainer.fit()
     except Interrupted as error:
         log.message(str(error))
-        log.close()
+        collectively(communicator, lambda: log.close(trainer.progress.step))
         raise
     collectively(communicator, lambda: log.summary(summary))
     if communicator.rank == 0:

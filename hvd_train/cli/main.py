@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from hvd_train import __version__
+from hvd_train.cli import streams
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
 
@@ -963,6 +964,8 @@ def guide(topic: str | None) -> None:
 
 def main() -> None:
     """Runs the command; the user's mistakes become lines on stderr and an exit code, never a traceback."""
+    # A training outlives its reader: the run folder has all that it says.
+    streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
     from hvd_train.launch import shutdown
 
     try:
@@ -983,7 +986,7 @@ def main() -> None:
         shutdown.shutdown(error.exit_code)
     except KeyboardInterrupt:
         shutdown.shutdown(130)
-    except BrokenPipeError:
+    except streams.ReaderLeftError:
         shutdown.shutdown(0)
     except Exception as error:
         shutdown.shutdown_with(error)

@@ -9,11 +9,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from hvd_train.core import checkpoint, folder
+from hvd_train.core import checkpoint, folder, metrics_file
+from hvd_train.core.metrics_file import MetricsFile
 from hvd_train.core.straggler import Straggler
 from hvd_train.errors import CheckpointError
 
@@ -46,7 +48,11 @@ class NullLog:
     def straggler(self, *args: Any) -> None: ...
     def begin(self, needed: int) -> None: ...
     def check(self) -> None: ...
-    def close(self) -> None: ...
+    def incomplete(self) -> bool:
+        return False
+
+    def end_incomplete(self, step: int) -> None: ...
+    def close(self, step: int = 0) -> None: ...
 
 
 class WordLog(NullLog):
@@ -83,7 +89,7 @@ class RunLog:
         self.resumed_at: int | None = None
         self.evaluates_again = False  # the resumed run stopped within an evaluation
         self.replace = False
-        self._metrics: IO[str] | None = None
+        self._metrics: MetricsFile | None = None
         self._early: list[Callable[[], None]] = []  # what came before begin
         self._events: _Events | None = None
         self._terminal = _Terminal() if on_terminal() else None
@@ -103,8 +109,9 @@ class RunLog:
                 self._truncate_after(self.resumed_at)
             for name, content in self.files.items():
                 folder.put(self.run_dir / name, content)
-            self._events = _Events(self.run_dir / "tensorboard") if self._tensorboard else None
-            self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            if self._tensorboard:
+                self._open_events()
+            self._metrics = MetricsFile(self.run_dir)
             if aside:
                 folder.drop(aside)
             if left:
@@ -123,10 +130,41 @@ class RunLog:
         if self._lock is not None:
             self._lock.check()
 
+    def incomplete(self) -> bool:
+        """Whether lines are missing in metrics.jsonl, which cannot be written: the run is to be saved and to end."""
+        return self._metrics is not None and self._metrics.incomplete()
+
+    def end_incomplete(self, step: int) -> None:
+        """Raises why lines are missing, of a run that is saved at ``step``."""
+        assert self._metrics is not None
+        raise self._metrics.failure(step)
+
     def _write(self, row: dict[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
+        self._metrics.write(row)
+
+    def _open_events(self) -> None:
+        try:
+            self._events = _Events(self.run_dir / "tensorboard")
+        except OSError as error:
+            self._without_events(error)
+
+    def _show(self, step: int, scalars: dict[str, float]) -> None:
+        """In TensorBoard, as long as its events can be written: metrics.jsonl has the same numbers."""
+        try:
+            if self._events:
+                self._events.scalars(step, scalars)
+        except OSError as error:
+            self._without_events(error)
+
+    def _without_events(self, error: OSError) -> None:
+        where = self.run_dir / "tensorboard"
+        self.warning(
+            f"TensorBoard's events cannot be written: {error.strerror}; {where}; training goes on without them"
+        )
+        if self._events:
+            self._events.close()
+        self._events = None
 
     # ---- numbers
 
@@ -141,11 +179,10 @@ class RunLog:
         row |= {"lr": lr, "samples_per_second": round(speed, 1)}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._write(finite)
-        if self._events:
-            scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
-            if event == "train":
-                scalars |= {"lr": lr, "samples_per_second": speed}
-            self._events.scalars(step, scalars)
+        scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
+        if event == "train":
+            scalars |= {"lr": lr, "samples_per_second": speed}
+        self._show(step, scalars)
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
         """What compression did to one gradient: its cosine with the exact one, this rank's bytes with and without."""
@@ -156,27 +193,37 @@ class RunLog:
         row |= {"bytes": round(sent), "bytes_plain": round(plain)}
         self._write(row)
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
-        if self._events:
-            self._events.scalars(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
+        self._show(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
 
     def straggler(self, epoch: int, step: int, found: Straggler) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **asdict(found)})
 
     def _truncate_after(self, step: int) -> None:
-        path = self.run_dir / "metrics.jsonl"
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                row = json.loads(line)
-                if row["step"] < step + (not (self.evaluates_again and row["event"] == "val")):
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that a kill cut short
-        folder.put(path, "".join(kept))
+        if not (self.run_dir / metrics_file.NAME).exists():
+            return
+        rows, damaged = metrics_file.read(self.run_dir)
+        end = {"val": step + (not self.evaluates_again)}
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] < end.get(row["event"], step + 1)]
+        folder.put(self.run_dir / metrics_file.NAME, "".join(kept))
+        if damaged:
+            lines = "1 damaged line" if damaged == 1 else f"{damaged} damaged lines"
+            self.message(f"{lines} of {metrics_file.NAME} left out")
 
     def summary(self, values: dict[str, Any]) -> None:
+        """Writes summary.json and ends metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
         self.check()
-        folder.put(self.run_dir / "summary.json", values)
+        path = self.run_dir / "summary.json"
+        try:
+            folder.put(path, values)
+        except OSError as error:
+            what = f"the summary cannot be written: {error.strerror}"
+            fix = "make room: the run is saved, and --resume auto ends it again"
+            raise CheckpointError(what, where=str(path), fix=fix) from error
+        self._close_metrics(values["steps"])
+
+    def _close_metrics(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.close(step)
 
     # ---- words
 
@@ -227,11 +274,11 @@ class RunLog:
             self._terminal.clear()
         warn(text)
 
-    def close(self) -> None:
+    def close(self, step: int = 0) -> None:
+        """``step``: at which the run is saved. Raises CheckpointError where lines could not be written."""
         if self._terminal:
             self._terminal.clear()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._close_metrics(step)
         if self._events:
             self._events.close()
 
@@ -292,4 +339,5 @@ class _Events:
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # a full disk refuses what is still in memory
+            self._writer.close()

@@ -35,6 +35,7 @@ from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
+INCOMPLETE = -1  # what rank 0 asks for instead of a signal's number: its log cannot be written
 SETTLE_SECONDS = 10.0  # between two words of the rank that writes to those that wait for it
 
 
@@ -99,7 +100,7 @@ class Trainer:
         self._begun = False  # whether the run folder is written
         self.synchronizer = synchronizers.make(config.exchange)
         self._why = ""  # this rank's wish to stop
-        self._asked = 0  # the signal that the ranks have agreed to follow
+        self._asked = 0  # the signal that the ranks have agreed to follow, or INCOMPLETE
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
         self._stragglers = Stragglers()
         self._saved = False  # whether the newest checkpoint is what this run is now
@@ -152,7 +153,7 @@ class Trainer:
         """The ranks meet. A wish to ``stop`` waits for a line of the log: when a run ends must not depend on clocks."""
         looks = meetings is self._steps  # no hook is called within an evaluation
         of_steps = [self._writer.outcome(), self.frontend.waited()] if looks else [None, 0.0]
-        said = meetings.meet([self._why if told else "", self.outside.asked or self._late(), *of_steps])
+        said = meetings.meet([self._why if told else "", self._stop_request(), *of_steps])
         asked = [why for why, *_ in said if why]
         if asked:
             self.progress.stopped, self._why = True, ""
@@ -163,6 +164,10 @@ class Trainer:
             self._note_straggler(self.progress.epoch)
         if said[0][2] is not None:
             self._written(said[0][2])
+
+    def _stop_request(self) -> int:
+        """Why this rank wants all to save and leave; 0: it does not."""
+        return INCOMPLETE if self.log.incomplete() else self.outside.asked or self._late()
 
     def _late(self) -> int:
         """SIGUSR1 where what is left of the batch job is needed to save, which may take three times as long as ever."""
@@ -181,6 +186,8 @@ class Trainer:
         """Saves the run and leaves it."""
         self._keep()
         self._settle()
+        if self._asked == INCOMPLETE:
+            collectively(self.communicator, lambda: self.log.end_incomplete(self.progress.step))
         raise Interrupted(self._asked, self.progress.step)
 
     def _keep(self) -> None:

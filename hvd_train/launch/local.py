@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.board import Board
@@ -180,7 +180,11 @@ def run(
     ended: dict[int, float] = {}
     hung = False
     try:
-        child = subprocess.Popen(line, env=env, start_new_session=True, preexec_fn=end_with_parent)
+        piped = subprocess.PIPE if Path(line[0]).name == "horovodrun" else None
+        child = subprocess.Popen(
+            line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=piped, stderr=piped
+        )
+        pumps = _pumps(child)
         if received:
             child.terminate() if board else child.send_signal(sent.get(received[0], received[0]))
         if board:
@@ -194,7 +198,29 @@ def run(
         if child is not None:
             _end(child, board)
     code = child.wait()
+    for pump in pumps:
+        pump.join(GRACE_SECONDS)
     return -1 if hung else code if code >= 0 else 128 - code, received, ended
+
+
+def _pumps(child: subprocess.Popen) -> list[threading.Thread]:
+    """Start threads that hand on what the launcher prints into pipes.
+
+    Threads of horovodrun's end at the first line that they cannot hand on. Its ranks then wait for ever, once a pipe is
+    full.
+    """
+    streams = [(stream, number) for number, stream in ((1, child.stdout), (2, child.stderr)) if stream]
+    pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
+    for pump in pumps:
+        pump.start()
+    return pumps
+
+
+def _pump(source: IO[bytes], target: int) -> None:
+    while part := os.read(source.fileno(), 1 << 16):
+        with suppress(OSError):  # nobody reads it
+            while part:
+                part = part[os.write(target, part) :]
 
 
 def _watch(child: subprocess.Popen, board: Board, watchdog: Watchdog | None, spares: Spares | None) -> dict[int, float]:

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_train.core import metrics_file
 from hvd_train.errors import CheckpointError
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line that a kill cut short is left out."""
-    path, rows = run_dir / "metrics.jsonl", []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
     """(epoch numbers from 1, mean of ``value`` in each): lines weigh as many samples as they cover."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
-        if row["event"] == event and row.get(value) is not None:
+        if row["event"] == event and _is_number(row.get(value)) and _is_number(row.get("samples")):
             total, count = sums.get(row["epoch"], (0.0, 0.0)) if event == "train" else (0.0, 0.0)
             sums[row["epoch"]] = (total + row[value] * row["samples"], count + row["samples"])
     return list(sums), [total / max(count, 1) for total, count in sums.values()]
@@ -37,8 +22,13 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
 
 def steps(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
     """(last step of each line, its ``value``)."""
-    found = [(row["step"], row[value]) for row in rows if row["event"] == event and row.get(value) is not None]
+    found = [(row["step"], row[value]) for row in rows if row["event"] == event and _is_number(row.get(value))]
     return [step for step, _ in found], [number for _, number in found]
+
+
+def _is_number(value: object) -> bool:
+    """Not of an evaluation without samples, whose loss is null, nor of a damaged line."""
+    return isinstance(value, int | float)
 
 
 BY = {"epoch": epochs, "step": steps}
@@ -53,7 +43,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    runs = [(run_dir.name, metrics(run_dir)) for run_dir in run_dirs]
+    runs = [(run_dir.name, metrics_file.read(run_dir)[0]) for run_dir in run_dirs]
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]

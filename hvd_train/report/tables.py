@@ -12,6 +12,8 @@ from typing import Any
 
 from hvd_train.errors import CheckpointError
 
+SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table as text; on a pipe one line per row, so that grep and cut work."""
@@ -53,10 +55,13 @@ def summary(run_dir: Path) -> dict[str, Any]:
     """``summary.json`` of a finished run."""
     path = run_dir / "summary.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {**found, **{name: kind(found[name]) for name, kind in SHOWN.items()}}
     except FileNotFoundError as error:
         what = "holds no finished run" if run_dir.is_dir() else "there is no such run folder"
         raise CheckpointError(what, where=str(run_dir)) from error
+    except (KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError("is damaged: it is not the summary of a run", where=str(path)) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {str(error).splitlines()[0]}", where=str(path)) from error
 
@@ -70,6 +75,6 @@ def side_by_side(run_dirs: Sequence[Path]) -> str:
     rows = []
     for run_dir, run in zip(run_dirs, runs, strict=True):
         row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
-        row += ["-" if run.get(key) is None else f"{run[key]:.4f}" for key in told]
+        row += [f"{run[key]:.4f}" if isinstance(run.get(key), int | float) else "-" for key in told]
         rows.append([*row, f"{run['samples_per_second']:,.0f}"])
     return table(header, rows)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 
 import pytest
 
 from hvd_train.core import log as module
 from hvd_train.core.log import NullLog, RunLog
+from hvd_train.errors import CheckpointError
 
 
 @pytest.fixture
@@ -113,6 +117,90 @@ def test_lines_after_the_resumed_step_are_dropped(made, tmp_path):
     log.train(0, 5, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
     rows = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
+
+
+def test_a_damaged_line_does_not_keep_a_run_from_going_on(made, tmp_path, capsys):
+    """F19: one bit makes a line that is not UTF-8."""
+    log, path = made(), tmp_path / "run" / "metrics.jsonl"
+    for step in (2, 4, 6):
+        log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    log.close()
+    content = bytearray(path.read_bytes())
+    content[3] ^= 0x80
+    path.write_bytes(bytes(content))
+    made(resumed_at=4)
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [4]
+    assert capsys.readouterr().out == "1 damaged line of metrics.jsonl left out\n"
+
+
+class Disk:
+    """A file on a disk with room for so many bytes more."""
+
+    closed = False
+
+    def __init__(self, room):
+        self.room, self.content = room, b""
+
+    def write(self, data):
+        taken = data[: self.room]
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.content, self.room = self.content + taken, self.room - len(taken)
+        return len(taken)
+
+    def close(self):
+        self.closed = True
+
+
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(made, tmp_path):
+    """F07."""
+    log, disk = made(), Disk(100)
+    log._metrics._stream = disk
+    for step in (2, 4):
+        log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    assert log.incomplete() and len(disk.content) == 100
+    with pytest.raises(CheckpointError) as caught:
+        log.end_incomplete(4)
+    words = r"metrics.jsonl cannot be written: No space left on device \(2 lines are missing\); .*/metrics.jsonl; "
+    assert re.match(words + "make room: the run is saved at step 4, and --resume auto goes on$", str(caught.value))
+    disk.room = 1000
+    assert not log.incomplete()
+    assert [json.loads(text)["step"] for text in disk.content.splitlines()] == [2, 4]
+    disk.room = 0
+    log.train(0, 6, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    with pytest.raises(CheckpointError, match="1 line is missing.*saved at step 6"):
+        log.summary({"steps": 6})
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"steps": 6}
+    log.close(), "and that is told once"
+
+
+def test_a_summary_that_cannot_be_written(made, tmp_path):
+    log = made()
+    (tmp_path / "run" / "summary.json").mkdir()
+    with pytest.raises(
+        CheckpointError, match="the summary cannot be written: Is a directory; .*summary.json; make room"
+    ):
+        log.summary({"steps": 3})
+
+
+@pytest.mark.parametrize("at", ["begin", "train"])
+def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, capsys, at):
+    """F07: on a disk that is full for its events alone."""
+    pytest.importorskip("tensorboard")
+    log = RunLog(tmp_path / "run", tensorboard=True, total_epochs=2)
+
+    def full(*args, **fields):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module._Events, "_write" if at == "begin" else "scalars", full)
+    log.begin(0)
+    for step in (2, 4):
+        log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
+    log.close()
+    told = "warning: TensorBoard's events cannot be written: No space left on device; "
+    said = capsys.readouterr().err
+    assert said.startswith(told) and said.count("\n") == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
 
 
 def test_the_files_of_a_run(made, tmp_path):

@@ -10,12 +10,16 @@ import pytest
 
 from hvd_train.compression.sparse import Threshold
 from hvd_train.core import checkpoint, meeting, saving
+from hvd_train.core import log as log_module
+from hvd_train.core.agreement import collectively
 from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.meeting import Meetings, Outside
+from hvd_train.core.metrics_file import MetricsFile
 from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
+from tests.core.test_log import Disk
 from tests.core.test_loop import config, final, same, trainer, without_speed
 from tests.numpy_frontend import run_ranks
 
@@ -94,6 +98,47 @@ def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, 
         assert without_speed(again[0]) == without_speed(whole[0])
         assert ranked(folder) == ranked(tmp_path / "whole") and len(ranked(folder)) >= 2
         assert rows(folder) == rows(tmp_path / "whole"), "each line of the log once, with the same bits"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_log_that_cannot_be_written_ends_all_ranks_and_the_run_is_saved(tmp_path, every_turn, monkeypatch, size):
+    """F07: at any of its lines. Code 4 on all ranks at one step, and what goes on is the run."""
+    c = config(checkpoint={"every_n_steps": 100, "every_n_epochs": 0})
+    whole = final(size, c, tmp_path / "whole")
+    steps = set()
+    for room in range(0, 3200, 800 if size > 1 else 200):
+
+        class Full(MetricsFile):
+            def __init__(self, run_dir, room=room):
+                super().__init__(run_dir)
+                self._stream.close()
+                self._stream = Disk(room)
+
+        folder = tmp_path / str(room)
+
+        def work(communicator, folder=folder):
+            log = RunLog(folder, tensorboard=False, total_epochs=3) if communicator.rank == 0 else NullLog()
+            made = trainer(communicator, c, folder, log)
+            try:
+                summary = made.fit()
+                collectively(communicator, lambda: log.summary(summary))
+            except CheckpointError as error:
+                assert "No space left on device" in str(error) and error.exit_code == 4
+                assert f"the run is saved at step {made.progress.step}, and" in str(error)
+                return made.progress.step
+            return None
+
+        with monkeypatch.context() as patched:
+            patched.setattr(log_module, "MetricsFile", Full)
+            found = run_ranks(size, work)
+        assert len(set(found)) == 1
+        if found[0] is None:  # there was room for all
+            break
+        assert find(folder / "checkpoints")[-1][0] == found[0]
+        steps.add(found[0])
+        again = final(size, c, folder, resume=True)
+        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0])
+    assert len(steps) > 2 and found[0] is None
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,16 @@ def test_a_signal_ends_the_job(number, code):
     while inner.is_running() and inner.status() != psutil.STATUS_ZOMBIE and time.monotonic() < stop:
         time.sleep(0.05)
     assert not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE
+
+
+def test_ranks_of_horovodrun_outlive_the_reader_of_their_output(tmp_path):
+    """Its own thread ends at the first line that it cannot hand on, and a full pipe then holds the ranks for ever."""
+    tool = tmp_path / "horovodrun"
+    words = "a line of a rank, as long as a line of the log is"
+    tool.write_text(f"#!/bin/sh\nfor k in $(seq 2000); do echo '{words}'; done\n")
+    tool.chmod(0o755)
+    program = f"from hvd_train.launch import local; print(local.run(['{tool}'], {{}})[0], file=open('code', 'w'))"
+    line = f'{sys.executable} -c "{program}" | head -1'
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == f"{words}\n" and done.stderr == ""
+    assert (tmp_path / "code").read_text() == "0\n"

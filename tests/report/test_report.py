@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from hvd_train.core import metrics_file
 from hvd_train.errors import CheckpointError
 from hvd_train.report import plots, tables
 
@@ -21,12 +22,13 @@ SUMMARY = {
 }
 
 
-def row(event, epoch, value, samples):
-    return {"event": event, "epoch": epoch, "loss": value, "accuracy": value / 10, "samples": samples}
+def row(event, epoch, step, value, samples):
+    numbers = {"epoch": epoch, "step": step, "loss": value, "accuracy": value / 10, "samples": samples}
+    return {"event": event, **numbers}
 
 
-ROWS = [row("train", 1, 4.0, 30), row("train", 1, 1.0, 10), row("val", 1, 2.0, 5), row("train", 2, 1.0, 40)]
-ROWS += [row("val", 2, 1.5, 5)]
+ROWS = [row("train", 1, 0, 4.0, 30), row("train", 1, 5, 1.0, 10), row("val", 1, 5, 2.0, 5)]
+ROWS += [row("train", 2, 15, 1.0, 40), row("val", 2, 15, 1.5, 5)]
 
 
 def write(folder, rows=(), summary=None, tail=""):
@@ -62,6 +64,9 @@ def test_runs_side_by_side(tmp_path):
         (lambda path: None, "there is no such run folder"),
         (lambda path: path.mkdir(), "holds no finished run"),
         (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "cannot be read"),
+        (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it is not the summary"),
+        (lambda path: write(path, summary=SUMMARY | {"steps": "x"}), "cannot be read"),
+        (lambda path: write(path, summary={"framework": "pytorch"}), "is damaged: it is not the summary of a run"),
     ],
 )
 def test_a_folder_without_a_finished_run(tmp_path, make, words):
@@ -71,13 +76,25 @@ def test_a_folder_without_a_finished_run(tmp_path, make, words):
 
 
 def test_epochs_weigh_lines_by_their_samples(tmp_path):
-    rows = plots.metrics(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
-    assert rows == ROWS, "a line that a kill cut short is left out"
+    rows, damaged = metrics_file.read(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
+    assert rows == ROWS and damaged == 0, "a line that a kill cut short is left out"
     assert plots.epochs(rows, "train", "loss") == ([1, 2], [3.25, 1.0])
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
     assert plots.epochs([], "val", "loss") == ([], [])
-    numbered = [one | {"step": 5 * k} for k, one in enumerate(rows)]
-    assert plots.steps(numbered, "train", "loss") == ([0, 5, 15], [4.0, 1.0, 1.0]), "and steps are drawn line by line"
+    assert plots.steps(rows, "train", "loss") == ([0, 5, 15], [4.0, 1.0, 1.0]), "and steps are drawn line by line"
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\n", b"[" * 99999 + b"\n", b"5\n", b"{}\n", b'{"event": "val", "epoch": "1", "step": 3}\n']
+)
+def test_a_damaged_line_is_left_out_of_a_picture(tmp_path, line):
+    run = write(tmp_path / "a", ROWS)
+    text = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    strange = b'{"event": "val", "epoch": 2, "step": 3, "loss": "x"}\n'
+    (run / "metrics.jsonl").write_bytes(b"".join([text[0], line, strange, *text[1:]]))
+    rows, damaged = metrics_file.read(run)
+    assert damaged == 1 and len(rows) == len(ROWS) + 1
+    assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
 
 
 def test_curves_are_drawn_for_each_run(tmp_path, monkeypatch):

@@ -1,0 +1,65 @@
+"""Standard streams that may fail: the reader leaves (``| head``), the terminal closes, the disk is full."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+from hvd_train.errors import ConfigError
+
+
+class ReaderLeftError(BrokenPipeError):
+    """Nobody reads what this command prints any more."""
+
+
+class _Guarded(io.FileIO):
+    """A descriptor that becomes the null device when it cannot be written any more. ``silent``: without an error."""
+
+    silent = False
+
+    def write(self, data: Any) -> int:
+        if not memoryview(data).nbytes:  # click's question what kind of stream this is; a full disk refuses that too
+            return 0
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if self.silent:
+                return memoryview(data).nbytes
+            if isinstance(error, BrokenPipeError):
+                raise ReaderLeftError from error
+            what = f"the output cannot be written: {error.strerror}"
+            raise ConfigError(what, where="standard output", fix="send it to another file") from error
+
+
+def guard(*silent: str) -> None:
+    """Opens what is closed of the standard streams, and guards them. What is printed to the ``silent`` ones ("stdout",
+    "stderr") raises nothing; else ReaderLeftError, or ConfigError."""
+    _open_closed()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue  # a test's
+        raw = getattr(stream.buffer, "raw", stream.buffer)
+        if not isinstance(raw, _Guarded):
+            raw = _Guarded(stream.fileno(), "wb", closefd=False)
+            unbuffered = isinstance(stream.buffer, io.FileIO)  # python -u
+            kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
+            setattr(sys, name, io.TextIOWrapper(buffer, **kept))
+        raw.silent = name in silent
+
+
+def _open_closed() -> None:
+    """The null device in place of closed standard streams (``>&-``). The next file would get their numbers, and what a
+    library prints would go into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

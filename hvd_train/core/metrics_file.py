@@ -1,0 +1,84 @@
+"""``metrics.jsonl``: one JSON object a line, which a full disk or a flipped bit must not turn into a lost training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvd_train.errors import CheckpointError
+
+NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends rows. Rows that cannot be written are kept in memory, and go before the next ones."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / NAME
+        self._stream = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._kept = b""
+        self._why = ""
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._kept += json.dumps(row).encode() + b"\n"
+        self.incomplete()
+
+    def incomplete(self) -> bool:
+        """Whether rows are not in the file. Tries to write them."""
+        try:
+            while self._kept:  # a nearly full disk takes part of a row
+                self._kept = self._kept[self._stream.write(self._kept) :]
+        except OSError as error:
+            self._why = error.strerror or str(error)
+        return bool(self._kept)
+
+    def failure(self, step: int) -> CheckpointError:
+        """The error that ends a run whose rows could not be written, once it is saved at ``step``."""
+        missing = self._kept.count(b"\n")
+        less = "" if not missing else " (1 line is missing)" if missing == 1 else f" ({missing} lines are missing)"
+        fix = f"make room: the run is saved at step {step}, and --resume auto goes on"
+        return CheckpointError(f"{NAME} cannot be written: {self._why}{less}", where=str(self.path), fix=fix)
+
+    def close(self, step: int) -> None:
+        """Raises CheckpointError where rows are lost. Some file systems tell a full disk only here."""
+        if self._stream.closed:
+            return
+        missing = self.incomplete()
+        try:
+            self._stream.close()
+        except OSError as error:
+            self._why, missing = error.strerror or str(error), True
+        if missing:
+            raise self.failure(step)
+
+
+def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """(the rows of a run, the number of damaged lines); a last line that a kill cut short is no damage.
+
+    Raises CheckpointError where the file cannot be read.
+    """
+    path = run_dir / NAME
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    rows, damaged = [], 0
+    for line in lines:
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif line.endswith(b"\n"):
+            damaged += 1
+    return rows, damaged
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for a line that no run has written."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"event": str, "epoch": int, "step": int}
+    known = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+    return row if known else None

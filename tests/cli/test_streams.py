@@ -1,0 +1,76 @@
+"""Output that nobody takes: a training goes on, a result that is lost is told, and no file gets a stream's number."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_commands import ROOT, SECONDS
+
+HVD = [sys.executable, "-m", "hvd_train"]
+
+
+def shell(line: str, cwd: Path) -> subprocess.CompletedProcess:
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "HVD": " ".join(HVD)}
+    own.pop("PYTHONUNBUFFERED", None)
+    words = ["bash", "-c", line]
+    return subprocess.run(words, cwd=cwd, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def test_a_training_outlives_its_reader(tmp_path):
+    """F11: ``hvd-train fit 2>&1 | head -1``; the run folder has all lines."""
+    sets = "--set tensorboard=false --set max_epochs=3 --run-dir run"
+    done = shell(f"set -o pipefail; $HVD fit -c {ROOT}/scripts/configs/tiny.yaml {sets} 2>&1 | head -1", tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("pytorch, mlp: ") and done.stdout.count("\n") == 1, done
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        ("$HVD config >&-", 0, ""),
+        ("$HVD config >&- 2>&- <&-", 0, ""),
+        ("$HVD config --explain | true; exit ${PIPESTATUS[0]}", 0, ""),
+        ("$HVD nothing 2>&-", 2, ""),
+        ("$HVD nothing 2>/dev/full", 2, ""),
+        (
+            "$HVD config >/dev/full",
+            2,
+            "error: the output cannot be written: No space left on device; standard output; send it to another file\n",
+        ),
+    ],
+)
+def test_output_that_cannot_be_written(tmp_path, line, code, error):
+    done = shell(line, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", error)
+
+
+PROGRAM = """
+import os, sys
+from hvd_train.cli import streams
+streams.guard("stdout", "stderr")
+streams.guard("stdout", "stderr")
+file = open("data", "wb")
+print("a line", flush=True)
+os.write(1, b"what a library prints")
+file.write(b"data %d" % file.fileno())
+file.close()
+print("", file=sys.stderr)
+assert not sys.stdout.isatty() and sys.stdout.fileno() == 1
+subprocess = __import__("subprocess")
+subprocess.run(["echo", "of a child"], check=True)
+"""
+
+
+@pytest.mark.parametrize("flag", ["", "-u"])
+@pytest.mark.parametrize("streams", ["0<&- 1>&-", "0<&- 1>&- 2>&-", "1>/dev/full 2>/dev/full"])
+def test_no_file_takes_the_place_of_a_stream(tmp_path, streams, flag):
+    done = shell(f"{sys.executable} {flag} -c '{PROGRAM}' {streams}", tmp_path)
+    assert done.returncode == 0 and done.stdout == "" and done.stderr.strip() == "", done
+    name, number = (tmp_path / "data").read_text().split()
+    assert name == "data" and int(number) > 2

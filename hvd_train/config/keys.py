@@ -141,8 +141,9 @@ def _class_names(value: Any) -> Any:
         return {key: _class_names(names) for key, names in value.items()}
     if value is None or value == "auto":
         return value
-    names = [str(name) for name in value] if isinstance(value, list) else []
-    whole = all(isinstance(name, str | int) and name is not True and name is not False for name in value or [])
+    listed = value if isinstance(value, list) else []
+    names = [str(name) for name in listed]
+    whole = all(isinstance(name, str | int) and name is not True and name is not False for name in listed)
     if not names or not whole or "" in names or len(set(names)) < len(names):
         wanted = "a list of words (yes, no, true and false in quotes) or of whole numbers, each once; or auto"
         raise PydanticCustomError("class_names", "{wanted}", {"wanted": wanted})
@@ -227,11 +228,26 @@ METRICS: dict[str, Literal["min", "max"]] = {
 TAKEN = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # what else a line of the log holds
 
 
+# Words of other tools, of which the nearest by letters is another thing ("gpu": "cpu").
+SYNONYMS = {
+    "gpu": "cuda", "acc": "accuracy", "keras": "tensorflow", "tf": "tensorflow", "learning_rate": "lr",
+    "16": "16-mixed", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32", "float32": "32", "float64": "64",
+}  # fmt: skip
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is meant: it differs in capitals alone, is called so elsewhere, or is written alike."""
+    word, names = name.lower(), {other.lower(): other for other in known}
+    for same in (word, SYNONYMS.get(word)):
+        if same in names:
+            return names[same]
+    close = difflib.get_close_matches(word, list(names), 1, cutoff)
+    return names[close[0]] if close else None
+
+
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), list(known), 1) or [
-        other for other in known if name and name in other
-    ]
-    return f"unknown '{name}'; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
+    near = nearest(name, known) or next((other for other in known if name and name in other), None)
+    return f"unknown '{name}'; {f'did you mean {near!r}? ' if near else ''}there are {', '.join(known)}"
 
 
 def title_of(output: str, metric: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hvd_train.config.keys import FORMER, Config
+from hvd_train.config.keys import FORMER, Config, nearest
 from hvd_train.config.writing import explain, inner
 from hvd_train.errors import ConfigError
 
@@ -216,11 +215,13 @@ def explained(key: str) -> list[tuple[str, str, str, str]]:
 
 
 def _unknown(path: Path_) -> str:
-    section = _section(path[:-1])
-    near = difflib.get_close_matches(str(path[-1]), list(section.model_fields) if section else [], 1, 0.6)
-    guesses = [_dotted((*path[:-1], *near))] if near else []
-    guesses += [key for key, *_ in explain() if key.split(".")[-1] == path[-1]]
-    return f"unknown key; did you mean '{guesses[0]}'?" if guesses else f"unknown key; {LISTED}"
+    """In another section under the same name, or in this one, or anywhere, under a name like it."""
+    section, last = _section(path[:-1]), str(path[-1])
+    leaves = {key.split(".")[-1]: key for key, *_ in reversed(explain())}
+    near = nearest(last, section.model_fields) if section else None
+    guess = leaves.get(last.lower()) or (near and _dotted((*path[:-1], near)))
+    guess = guess or leaves.get(nearest(last, leaves, 0.75) or "")
+    return f"unknown key; did you mean '{guess}'?" if guess else f"unknown key; {LISTED}"
 
 
 def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
@@ -233,5 +234,11 @@ def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
     value = items[0]["input"]
     text = f"must be {' or '.join(dict.fromkeys(expected))}, not {json.dumps(value, default=str)[:60]}"
     options = [option for words in expected for option in re.findall(r"'([^']+)'", words)]
-    near = difflib.get_close_matches(value, options, 1, 0.6) if isinstance(value, str) else []
-    return text + (f"; did you mean '{near[0]}'?" if near else "")
+    near = nearest(str(value), options)
+    section = _section(path) if "model_type" in kinds else None
+    if near is None and isinstance(value, str):
+        if section:  # its first key is what it is named by
+            near = f"{_dotted(path)}.{next(iter(section.model_fields))}"
+        elif "list_type" in kinds:
+            near = f"[{value}]"
+    return text + (f"; did you mean '{near}'?" if near else "")

@@ -204,6 +204,17 @@ def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
         assert found[name] == pytest.approx(wanted, abs=2e-3 if "auc" in name else 1e-12), name
 
 
+@pytest.mark.parametrize(("middle", "spread"), [(0, 0.3), (-7, 1), (7, 1), (-12, 1), (0, 6)])
+def test_auc_of_rare_classes_and_of_sure_models(middle, spread):
+    """Bins of the sigmoid itself end at 7 and were wrong by 0.02 to 0.25 here."""
+    rng = np.random.default_rng(0)
+    y = (rng.random(20_000) < 0.1).astype(float)
+    z = middle + spread * (rng.normal(size=len(y)) + y)
+    task = Task(TaskConfig(loss="bce", metrics=["auc"]), fields((), "float32"), NumpyOps())
+    wanted = pytest.importorskip("sklearn.metrics").roc_auc_score(y, z)
+    assert task.results(task(z, {"label": y}, np.ones(len(y)))[1])["auc"] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_losses_are_those_of_scikit_learn():
     """The guide's second table."""
     metrics, calls = pytest.importorskip("sklearn.metrics"), table_of(guide.page("own-loss"), 3)

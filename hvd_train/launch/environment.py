@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
@@ -72,7 +73,7 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         rank, size = number(environ, "SLURM_PROCID", None), number(environ, "SLURM_STEP_NUM_TASKS", None)
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-        node = min(number(environ, "SLURM_NODEID", 0), len(per_node) - 1)
+        node = min(node_of(environ), len(per_node) - 1)
         return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
     _refuse_unknown(environ)
     return World()
@@ -122,6 +123,33 @@ def tasks_per_node(text: str) -> list[int]:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(count)] * int(times or 1)
     return found or [1]
+
+
+def node_of(environ: Mapping[str, str]) -> int:
+    """This node's place in the step's list of nodes, which is that of its number of tasks. In a heterogeneous job,
+    SLURM_NODEID counts the nodes in another order."""
+    nodes = node_names(environ.get("SLURM_STEP_NODELIST", ""))
+    own = environ.get("SLURMD_NODENAME")
+    return nodes.index(own) if own in nodes else number(environ, "SLURM_NODEID", 0)
+
+
+def node_names(text: str) -> list[str]:
+    """Slurm's "rack[0-1]n[07,09-10],login" -> [rack0n07, rack0n09, rack0n10, rack1n07, ..., login]."""
+    found = []
+    for word in re.split(r",(?![^[]*\])", text):
+        pieces = re.split(r"\[([^]]*)\]", word)  # what stands in brackets has odd places
+        choices = [_numbers(piece) if k % 2 else [piece] for k, piece in enumerate(pieces)]
+        found += ["".join(chosen) for chosen in product(*choices)]
+    return found
+
+
+def _numbers(text: str) -> list[str]:
+    """ "07,09-10" -> [07, 09, 10]."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += [str(k).zfill(len(first)) for k in range(int(first), int(last or first) + 1)]
+    return found
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None) -> int:

@@ -1,7 +1,9 @@
 """How ranks that a plain ``srun`` started find one another: without ssh, without MPI, without PMIx.
 
-Rank 0 opens a desk on its node, the first of the step's, at one of a few ports that follow from job and step. The
-others look for it there, and each side proves that it knows the user's secret. The desk waits until all ranks have
+Rank 0 opens a desk on its node, at one of a few ports that follow from job and step. The others look for it on the
+step's first node, and each side proves that it knows the user's secret. Where rank 0 is on another node (``srun -m
+arbitrary``, a heterogeneous job), the first rank of the first node opens a desk too, which hears from rank 0 where it
+is and sends the others there. Rank 0's desk waits until all ranks have
 come, then serves as the rendezvous of Horovod's Gloo: Horovod's own (``horovod.runner.http.http_server``) answers
 whoever asks, this one only who names the step's token. What the ranks then send each other is Gloo's, unguarded.
 """
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.errors import CommunicationError, ConfigError, TrainError
-from hvd_train.launch.environment import World, number, tasks_per_node, world
+from hvd_train.launch.environment import World, node_names, node_of, number, tasks_per_node, world
 from hvd_train.launch.local import mpi_built
 
 SECRET, PORT = "HVD_TRAIN_SECRET", "HVD_TRAIN_PORT"
@@ -49,8 +51,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Step:
-    """One ``srun``. ``name``: no other step has it, nor this one after a requeue; ``host``: the node of rank 0;
-    ``node``: this rank's, among ``per_node`` (tasks of each)."""
+    """One ``srun``. ``name``: no other step has it, nor this one after a requeue; ``host``: the first node, where rank
+    0 can be asked for; ``node``: the place of ``own``, this rank's, among ``per_node`` (tasks of each)."""
 
     name: str
     host: str
@@ -61,9 +63,9 @@ class Step:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Step:
         names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        node = int(environ.get("SLURM_NODEID", "0"))
-        host = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
-        own = environ.get("SLURMD_NODENAME", f"node {node}")
+        node = node_of(environ)
+        host = node_names(environ.get("SLURM_STEP_NODELIST", "localhost"))[0]
+        own = environ.get("SLURMD_NODENAME", f"node {node}" if node else host)
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]))
         return cls(".".join(environ.get(name, "0") for name in names), host, node, own, per_node)
 
@@ -78,23 +80,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Met:
-    """Where the desk is. ``interface``: by which the others reach this rank; empty: Gloo takes the host name's."""
+    """Where the desk is. ``interface``: by which the others reach this rank; empty: Gloo takes the host name's;
+    ``cross``: (place among the ranks with this local rank, their number)."""
 
     world: World
     address: str
     port: int
     token: str
     interface: str = ""
+    cross: tuple[int, int] = (0, 1)
 
 
 _met: Met | None = None
 _desk: Desk | None = None
+_signpost: Desk | None = None  # of a rank on the first node, where rank 0 is not
 _given_up = False  # on rank 0
-
-
-def first_host(nodes: str) -> str:
-    """Slurm's "rack[0-1]n[07,09-12],login" -> rack0n07."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
 def by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -115,9 +115,7 @@ def meet(here: World) -> None:
         return
     step, seconds = Step.of(os.environ), number(os.environ, START, START_SECONDS)
     _met = met = (_receive if here.rank == 0 else _join)(here, step, seconds)
-    per_node, local = step.per_node, here.local_rank
-    cross = sum(count > local for count in per_node[: step.node]), sum(count > local for count in per_node)
-    os.environ.update(over_gloo(here, step.own, cross, met.address, met.port, met.token))
+    os.environ.update(over_gloo(here, step.own, met.cross, met.address, met.port, met.token))
     if met.interface:
         os.environ.setdefault("HOROVOD_GLOO_IFACE", met.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", met.interface)
@@ -144,8 +142,12 @@ def over_gloo(here: World, host: str, cross: tuple[int, int], address: str, port
 
 def prepare(here: World) -> None:
     """Rank 0 of such a step opens its desk; the sooner, the better are the others told that a rank has ended."""
-    if srun_alone(here) and here.rank == 0:
+    if not srun_alone(here):
+        return
+    if here.rank == 0:
         open_desk(here)
+    elif here.local_rank == 0:
+        _open_signpost(here)
 
 
 def srun_alone(here: World) -> bool:
@@ -161,7 +163,13 @@ def _receive(here: World, step: Step, seconds: int) -> Met:
     if "failed" in verdict:
         time.sleep(PARTING_SECONDS)  # until the others have read it
         raise _failure(verdict)
-    return Met(here, LOOPBACK, desk.server_port, desk.token, interface_of(verdict["address"]))
+    network = interface_of(verdict["address"])
+    return Met(here, LOOPBACK, desk.server_port, desk.token, network, _cross(here, verdict["locals"]))
+
+
+def _cross(here: World, locals_: list[int]) -> tuple[int, int]:
+    """From the local rank of each rank. Horovod ends the process where these places are not in the order of ranks."""
+    return locals_[: here.rank].count(here.local_rank), locals_.count(here.local_rank)
 
 
 def _failure(verdict: Mapping[str, Any]) -> CommunicationError:
@@ -178,11 +186,13 @@ def _join(here: World, step: Step, seconds: int) -> Met:
         try:
             found = _find(here, step)
             if isinstance(found, Met):
-                given = {"rank": here.rank, "node": step.node}
+                given = {"rank": here.rank, "local": here.local_rank}
                 own, status, verdict = _ask(found, "join", given, left + ANSWER_SECONDS)
                 if status == 200:
-                    address = own if step.node else verdict["address"]
-                    return replace(found, interface=interface_of(address))
+                    _close_signpost()
+                    address = verdict["address"] if own.startswith("127.") else own
+                    cross = _cross(here, verdict["locals"])
+                    return replace(found, interface=interface_of(address), cross=cross)
                 if status == 409:
                     raise _failure(verdict)
             else:
@@ -203,9 +213,16 @@ def _find(here: World, step: Step) -> Met | str:
     except FileNotFoundError as error:
         return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
     address, ports = _address(step), step.ports(os.environ)
+    silent = False
     for port in ports:
         if is_desk(address, port, token):
-            return Met(here, address, port, token)
+            found = Met(here, address, port, token)
+            _, status, where = _ask(found, "where", {}, ANSWER_SECONDS)
+            if status == 200:
+                return replace(found, **where)
+            silent = True
+    if silent:
+        return f"{step.host} has not heard from rank 0, which is on another node"
     return f"nobody who knows the secret of this step is at port {', '.join(map(str, ports))}"
 
 
@@ -226,9 +243,13 @@ def part(here: World, text: str, code: int, seconds: float = COME_SECONDS) -> bo
                 time.sleep(PAUSES[0])
         if found is not None:
             given = {"rank": here.rank, "code": code, "text": text}
+            same = False
             with suppress(OSError):  # it has heard, and may end before it answers
-                return _ask(found, "part", given, WORD_SECONDS + ANSWER_SECONDS)[2]["same"]
-            return False
+                same = _ask(found, "part", given, WORD_SECONDS + ANSWER_SECONDS)[2]["same"]
+            stop = time.monotonic() + COME_SECONDS
+            while _signpost and time.monotonic() < stop and is_desk(found.address, found.port, found.token):
+                time.sleep(PAUSES[0])  # until rank 0 has told all who are sent there from here
+            return same
     return None
 
 
@@ -250,8 +271,8 @@ def placed() -> World | None:
 
 
 def _address(step: Step) -> str:
-    """Of rank 0's node, IPv4, for this rank."""
-    return _resolve(step.host) if step.node else LOOPBACK
+    """Of the first node, IPv4, for this rank."""
+    return LOOPBACK if step.own == step.host else _resolve(step.host)
 
 
 @functools.cache
@@ -333,16 +354,52 @@ def _proof(token: str, port: int, nonce: str) -> str:
 def open_desk(here: World) -> Desk:
     """Of rank 0, once a process, at the first of the step's ports that is free."""
     global _desk
-    if _desk is not None:
-        return _desk
+    if _desk is None:
+        step = Step.of(os.environ)
+        _desk = _open(here, step)
+        _desk.locals[0] = here.local_rank
+        if step.own != step.host:
+            threading.Thread(target=_report_place, args=[here, step, _desk], name="place", daemon=True).start()
+    return _desk
+
+
+def _open_signpost(here: World) -> None:
+    """Of the first rank on the first node of a step, if that is not rank 0."""
+    global _signpost
     step = Step.of(os.environ)
+    if step.own == step.host and _signpost is None:
+        _signpost = _open(here, step)
+        _signpost.place = {}
+
+
+def _close_signpost() -> None:
+    """All have come."""
+    global _signpost
+    if _signpost is not None:
+        _signpost.shutdown()
+        _signpost.server_close()
+        _signpost = None
+
+
+def _report_place(here: World, step: Step, desk: Desk) -> None:
+    """Rank 0 on another node tells the first node where its desk is, until the ranks have met or failed."""
+    while not desk.settled:
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            token, address = desk.token, _address(step)
+            for port in step.ports(os.environ):
+                if is_desk(address, port, token):
+                    _ask(Met(here, address, port, token), "here", {"port": desk.server_port}, ANSWER_SECONDS)
+        time.sleep(PAUSES[0])
+
+
+def _open(here: World, step: Step) -> Desk:
     token, ports = _token(step, make_secret()), step.ports(os.environ)
     for port in ports:
         with suppress(OSError):
-            _desk = Desk("" if len(step.per_node) > 1 else LOOPBACK, port, token, here.size)
-            threading.Thread(target=_desk.serve_forever, name="rendezvous", daemon=True).start()
-            return _desk
-    what = f"no free port on {step.host}: {', '.join(map(str, ports))} are taken"
+            desk = Desk("" if len(step.per_node) > 1 else LOOPBACK, port, token, here.size)
+            threading.Thread(target=desk.serve_forever, name="rendezvous", daemon=True).start()
+            return desk
+    what = f"no free port on {step.own}: {', '.join(map(str, ports))} are taken"
     raise ConfigError(what, where="srun", fix=f"set {PORT} to the first of {TRIES} others")
 
 
@@ -350,8 +407,11 @@ class Desk(ThreadingHTTPServer):
     """Receives the ranks, then keeps what Horovod's Gloo puts there: scope, key -> bytes.
 
     Closed to whoever does not name the token. Connections that have not named it are few and short: a new one ends the
-    oldest. When the ranks have met, no address but theirs is listened to.
+    oldest. When the ranks have met, no address but theirs is listened to. ``place``: rank 0's, where this desk is not
+    rank 0's own; empty until that has told it.
     """
+
+    place: dict[str, Any] | None = None
 
     daemon_threads = True
     request_queue_size = 1024
@@ -365,6 +425,7 @@ class Desk(ThreadingHTTPServer):
         self._strangers: dict[socket.socket, float] = {}  # since when, oldest first
         self._guard = threading.Lock()  # of _strangers
         self._known = {LOOPBACK}  # addresses of the ranks that came
+        self.locals = {0: 0}  # rank: its local rank
         self._came, self._heard = {0}, {0}
         self._said: str | None = None  # by rank 0, before it ended
         self._verdict: dict[str, Any] | None = None  # which all who have come are told
@@ -421,7 +482,7 @@ class Desk(ThreadingHTTPServer):
                 failed = f"{ranks} did not come within {seconds} s"
                 self._verdict = {"failed": failed, "fix": fix, "code": CommunicationError.exit_code}
             else:
-                self._verdict = {"address": self._address}
+                self._verdict = {"address": self._address, "locals": [self.locals[rank] for rank in range(self.size)]}
             self._changed.notify_all()
             assert self._verdict is not None
             return self._verdict
@@ -430,16 +491,22 @@ class Desk(ThreadingHTTPServer):
         failed = f"rank {rank} ended with exit code {code} before the ranks had met"
         self._verdict = {"failed": failed, "fix": "its own line says why", "code": code}
 
-    def join(self, rank: int, node: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
-        """For a rank of that node, which came from ``peer`` by that address of ours: HTTP's status and the verdict,
-        when there is one. 410: it has come before, in an earlier command of this step."""
+    @property
+    def settled(self) -> bool:
+        """Whether the ranks have met, or never will."""
+        return self._verdict is not None
+
+    def join(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
+        """For a rank that came from ``peer`` by that address of ours: HTTP's status and the verdict, when there is
+        one. 410: it has come before, in an earlier command of this step."""
         with self._changed:
             if rank in self._came or not 0 < rank < self.size:
                 return 410, {}
             if self._verdict is None:
                 self._came.add(rank)
+                self.locals[rank] = local
                 self._known.add(peer)
-                if node:
+                if not address.startswith("127."):
                     self._address = address
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._verdict is not None)
@@ -525,8 +592,13 @@ class _Handler(BaseHTTPRequestHandler):
                 status, reply = self.server.join(**given, **came)
             elif words[0] == "part":
                 reply = self.server.part(**given)
+            elif words[0] == "here" and self.server.place is not None:
+                self.server.place = {"address": self.client_address[0], "port": int(given["port"])}
+            elif words[0] == "where":
+                reply = self.server.place or {}
+                status = 404 if self.server.place == {} else 200
             self._answer(status, json.dumps(reply).encode())
-            if words[0] != "ended":
+            if words[0] in ("join", "part"):
                 self.server.heard(given["rank"])
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import slurm
-from hvd_train.launch.environment import World, world
-from hvd_train.launch.slurm import Desk, Step, first_host
+from hvd_train.launch.environment import World, node_names, world
+from hvd_train.launch.slurm import Desk, Step
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -41,27 +41,38 @@ def step(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(slurm, "_met", None)
     monkeypatch.setattr(slurm, "_desk", None)
+    monkeypatch.setattr(slurm, "_signpost", None)
+    monkeypatch.setattr(slurm, "_report_place", lambda *_: None)  # STEP's rank is not on the first node
     monkeypatch.setattr(slurm, "_given_up", False)
     slurm._resolve.cache_clear()
     yield tmp_path / "hvd_train" / "secret"
-    if slurm._desk:
-        slurm._desk.shutdown()
-        slurm._desk.server_close()
+    for desk in filter(None, (slurm._desk, slurm._signpost)):
+        desk.shutdown()
+        desk.server_close()
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"),
+    ("nodes", "names"),
     [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[1-2]", "node1"),
-        ("n[007,009-012],login", "n007"),
-        ("rack[0-1]n[07,09-12]", "rack0n07"),
-        ("login,n[1-2]", "login"),
+        ("node1", ["node1"]),
+        ("node1,node2", ["node1", "node2"]),
+        ("node[1-2]", ["node1", "node2"]),
+        ("n[007,009-011],login", ["n007", "n009", "n010", "n011", "login"]),
+        ("rack[0-1]n[07,09]", ["rack0n07", "rack0n09", "rack1n07", "rack1n09"]),
+        ("login,n-[9-10]-x", ["login", "n-9-x", "n-10-x"]),
     ],
 )
-def test_first_host(nodes, host):
-    assert first_host(nodes) == host
+def test_names_of_nodes(nodes, names):
+    assert node_names(nodes) == names
+
+
+def test_a_nodes_tasks_are_found_by_its_name():
+    """What a heterogeneous job of Slurm 22.05 says, with one task on n2 and two on n1."""
+    mixed = {"SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    first = STEP | mixed | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n2"}
+    last = STEP | mixed | {"SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "n1"}
+    assert world(first) == World(0, 3, 0, 1, "srun") and world(last) == World(2, 3, 1, 2, "srun")
+    assert (Step.of(first).node, Step.of(last).node) == (1, 0)
 
 
 def test_ports_follow_from_the_step():
@@ -125,7 +136,7 @@ def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
     assert http_status(port, "GET", f"{own}/local_n1/0")[0] == 404
     for method, path in [("GET", "/global/0"), ("PUT", "/x/global/0"), ("DELETE", f"/{'0' * 64}:1/global/0")]:
         assert http_status(port, method, path, "other") == (403, b"")
-    assert http_status(port, "POST", "/x/join", '{"rank": 1, "node": 0}') == (403, b"")
+    assert http_status(port, "POST", "/x/join", '{"rank": 1, "local": 0}') == (403, b"")
     assert http_status(port, "GET", f"{own}/global/0") == (200, b"here")
     assert http_status(port, "DELETE", f"{own}/global/0")[0] == 200
     assert http_status(port, "GET", f"{own}/global/0")[0] == 404
@@ -155,9 +166,9 @@ def test_a_flood_of_slow_connections_holds_nobody_up(step, monkeypatch):
     held = slow_connections(port, 400)
     try:
         with ThreadPoolExecutor(2) as pool:
-            given = [f'{{"rank": {rank}, "node": 0}}' for rank in (1, 2)]
+            given = [f'{{"rank": {rank}, "local": {rank}}}' for rank in (1, 2)]
             joined = [pool.submit(http_status, port, "POST", f"/{desk.token}/join", body) for body in given]
-            assert desk.wait(10) == {"address": "127.0.0.1"}
+            assert desk.wait(10) == {"address": "127.0.0.1", "locals": [0, 1, 2]}
             assert [future.result()[0] for future in joined] == [200, 200]
         assert threading.active_count() - before <= limit + 1
         assert all(ended(one) for one in held[:-limit])
@@ -189,7 +200,7 @@ def test_when_the_ranks_have_met_no_other_address_is_heard(step):
     assert desk.wait(0)["failed"].startswith("rank 1 did not come") and ask(elsewhere) == 404
     desk._verdict = None
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(desk.join, 1, 1, "127.0.0.1", "127.0.0.8")
+        joined = pool.submit(desk.join, 1, 0, "127.0.0.1", "127.0.0.8")
         desk.wait(10)
         assert joined.result()[0] == 200
     assert ask(("127.0.0.8", 0)) == ask(("127.0.0.1", 0)) == 404
@@ -225,7 +236,7 @@ def test_no_free_port(step, monkeypatch):
         held.bind(("127.0.0.1", 0))
         held.listen()
         monkeypatch.setattr(Step, "ports", lambda self, environ: [held.getsockname()[1]])
-        with pytest.raises(ConfigError, match="no free port on n1: [0-9]+ are taken; srun; set HVD_TRAIN_PORT"):
+        with pytest.raises(ConfigError, match="no free port on n2: [0-9]+ are taken; srun; set HVD_TRAIN_PORT"):
             slurm.open_desk(World(0, 3, 0, 2, "srun"))
 
 
@@ -237,7 +248,7 @@ def test_a_host_that_no_name_service_knows(step, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: resolved(name))
     assert slurm._address(Step.of(os.environ)) == "127.0.0.7"
-    assert slurm._address(Step.of(os.environ | {"SLURM_NODEID": "0"})) == "127.0.0.1"
+    assert slurm._address(Step.of(os.environ | {"SLURMD_NODENAME": "n1"})) == "127.0.0.1"
     Path(tool).write_text("#!/bin/sh\n")
     slurm._resolve.cache_clear()
     with pytest.raises(ValueError, match="the host name n1 cannot be resolved"):

@@ -1,4 +1,7 @@
-"""A Slurm of two nodes on this host: munge, slurmctld and two slurmd with a folder, ports and a key of their own."""
+"""A Slurm of two nodes on this host: munge, slurmctld and two slurmd with a folder, ports and a key of their own.
+
+On a ``tests.hosts.network`` each node has a network of its own, and the first one runs slurmctld too.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import psutil
 
 from hvd_train.launch.local import end_with_parent
 from hvd_train.launch.submit import RUNNING
+from tests.hosts.network import Network
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 WHERE = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -25,7 +29,7 @@ START_SECONDS, END_SECONDS, JOB_SECONDS = 60.0, 20.0, 240.0
 # Every node has more cores than this host, or a step of 4 tasks would wait for ever on 2 cores.
 CONF = """
 ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={ctld}
@@ -43,12 +47,13 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
+SchedulerParameters=bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={node1} CPUs=16
-NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={node2} CPUs=16
+NodeName={nodes[0]} NodeHostname={hosts[0]} NodeAddr={addresses[0]} Port={node1} CPUs=16
+NodeName={nodes[1]} NodeHostname={hosts[1]} NodeAddr={addresses[1]} Port={node2} CPUs=16
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -61,8 +66,9 @@ class Cluster:
     """``environment``: what a command needs to talk to it. ``stop`` leaves no process behind, and the daemons end with
     this process in any case."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, network: Network | None = None) -> None:
+        self.folder, self.network = folder, network
+        self.nodes = network.hosts[:2] if network else ["node1", "node2"]
         self.daemons: list[psutil.Popen] = []
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "HVD_TRAIN", "HOROVOD"))}
         self.environment = {**kept, "PATH": WHERE, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -79,11 +85,25 @@ class Cluster:
         self._daemon("munged", "--foreground", "--force", "--num-threads=2", *words)
         self.wait_for(lambda: (folder / "munge.socket").exists())
         ports = dict(zip(("ctld", "node1", "node2"), _free_ports(3), strict=True))
-        (folder / "slurm.conf").write_text(CONF.format(user=getpass.getuser(), folder=folder, **ports))
-        self._daemon("slurmctld", "-D", "-i")
-        for node in ("node1", "node2"):
-            self._daemon("slurmd", "-D", "-N", node)
+        hosts, addresses = (["localhost"] * 2, ["127.0.0.1"] * 2)
+        if self.network:
+            hosts, addresses = self.nodes, ["10.99.0.1", "10.99.0.2"]
+        places = {"host": hosts[0], "hosts": hosts, "addresses": addresses, "nodes": self.nodes}
+        conf = CONF.format(user=getpass.getuser(), folder=folder, **places, **ports)
+        (folder / "slurm.conf").write_text(conf)
+        self._daemon(*self.on(self.nodes[0], "slurmctld", "-D", "-i"))
+        for node in self.nodes:
+            self._daemon(*self.on(node, "slurmd", "-D", "-N", node))
         self.wait_for(lambda: self._states() == ["idle", "2"])
+
+    def on(self, node: str, *line: str) -> list[str]:
+        """The command line that runs ``line`` within a node's network."""
+        if not self.network:
+            return list(line)
+        # "ip netns" would hide /sys/fs/cgroup; Horovod ends a process whose host's own name leads nowhere.
+        named = f'mount --bind /etc/netns/{node}/hosts /etc/hosts; hostname {node}; exec "$@"'
+        space = ["nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "--mount"]
+        return [*space, "sh", "-c", named, "sh", *line]
 
     def _daemon(self, *line: str) -> None:
         with (self.folder / "daemons.log").open("a") as log:
@@ -108,10 +128,11 @@ class Cluster:
 
     def _states(self) -> list[str]:
         """["idle", "2"] when both nodes wait for jobs; nothing as long as nobody answers."""
-        line = ["sinfo", "-h", "-o", "%T %D"]
+        line = self.on(self.nodes[0], "sinfo", "-h", "-o", "%T %D")
         return subprocess.run(line, env=self.environment, capture_output=True, text=True, check=False).stdout.split()
 
     def run(self, *line: str) -> str:
+        line = tuple(self.on(self.nodes[0], *line))
         done = subprocess.run(line, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -17,7 +17,8 @@ import pytest
 from hvd_train.cli import guide
 from hvd_train.launch.local import command, environment
 from tests.command_lines import none_tells_a_secret
-from tests.slurm.cluster import WHERE
+from tests.hosts import network
+from tests.slurm.cluster import WHERE, Cluster
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -48,8 +49,9 @@ def variables(cluster, **more: str) -> dict[str, str]:
 
 def srun(cluster, *line: str, **more: str) -> Done:
     own = variables(cluster, **more)
+    words = cluster.on(cluster.nodes[0], "srun", *line)
     run = subprocess.run(
-        ["srun", *line], cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
+        words, cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     return Done(run)
 
@@ -135,6 +137,74 @@ def test_ranks_with_another_secret_are_turned_away(cluster):
     done = srun(cluster, *NODES, "-n", "2", "bash", "-c", line, HOROVOD_START_TIMEOUT="3")
     assert done.code == 5 and "error[rank 0]: rank 1 did not come within 3 s" in done.err
     assert "error[rank 1]: rank 0 was not found on node1 within 3 s: nobody who knows the secret" in done.err
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory, cluster):
+    """A Slurm whose nodes have networks and addresses of their own."""
+    if why := network.missing():
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("apart")
+    (folder / "network").mkdir()
+    hosts = network.Network(folder / "network", 2)
+    made = Cluster(folder / "slurm", hosts)
+    try:
+        hosts.start()
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        hosts.stop()
+
+
+@pytest.mark.parametrize(
+    ("layout", "does", "code"),
+    [
+        ("arbitrary", "", 0),
+        ("heterogeneous", "", 0),
+        ("arbitrary", "1:fails", 3),
+        pytest.param("arbitrary", "0:fails", 3, marks=pytest.mark.long("rank 0 ends as on the first node")),
+    ],
+)
+def test_rank_0_is_not_on_the_first_node(apart, layout, does, code):
+    """Ranks 0 and 2 are on the second node of the list, or rank 0 alone; they meet, or end together, at once."""
+    a, b = apart.nodes
+    file = apart.folder / "hostfile"
+    file.write_text(f"{b}\n{a}\n{b}\n")
+    program = ["python", str(HERE / "meet.py"), *([does] if does else [])]
+    line = {
+        "arbitrary": ["-n", "3", *NODES, "-m", "arbitrary", *program],
+        "heterogeneous": ["-n", "1", "-w", b, *program, ":", "-n", "2", "-w", a, *program],
+    }[layout]
+    began = time.monotonic()
+    done = srun(apart, *line, SLURM_HOSTFILE=str(file))
+    assert done.code == code and time.monotonic() - began < 60, done.err
+    if code:
+        rank = int(does[0])
+        told = [f"error[rank {rank}]: no such file; rank {rank}'s disk"]
+        if rank:
+            told.insert(0, "error[rank 0]: rank 1 ended with exit code 3 before the ranks had met; srun; its own line")
+        lines = sorted(done.err.splitlines())
+        assert len(lines) == len(told) and all(a.startswith(b) for a, b in zip(lines, told, strict=True)), lines
+        return
+    names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    places = [(row["node"], *(int(row[f"HOROVOD_{name}"]) for name in names)) for row in done.rows()]
+    expected = {
+        "arbitrary": [(b, 0, 2, 0, 2), (a, 0, 1, 1, 2), (b, 1, 2, 0, 1)],
+        "heterogeneous": [(b, 0, 1, 0, 2), (a, 0, 2, 1, 2), (a, 1, 2, 0, 1)],
+    }
+    assert places == expected[layout]
+    assert {row["HOROVOD_GLOO_IFACE"] for row in done.rows()} == {"eth0"}
+
+
+@pytest.mark.long("the ranks meet as above, and exchange as on any two hosts")
+def test_an_own_script_with_rank_0_on_the_last_node(apart):
+    a, b = apart.nodes
+    file = apart.folder / "two"
+    file.write_text(f"{b}\n{a}\n")
+    line = ["-n", "2", *NODES, "-m", "arbitrary", "python", str(HERE / "own_torch.py")]
+    done = srun(apart, *line, SLURM_HOSTFILE=str(file))
+    assert done.code == 0 and done.out.count("sum 3.0 of 2") == 2, done.out + done.err
 
 
 # ---- training

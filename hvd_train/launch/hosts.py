@@ -18,6 +18,7 @@ from hvd_train.errors import CommunicationError, ConfigError
 
 # Horovod's launcher puts names into a shell.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+MOST_SLOTS = 65536
 ANSWER_SECONDS = 20.0
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
@@ -75,12 +76,15 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
     found: dict[str, int] = {}
     for where, row in rows:
         match = re.fullmatch(r"([^\s:]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s+max[-_]slots\s*=\s*\d+)?", row)
-        if not match or not NAME.fullmatch(match[1]) or not int(match[2] or match[3] or 1):
+        if not match or not NAME.fullmatch(match[1]) or not (match[2] or match[3] or "1").strip("0"):
             fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
             raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
-        if match[1] in found:
+        if match[1].lower() in (host.lower() for host in found):  # names of hosts know no capitals
             raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
-        found[match[1]] = int(match[2] or match[3] or 1)
+        count = match[2] or match[3] or "1"
+        if len(count) > len(str(MOST_SLOTS)) or int(count) > MOST_SLOTS:
+            raise ConfigError(f"{count[:30]} slots on {match[1]}", where=where, fix=f"a host takes up to {MOST_SLOTS}")
+        found[match[1]] = int(count)
     if not found:
         raise ConfigError("names no host", where=f"--hostfile {hostfile}")
     return Hosts(found, interfaces or "")

@@ -33,6 +33,7 @@ GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
 SILENCE = 0.25  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
 LOOK_MS, CLOSE_MS = 100, 20  # while all is well, and from the first end on
+APART = 205  # Open MPI's, where a daemon cannot connect to mpirun
 PR_SET_PDEATHSIG = 1
 # What launchers return for a rank that a signal ended.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
@@ -135,6 +136,10 @@ def launch(
     code, received, _ = run(line, environment(hosts) | dict(more or {}))
     if hosts and not received:
         after(taken, code)
+        if code == APART and chosen == "mpirun":
+            what = f"mpirun's daemons on {', '.join(taken)} do not reach one another, though ssh does"
+            fix = "open the ports between the hosts, or name another network: --network-interfaces"
+            raise CommunicationError(what, where=f"-H {hosts.words}", fix=fix)
     if received and code:
         return 128 + received[0]
     if code in FATAL and num_proc > 1:

@@ -55,13 +55,9 @@ def told() -> bool:
 
 
 def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:
-    watchdog, before = Watchdog(board, limit), time.monotonic()
+    watchdog = Watchdog(board, limit)
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)
-        now = time.monotonic()
-        if now - before > 4 * LOOK_SECONDS:  # this process was stopped itself, as perhaps all were
-            watchdog = Watchdog(board, limit)
-        before = now
     stuck = {company[place]: told for place, told in watchdog.stuck.items()}
     culprit = min(stuck)
     what, stack = stuck[culprit]

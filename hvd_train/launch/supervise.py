@@ -160,7 +160,11 @@ def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
             how += f" (the job's code is {code})" if code >= 0 and not by else ""
             found.append((False, ended[rank], Cause(how, told.place, 5, rank)))
     if found and not (by and all(lost for lost, _, _ in found)):
-        return min(found, key=lambda row: row[:2])[2]
+        lost, when, first = min(found, key=lambda row: row[:2])
+        alike = [str(cause.rank) for *key, cause in found if cause.silent and key == [lost, when]]
+        if first.silent and len(alike) > 1:  # seen at one look: this process was stopped, perhaps
+            return replace(first, what=f"rank {' or '.join(alike)} {first.what}", rank=None)
+        return first
     how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}, before any rank had begun"
     return Cause(how, board.read(0).place, 5 if by or not code else code)
 

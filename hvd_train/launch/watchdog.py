@@ -16,6 +16,7 @@ from hvd_train.launch.board import EXCHANGE, SCRIPT, Board, Told
 WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes as long as the disk does
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
 ANSWER_SECONDS = 1.0
+PAUSE_SECONDS = 3.0  # between two looks, which are to follow one another sooner
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
 # Where a rank's main thread is while it waits for the others, or computes.
@@ -33,7 +34,7 @@ class Watchdog:
         self._stopped: dict[int, float] = {}
         self._moved: dict[int, tuple[int, float]] = {}  # of ranks of scripts: their beats, since when
         self._asked = 0.0  # when to ask for stacks again
-        self._since = time.monotonic()
+        self._since = self._before = time.monotonic()
         self.stuck: dict[int, tuple[str, str]] = {}
 
     def look(self) -> bool:
@@ -41,6 +42,9 @@ class Watchdog:
         if not self._limit:
             return False
         now, told = time.monotonic(), [self._board.read(rank) for rank in range(self._board.ranks)]
+        if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, as perhaps all were
+            self._beats, self._stopped, self._moved = [], {}, {}
+        self._before = now
         beats = [one.beats for one in told]
         if beats != self._beats or not all(one.pid and one.phase in WATCHED and not one.record for one in told):
             self._beats, self._since = beats, now

@@ -41,3 +41,14 @@ def test_answers_to_two_that_ask_at_once_are_kept_apart(board, monkeypatch):
         time.sleep(0.1)
     assert len(found) == len(sys._current_frames()) + 1  # and the looker
     assert all(thread.count("most recent call first") == 1 for thread in found), found
+
+
+def test_who_was_stopped_itself_blames_nobody(board):
+    """What it did not see is no time without a step."""
+    page = Page(board.path, 0)
+    page.at("training", 3)
+    own = watchdog.Watchdog(board, 5.0)
+    assert not own.look()
+    own._since -= 60
+    own._before -= 60
+    assert not own.look() and not own.stuck

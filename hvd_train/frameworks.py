@@ -25,7 +25,8 @@ class Framework:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
     ``channels_first``: so it takes images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent; ``beside``:
-    packages that it imports where it finds them, for what no training does.
+    packages that it imports where it finds them, for what no training does. ``threads_wait``: in each operation its
+    threads wait for the last one of them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Framework:
     settings: Mapping[str, str] = field(default_factory=dict)
     quiet: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    threads_wait: bool = False
 
     def load(self, lean: bool = False) -> FrontEndModule:
         """The front-end; loads the framework, which reads ``settings`` then; ``lean``: and without ``beside``."""
@@ -102,6 +104,7 @@ PYTORCH = register(
         format="pytorch",
         ending=".pt",
         channels_first=True,
+        threads_wait=True,
     )
 )
 # TensorFlow takes oneDNN by itself only where it finds AVX-512 VNNI. With AVX2 alone its other kernels need 2.3 times

@@ -22,7 +22,7 @@ from hvd_train.config.own import look_in, source_of
 from hvd_train.core import checkpoint, faults, folder
 from hvd_train.core.agreement import collectively
 from hvd_train.core.evaluation import evaluate as evaluate_batches
-from hvd_train.core.hooks import Hook
+from hvd_train.core.hooks import Crowded, Hook
 from hvd_train.core.log import NullLog, RunLog, WordLog, warn
 from hvd_train.core.loop import Trainer, start_agreement
 from hvd_train.core.manifest import sample_of
@@ -355,6 +355,7 @@ def train(
         wanted = snapshot.meta.get("compression") or wanted
     taken = connect(job, communicator.broadcast_bytes(wanted.encode()).decode())
     data = job.data.train, job.data.val
+    hooks = [*_crowded(job), *hooks]
     trainer = Trainer(config, job.frontend, *data, run_dir, log, taken, hooks, outside, until, snapshots.given())
     notes = trainer.restore(snapshot)
     log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes]))
@@ -379,6 +380,15 @@ def train(
         log.message(_closing(summary, config))
     log.close()
     return summary
+
+
+def _crowded(job: Job) -> list[Hook]:
+    """The hook that looks whether several threads are worse than one, where nobody but ``auto`` chose them."""
+    threads = job.settings.get("threads", 1)
+    by = job.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
+    chosen = job.config.threads == "auto" and by == "hvd_train" and job.config.device != "cuda"
+    alone = job.communicator.size == 1 and threads > 1 and FRAMEWORKS[job.config.framework].threads_wait
+    return [Crowded(threads)] if chosen and alone else []
 
 
 def _look_at_outputs(job: Job, log: RunLog | NullLog) -> None:

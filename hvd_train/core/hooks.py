@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from hvd_train.errors import ConfigError, NonFiniteError, TrainError
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
 
+CROWDED, ENOUGH_STEPS, SMALL_SECONDS = 3.0, 50, 0.005  # of ``Crowded``: 494 samples/s were 31 675 with one thread
 WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation and caches settle in them
 
 
@@ -120,6 +122,34 @@ class Speed(Hook):
     def median(self) -> float:
         """Samples per second of all ranks; 0 before the first step."""
         return float(np.median(self._rates)) if self._rates else 0.0
+
+    def spread(self) -> tuple[float, float]:
+        """Samples per second of all steps together and of the fastest tenth; zeros before there are enough steps."""
+        if len(self._rates) < ENOUGH_STEPS:
+            return 0.0, 0.0
+        return 1 / float(np.mean(1 / np.array(self._rates))), float(np.quantile(self._rates, 0.9))
+
+
+class Crowded(Hook):
+    """Say once that one thread is likely faster: with other work on the cores, the ``threads`` of a rank wait for one
+    another in each operation, and a small step is all waiting.
+
+    To choose one thread here would change the order of sums, and with it the last bits of the results.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._said = threads, False
+
+    def on_step(self, trainer: Trainer, taken: Taken) -> None:
+        if self._said or not taken.told or os.getloadavg()[0] <= (os.cpu_count() or 1):
+            return
+        usual, fast = trainer.speeds()
+        if usual and fast > CROWDED * usual and taken.batch.count / fast < SMALL_SECONDS:
+            self._said = True
+            trainer.log.message(
+                f"threads: auto took {self._threads}, and other work shares the cores: {usual:,.0f} samples/s, "
+                f"{fast:,.0f} in the fastest steps; for so small a model --set threads=1 is likely faster"
+            )
 
 
 class Lines(Hook):

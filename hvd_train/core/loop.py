@@ -107,7 +107,7 @@ class Trainer:
         self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
         self._writer = saving.Writer(config.watchdog_s)
         self._speed, self._lines = Speed(), Lines()
-        self.samples_per_second = self._speed.median
+        self.samples_per_second, self.speeds = self._speed.median, self._speed.spread
         self._agreement = Agreement(self._lines)
         early = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
         self._hooks: list[Hook] = [self._speed, self._lines, self._agreement, *early]

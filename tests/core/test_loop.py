@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, loop
 from hvd_train.core.exchange import Exchange
-from hvd_train.core.hooks import Hook, Speed
+from hvd_train.core.hooks import Crowded, Hook, Speed
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.core.state_dict import weights_sha256
@@ -681,6 +682,30 @@ def test_forward_seeds_differ_by_step_micro_batch_and_rank():
     seeds = [forward_seed(s, t, m, r) for s in range(2) for t in range(20) for m in range(3) for r in range(4)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("load", "fast", "slow", "told"),
+    [
+        (9.0, 0.001, 0.1, ["threads: auto took 2, and other work shares the cores: "]),
+        (1.0, 0.001, 0.1, []),  # nobody else is there
+        (9.0, 0.001, 0.002, []),  # steps that take about as long each
+        (9.0, 0.050, 0.5, []),  # large ones, which several threads share to good purpose
+    ],
+)
+def test_one_thread_is_advised_where_several_wait_for_one_another(monkeypatch, load, fast, slow, told):
+    """Once, with the measured speeds."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    speed, log, hook = Speed(), Recorder(), Crowded(2)
+    fake = SimpleNamespace(log=log, speeds=speed.spread)
+    for step in range(100):
+        speed.count(32, fast if step % 4 == 0 else slow, queued=False)
+        taken = SimpleNamespace(told=step % 10 == 9, batch=SimpleNamespace(count=32))
+        hook.on_step(fake, taken)
+    assert [message[: len(words)] for message, words in zip(log.messages, told, strict=True)] == told
+    if told:
+        assert "431 samples/s, 32,000 in the fastest steps; " in log.messages[0]
 
 
 def test_samples_per_second_leaves_out_the_first_steps():

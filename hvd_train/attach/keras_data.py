@@ -47,12 +47,20 @@ def kind_of(x: Any) -> str:
 def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
     """(x,), (x, y) or (x, y, sample_weight) with NumPy leaves; floats have Keras' floatx, as ``fit`` would make them.
 
-    A data frame is an array, a series of it a column, as Keras takes them.
+    A data frame is an array, a series of it a column, as Keras takes them. TensorFlow's texts are an array of bytes;
+    rows of different lengths, a RaggedTensor, stay what they are.
     """
 
     def array(leaf: Any) -> Any:
         if leaf is None:
             return None
+        if is_ragged(leaf):
+            return keras.ops.cast(leaf, keras.config.floatx()) if leaf.dtype.is_floating else leaf
+        if hasattr(leaf, "tocsr") or hasattr(leaf, "dense_shape"):
+            what = f"a {type(leaf).__name__} cannot be divided among ranks"
+            raise ConfigError(what, where="hvd_train.keras", fix="give a dense array: .toarray(), tf.sparse.to_dense")
+        if getattr(leaf.dtype, "name", "") == "string" and hasattr(leaf, "numpy"):
+            return leaf.numpy()
         frame = hasattr(leaf, "to_numpy")
         values = leaf.to_numpy() if frame else keras.ops.convert_to_numpy(leaf) if hasattr(leaf, "device") else leaf
         values = np.asarray(values)
@@ -83,12 +91,39 @@ def as_arrays(batch: Any) -> Any:
     return tuple(arrays) if isinstance(arrays, list) else arrays
 
 
+def is_ragged(leaf: Any) -> bool:
+    """Whether it is TensorFlow's array of rows of different lengths."""
+    return hasattr(leaf, "ragged_rank")
+
+
 def take(parts: Any, places: Any) -> Any:
-    return keras.tree.map_structure(lambda a: None if a is None else a[places], parts)
+    def rows(a: Any) -> Any:
+        if a is None or not is_ragged(a) or isinstance(places, slice):
+            return None if a is None else a[places]
+        import tensorflow as tf
+
+        return tf.gather(a, places)
+
+    return keras.tree.map_structure(rows, parts)
+
+
+def texts(parts: Any) -> Any:
+    """As Keras takes them: tensors for arrays of texts."""
+    if keras.backend.backend() != "tensorflow":
+        return parts
+    import tensorflow as tf
+
+    return keras.tree.map_structure(lambda a: tf.constant(a) if _holds_texts(a) else a, parts)
+
+
+def _holds_texts(a: Any) -> bool:
+    if not isinstance(a, np.ndarray) or not a.size:
+        return False
+    return a.dtype.kind in "US" or a.dtype.kind == "O" and isinstance(a.flat[0], str | bytes)
 
 
 def length(parts: Any) -> int:
-    counts = {len(leaf) for leaf in keras.tree.flatten(parts) if leaf is not None}
+    counts = {int(leaf.shape[0]) for leaf in keras.tree.flatten(parts) if leaf is not None}
     if len(counts) != 1:
         raise DataError(f"the arrays have {sorted(counts)} samples", where="fit", fix="give arrays of one length")
     return counts.pop()
@@ -98,12 +133,22 @@ def digest(parts: Any) -> str:
     """A short hash of structure, shapes, types and up to ``SAMPLED`` rows of every array."""
     found = hashlib.sha256()
     for leaf in keras.tree.flatten(parts):
+        if leaf is not None and is_ragged(leaf):
+            found.update(_of_ragged(leaf))
+            continue
         array = np.asarray(leaf if leaf is not None else ())
         rows = np.unique(np.linspace(0, len(array) - 1, SAMPLED).astype(np.int64)) if array.ndim and len(array) else ...
         found.update(f"{array.shape}{array.dtype}".encode())
         chosen = array[rows]
         found.update(repr(chosen.tolist()).encode() if chosen.dtype.hasobject else np.ascontiguousarray(chosen).data)
     return found.hexdigest()[:12]
+
+
+def _of_ragged(x: Any) -> bytes:
+    """What a digest takes of a RaggedTensor, or of its value."""
+    n = int(x.shape[0])
+    few = take(x, np.unique(np.linspace(0, n - 1, SAMPLED).astype(np.int64))) if hasattr(x, "numpy") and n else x
+    return repr([n, x.dtype, few.to_list()]).encode()
 
 
 class Epochs(keras.utils.PyDataset):
@@ -151,7 +196,7 @@ class ArrayParts(Epochs):
         super().__init__(self._n // self._global + (rest >= world.size), given, seed)
 
     def part(self, turn: int, step: int) -> Any:
-        return take(self._parts, self.order(np.arange(*self._places(step)), self._n, turn))
+        return texts(take(self._parts, self.order(np.arange(*self._places(step)), self._n, turn)))
 
     def _places(self, step: int) -> tuple[int, int]:
         low = step * self._global
@@ -173,15 +218,13 @@ class ArrayParts(Epochs):
 
     def pipeline(self) -> Any:
         """The same as a tf.data.Dataset: one pass over the data, which begins in the epoch of its first step. Python is
-        asked once in it. None where leaves are missing or are no numbers."""
+        asked once in it. None where leaves are neither numbers nor texts."""
         import tensorflow as tf
 
         leaves = keras.tree.flatten(self._parts)
-        if any(
-            leaf is None or leaf.dtype.kind not in "biufUS" and not isinstance(leaf.flat[0], str) for leaf in leaves
-        ):
+        if not all(x is None or is_ragged(x) or x.dtype.kind in "biuf" or _holds_texts(x) for x in leaves):
             return None
-        tensors = [tf.constant(leaf) for leaf in leaves]
+        tensors = [leaf if leaf is None or is_ragged(leaf) else tf.constant(leaf) for leaf in leaves]
         places = [np.arange(*self._places(step)) for step in range(self.steps)]
         ends = np.cumsum([0, *map(len, places)])
 
@@ -192,7 +235,7 @@ class ArrayParts(Epochs):
             return tf.data.Dataset.range(tf.size(bounds, tf.int64) - 1).map(lambda k: rows[bounds[k] : bounds[k + 1]])
 
         def taken(rows: Any) -> Any:
-            return keras.tree.pack_sequence_as(self._parts, [tf.gather(x, rows) for x in tensors])
+            return keras.tree.pack_sequence_as(self._parts, [x if x is None else tf.gather(x, rows) for x in tensors])
 
         integers = tf.TensorSpec([None], tf.int64)
         orders = tf.data.Dataset.from_generator(one, output_signature=(integers, integers))
@@ -212,6 +255,16 @@ class AsGiven(PyDatasetAdapter):
         loader = super().get_torch_dataloader()
         loader.collate_fn = self._standardize_batch
         return loader
+
+
+def _concatenated(*arrays: Any) -> np.ndarray:
+    """Rows of all, where they are of different lengths with zeros at the end."""
+    arrays = [np.asarray(a) for a in arrays]
+    longest = np.max([a.shape[1:] for a in arrays], axis=0, initial=0)
+    blank = {"O": "", "U": "", "S": b""}
+    sides = [[(0, 0), *((0, int(n) - m) for n, m in zip(longest, a.shape[1:], strict=True))] for a in arrays]
+    padded = [np.pad(a, s, constant_values=blank.get(a.dtype.kind, 0)) for a, s in zip(arrays, sides, strict=True)]
+    return np.concatenate(padded)
 
 
 class SequenceParts(Epochs):
@@ -235,7 +288,7 @@ class SequenceParts(Epochs):
 
     def part(self, turn: int, step: int) -> Any:
         parts = [self._part(rank, turn, step) for rank in self._ranks]
-        return parts[0] if len(parts) == 1 else keras.tree.map_structure(lambda *rows: np.concatenate(rows), *parts)
+        return parts[0] if len(parts) == 1 else keras.tree.map_structure(_concatenated, *parts)
 
     def _part(self, rank: int, turn: int, step: int) -> Any:
         low = step * self._size
@@ -245,9 +298,9 @@ class SequenceParts(Epochs):
         if len(places) == self._size:
             return self._data[int(places[rank])]
         batches = [self._data[int(i)] for i in places]
-        joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *batches)
-        start, stop = share(length(joined), self._size, rank)
-        return take(joined, slice(start, stop))
+        rest = keras.tree.map_structure(_concatenated, *batches)
+        start, stop = share(length(rest), self._size, rank)
+        return take(rest, slice(start, stop))
 
     def on_epoch_begin(self) -> None:
         with self._draws.common():
@@ -319,11 +372,8 @@ def in_order(data: Any) -> Any:
 
 def _any_order(data: Any) -> bool:
     """Whether a step of the pipeline has deterministic=False."""
-    import tensorflow as tf
-
     if type(data).__name__ == "_ParallelInterleaveDataset":  # which alone does not keep what it was told
-        graph = data._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
-        nodes = tf.compat.v1.GraphDef.FromString(graph.numpy()).node
+        nodes = _graph_of(data).node
         own = any(x.op.startswith("ParallelInterleave") and x.attr["deterministic"].s == b"false" for x in nodes)
     else:
         own = getattr(data, "_deterministic", "") == "false"
@@ -381,12 +431,103 @@ class Seen:
         return repr(self._passes[-1][:1] if self._passes else []).encode()
 
 
-def dataset_parts(data: Any, world: Communicator, batch: int, seen: Seen | None = None) -> Any:
-    """A tf.data.Dataset of batches of ``batch`` samples -> this rank's parts of global batches."""
+def varies(data: Any) -> bool:
+    """Whether the samples of a tf.data.Dataset may be of different lengths, as texts are."""
+    import tensorflow as tf
+
+    return any(
+        spec.shape.rank is None or None in spec.shape[1:].as_list() for spec in tf.nest.flatten(data.element_spec)
+    )
+
+
+def joined(data: Any, count: int) -> Any:
+    """Each ``count`` batches of a tf.data.Dataset as one, in tuples. Samples are padded to the longest, with what the
+    data set itself pads with; a RaggedTensor stays one."""
+    import tensorflow as tf
+
+    specs = tf.nest.flatten(data.element_spec)
+    values = paddings(data)
+    if any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs):
+
+        def merge(spec: Any, value: Any, x: Any) -> Any:
+            x = x.merge_dims(0, 1)
+            return x if isinstance(spec, tf.RaggedTensorSpec) or not is_ragged(x) else x.to_tensor(value)
+
+        def merged(*element: Any) -> Any:
+            leaves = [merge(*each) for each in zip(specs, values, tf.nest.flatten(element), strict=True)]
+            return tf.nest.pack_sequence_as(element, leaves)
+
+        return data.ragged_batch(count).map(merged)
+
+    def counted(*element: Any) -> Any:
+        return element, rows_in(element)
+
+    def one(element: Any, rows: Any) -> Any:
+        there = tf.sequence_mask(rows)
+        return tf.nest.map_structure(lambda x: tf.boolean_mask(x, there), element)
+
+    whole = data.map(counted)
+    packed_values = tf.nest.pack_sequence_as(whole.element_spec[0], values)
+    return whole.padded_batch(count, padding_values=(packed_values, tf.constant(0))).map(one)
+
+
+def rows_in(element: Any) -> Any:
+    """The number of samples in a batch of a tf.data.Dataset."""
+    import tensorflow as tf
+
+    first = tf.nest.flatten(element)[0]
+    return tf.cast(first.nrows(), tf.int32) if is_ragged(first) else tf.shape(first)[0]
+
+
+def paddings(data: Any) -> list[Any]:
+    """What each leaf of a tf.data.Dataset is padded with, as the graph of the data set says. Raises ConfigError where
+    it does not: what pads other data than those that come out, with other values than zeros."""
+    import tensorflow as tf
+
+    types = [spec.dtype for spec in tf.nest.flatten(data.element_spec)]
+    zeros = [tf.zeros([], kind) for kind in types]
+    told = _padded_batches(data)
+    if all(value is not None and not value for values in told for value in values):  # 0, False, no text
+        return zeros
+    if len(told) == 1 and all(value is not None for value in told[0]):
+        values = [tf.constant(value) for value in told[0]]
+        if [value.dtype for value in values] == types:
+            return values
+    what = "its batches are of different lengths, and what it pads them with cannot be told from outside"
+    raise ConfigError(what, where="tf.data", fix="pad with zeros, or to one length: padded_batch(n, padded_shapes=...)")
+
+
+def _padded_batches(data: Any) -> list[list[Any]]:
+    """[what each leaf is padded with, or None where that is computed], of each padded_batch in the data set."""
+    import tensorflow as tf
+
+    graph = _graph_of(data)
+    found = []
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        constants = {x.name: tf.make_ndarray(x.attr["value"].tensor) for x in nodes if x.op == "Const"}
+        for node in nodes:
+            if node.op.startswith("PaddedBatchDataset"):
+                leaves = len(node.attr["Toutput_types"].list.type)
+                inputs = [name.split(":")[0] for name in node.input]
+                values = [constants.get(name) for name in inputs[2 + leaves : 2 + 2 * leaves]]
+                found.append([None if x is None else x.item() if x.dtype.hasobject else x[()] for x in values])
+    return found
+
+
+def _graph_of(data: Any) -> Any:
+    import tensorflow as tf
+
+    graph = data._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+    return tf.compat.v1.GraphDef.FromString(graph.numpy())
+
+
+def dataset_parts(data: Any, world: Communicator, batch: int, seen: Seen | None = None, together: int = 1) -> Any:
+    """A tf.data.Dataset of batches of ``batch`` samples -> this rank's parts of global batches, which are ``together``
+    times the batches of all ranks."""
     import tensorflow as tf
 
     def count(*element: Any) -> Any:
-        return tf.shape(tf.nest.flatten(element)[0])[0]
+        return rows_in(element)
 
     def part(*element: Any) -> Any:
         each, rest = tf.math.floordiv(count(*element), world.size), tf.math.floormod(count(*element), world.size)
@@ -395,10 +536,12 @@ def dataset_parts(data: Any, world: Communicator, batch: int, seen: Seen | None 
         parts = tf.nest.map_structure(lambda x: x[start:stop], element)
         return parts if isinstance(data.element_spec, tuple) else parts[0]
 
-    steps, certain = -(-int(data.cardinality()) // world.size), int(data.cardinality()) % world.size != 1
-    parts = data.rebatch(batch * world.size)
+    whole, known = world.size * together, int(data.cardinality())
+    apart = varies(data)
+    steps, certain = -(-known // whole), known % whole == 0 if apart else known % whole != 1
+    parts = joined(data, whole) if apart else data.rebatch(batch * whole)
     parts = parts if seen is None else seen.watched(parts)
-    if int(data.cardinality()) > 0 and certain and batch >= world.size:  # the last global batch has enough samples
+    if known > 0 and certain and batch >= world.size:  # the last global batch has enough samples
         return parts.map(part).apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
     return parts.filter(lambda *element: count(*element) >= world.size).map(part).prefetch(2)
 
@@ -416,7 +559,11 @@ def first_of(x: Any, y: Any, weight: Any) -> Any:
 def first_batch(data: Any) -> Any:
     if kind_of(data) == "loader":
         return next(map(as_arrays, data), None)
-    return next(iter(data.as_numpy_iterator()), None)
+    import tensorflow as tf
+
+    for batch in data:
+        return tf.nest.map_structure(lambda leaf: leaf if is_ragged(leaf) else leaf.numpy(), batch)
+    return None
 
 
 def steps_of(kind: str, x: Any, batch: int) -> int | None:
@@ -429,6 +576,12 @@ def steps_of(kind: str, x: Any, batch: int) -> int | None:
         return len(x) if hasattr(x.dataset, "__len__") else None
     found = int(x.cardinality()) if kind == "dataset" else -1
     return found if found >= 0 else None
+
+
+def _ends(x: Any) -> bool:
+    """Whether a tf.data.Dataset has an end, though its number of batches is known there alone: all ranks go through all
+    of it, and come there in the same step."""
+    return kind_of(x) == "dataset" and int(x.cardinality()) == -2  # tf.data.UNKNOWN_CARDINALITY
 
 
 def training(
@@ -474,7 +627,7 @@ def training(
         return _loader(x, seed, together, world)
     x = in_order(x) if kind == "dataset" else x
     known = steps_of(kind, x, batch or BATCH)
-    if known is None and not steps:
+    if known is None and not steps and not _ends(x):
         raise ConfigError("nobody knows how many batches the data set has", where=where, fix="give steps_per_epoch=")
     if kind == "sequence":
         if known is None:
@@ -487,7 +640,7 @@ def training(
         first = first_batch(x)
         size = length(first) if first is not None else 0
         _enough(size if known == 1 else (known or world.size) * size, "samples", world)
-        data = dataset_parts(x, world, size * together, seen)
+        data = dataset_parts(x, world, size, seen, together)
     facts |= {
         "batches": str(known),
         BATCH_SIZE: str(size),
@@ -567,20 +720,27 @@ def scoring(
         unit = (batch or BATCH) * window
         limit, count = None, min(count, taken * unit) if taken else count
     else:
-        unit, limit = size, taken and taken * size
+        unit = size
         if kind == "dataset":
-            x = in_order(x) if seen is None else seen.watched(in_order(x))
+            x = in_order(x)
+            if varies(x):
+                x, unit, window = joined(x, size), 1, 1
+                x = x if isinstance(spec := x.element_spec, tuple) and len(spec) > 1 else x.map(lambda only: only)
+            x = x if seen is None else seen.watched(x)
+        limit = taken and taken * unit
+        if kind == "dataset":
             x = x.take(limit) if limit else x
         count = (steps_of(kind, x, 1) or 0) if kind in ("sequence", "dataset") else 0
         same = "" if not count else digest(x[0] if kind == "sequence" else first_batch(x))
         if count:
             limit, count = None, min(count, limit or count)
     facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}", "batch_size to score": str(batch)}
-    found = Scored((x, y, weight), False, True, window, batch, limit, seen, facts | {"steps to score": str(steps)})
+    given = ((texts(parts) + (None, None))[:3]) if kind == "arrays" else (x, y, weight)
+    found = Scored(given, False, True, window, batch, limit, seen, facts | {"steps to score": str(steps)})
 
     def rows(start: int, stop: int) -> tuple[Any, Any, Any]:
         if kind == "arrays":
-            return (take(parts, slice(start, stop)) + (None, None))[:3]
+            return (texts(take(parts, slice(start, stop))) + (None, None))[:3]
         return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
 
     if count < size:

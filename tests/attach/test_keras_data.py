@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.epoch_iterator import EpochIterator
@@ -175,9 +176,10 @@ def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
 
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
     y, weight = np.arange(8), np.ones(8)
-    for x, weights in ((y, (weight, None)), (np.array([1, None] * 4, object), weight)):
-        parts = data.training(x, (y, y), weights, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))[0]["x"]
-        assert parts.pipeline() is None
+    given: dict = {"batch": 2, "steps": None, "seed": None, "draws": Draws(world(2)[0])}
+    assert data.training(np.array([1, None] * 4, object), (y, y), weight, **given)[0]["x"].pipeline() is None
+    parts = data.training(y, (y, y), (weight, None), **given)[0]["x"].pipeline()
+    assert [len(batch[0]) for batch in parts] == [2, 2] and next(iter(parts))[2][1] is None
 
 
 def scored(whole, size: int, *, uncut: bool = False, steps: int | None = None, batch: int | None = 4) -> list:
@@ -238,7 +240,7 @@ def test_ranks_with_other_arrays_are_told_apart():
     ("x", "kind"),
     [
         (np.arange(2), ConfigError),  # fewer samples than ranks
-        (tf.data.Dataset.range(9).batch(2).filter(lambda x: True), ConfigError),  # nobody knows how many
+        (tf.data.Dataset.range(9).batch(2).repeat(), ConfigError),  # without end
         (iter([]), ConfigError),
         ((np.arange(9), np.arange(8)), DataError),
     ],
@@ -334,3 +336,120 @@ def test_train_step_gets_what_keras_alone_would_hand_it(given, framework):
     if isinstance(mine, data.ArrayParts):
         mine = mine.as_keras(framework == "tensorflow")
     assert handed(framework, (mine,)) == handed(framework, GIVEN[given])
+
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]  # of texts
+
+
+def texts_of_lengths():
+    """Text k has LENGTHS[k] times the number k + 1, and the target k."""
+    rows = [np.full(n, k + 1) for k, n in enumerate(LENGTHS)]
+    spec = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
+    found = tf.data.Dataset.from_generator(lambda: zip(rows, range(len(rows)), strict=True), output_signature=spec)
+    return found.apply(tf.data.experimental.assert_cardinality(len(rows)))
+
+
+def steps_of_ranks(whole, size: int, **options) -> list[list]:
+    """[step][rank] -> what a rank's step gets."""
+    given: dict = {"batch": None, "steps": None, "seed": None} | options
+    ranks = [data.training(whole, None, None, draws=Draws(rank), **given)[0]["x"] for rank in world(size)]
+    return list(zip(*map(list, ranks), strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_texts_are_padded_to_the_longest_of_a_global_batch(size, padding):
+    """As one process pads batches that are ``size`` times as large; with what the pipeline pads with."""
+    values = np.int64(padding), np.int64(0)
+    whole = texts_of_lengths().padded_batch(4, padding_values=values)
+    alone = list(texts_of_lengths().padded_batch(4 * size, padding_values=values).as_numpy_iterator())
+    found = steps_of_ranks(whole, size)
+    used = [batch for batch in alone if len(batch[1]) >= size]
+    for parts, batch in zip(found, used, strict=True):
+        assert max(len(part[1]) for part in parts) - min(len(part[1]) for part in parts) <= 1
+        for k in range(2):
+            np.testing.assert_array_equal(np.concatenate([part[k] for part in parts]), batch[k])
+
+
+def test_buckets_and_ragged_batches_are_divided():
+    buckets = texts_of_lengths().bucket_by_sequence_length(lambda x, y: tf.shape(x)[0], [4, 7], [4, 3, 2])
+    assert buckets.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    for whole in (buckets, texts_of_lengths().ragged_batch(4)):
+        places = [int(k) for parts in steps_of_ranks(whole, 2) for part in parts for k in part[1]]
+        assert sorted(places) == list(range(len(LENGTHS)))
+        for parts in steps_of_ranks(whole, 2):
+            for x, y in parts:
+                for row, k in zip(x, y, strict=True):
+                    row = np.asarray(row)
+                    assert row[row > 0].tolist() == [int(k) + 1] * LENGTHS[int(k)]
+                    assert not data.is_ragged(x) or len(row) == LENGTHS[int(k)]
+
+
+def test_what_is_scored_of_texts_is_what_one_process_scores():
+    whole, alone = (texts_of_lengths().padded_batch(n) for n in (4, 8))
+    found = [list(data.scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
+    batches = [batch for rank in found for batch in rank]
+    for (x, y), (own_x, own_y) in zip(alone, batches, strict=True):
+        np.testing.assert_array_equal(x, own_x)
+        np.testing.assert_array_equal(y, own_y)
+
+
+def test_padding_that_cannot_be_told_is_refused():
+    whole = texts_of_lengths().padded_batch(4, padding_values=(np.int64(7), np.int64(0)))
+    for strange in (whole.map(lambda x, y: (tf.cast(x, tf.float32), y)), whole.unbatch().padded_batch(2)):
+        with pytest.raises(ConfigError, match=r"pad with zeros, or to one length"):
+            steps_of_ranks(strange, 2)
+    lookup = keras.layers.IntegerLookup(vocabulary=np.arange(40))
+    looked_up = texts_of_lengths().padded_batch(4).map(lambda x, y: (lookup(x), y))
+    assert len(steps_of_ranks(looked_up, 2)) == 3
+
+
+class Texts(keras.utils.PyDataset):
+    """Each batch is as wide as its longest row."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> tuple:
+        return np.full((4, i + 1), i + 1), np.full(4, i)
+
+
+def test_batches_of_other_widths_are_joined_at_the_end_of_a_pass():
+    ranks = [data.training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(2)]
+    found = [[mine["x"][k] for k in range(len(mine["x"]))] for mine, _ in ranks]
+    assert [x.shape for x, _ in found[0]] == [(4, 1), (4, 3), (2, 5)]
+    three = [data.training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(3)]
+    parts = [mine["x"][1] for mine, _ in three]  # batches of 4 and 5 places: 8 rows
+    assert np.concatenate([x for x, _ in parts]).tolist() == [[4] * 4 + [0]] * 4 + [[5] * 5] * 4
+    assert np.concatenate([y for _, y in parts]).tolist() == [3] * 4 + [4] * 4
+
+
+@pytest.mark.parametrize("kind", ["constant", "bytes", "columns", "ragged"])
+def test_texts_of_tensorflow_are_divided(kind):
+    words = [f"t{k}" for k in range(13)]
+    x = {
+        "constant": tf.constant(words),
+        "bytes": np.array([w.encode() for w in words], object),
+        "columns": np.array([[w, w] for w in words]),
+        "ragged": tf.ragged.constant([[w] * (k % 3 + 1) for k, w in enumerate(words)]),
+    }[kind]
+    for weighted in (False, True):  # a pipeline, and batch by batch
+        batches = []
+        for rank in world(2):
+            parts = data.training(x, np.arange(13), None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
+            batches += list(get_data_adapter(parts.as_keras(True, weighted)).get_tf_dataset())
+        rows = [(row, k) for batch, y in batches for row, k in zip(batch.numpy(), y.numpy(), strict=True)]
+        pairs = [(np.ravel(row)[0].decode(), int(k)) for row, k in rows]
+        assert sorted(pairs) == sorted(zip(words, range(13), strict=True))
+    scored_words = []
+    for rank in world(2):
+        mine = data.scoring(x, np.arange(13), None, rank, batch=4, steps=None, uncut=False).data
+        batches = get_data_adapter(*mine, batch_size=4).get_tf_dataset()
+        scored_words += [np.ravel(row)[0].decode() for batch, _ in batches for row in batch.numpy()]
+    assert scored_words == words
+
+
+def test_sparse_arrays_are_refused():
+    for sparse in (scipy.sparse.csr_matrix(np.eye(8)), tf.sparse.from_dense(np.eye(8))):
+        with pytest.raises(ConfigError, match="cannot be divided among ranks"):
+            data.training(sparse, np.arange(8), None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))

@@ -25,7 +25,7 @@ os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 
 import keras
 
-from hvd_train.attach import keras_loop, keras_loss, keras_recorded
+from hvd_train.attach import keras_layers, keras_loop, keras_loss, keras_metrics, keras_recorded
 from hvd_train.attach.keras_build import build_at_first, is_built
 from hvd_train.attach.keras_exchange import (
     MARK,
@@ -102,6 +102,7 @@ def distribute(
     def begin() -> None:
         optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
         agree(communicator, _facts(model, **given))
+        keras_layers.agree_on_settings(model, communicator)
         if lr_scaling == "linear":
             for x in set(with_rates(optimizers)) - set(_scaled):
                 x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
@@ -116,11 +117,14 @@ def distribute(
             connect(other, reduction, backend, changes, reduction.of_others(compressor, communicator))
         count_samples(model, reduction, backend, changes)
         keras_loss.share_losses(model, reduction, changes)
-        every = agreement_every_n_steps
-        Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow()).align()
         if model.compiled:
-            model.make_train_function(force=True)
-            model.test_function = None  # which Keras makes when it is asked
+            keras_metrics.share_means(model, reduction, changes)
+        every = agreement_every_n_steps
+        rank = Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow())
+        rank.share_states(WHERE)
+        rank.align()
+        if model.compiled:
+            rank.trace_again()
         if record:
             keras_recorded.add(model, record)
 

@@ -203,7 +203,7 @@ class Reduction:
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         self.number = next(Reduction._numbers)  # models are given to ``distribute`` in one order
         named: Any = Named(communicator, self.number)
-        self._communicator, self._size, self._backend = named, communicator.size, backend
+        self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Uncompressed)
         op = "average" if self._whole else "sum"
@@ -226,6 +226,9 @@ class Reduction:
         self.uncut = False  # whether evaluation divides the data by global batches
         self._scores: list[Any] = []  # of each loss, the window's sums so far: samples, weight, loss times weight
         self.losses = 0  # of this step that asked for those of the other ranks, or of the window
+        self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
+        # The samples of a step on all ranks over ``batch``; 0 until an optimizer has made it.
+        self.present = keras.Variable(0.0, trainable=False, dtype="float64", name="present")
         self.batch = keras.Variable(32.0, trainable=False, dtype="float64", name="batch")
         self.stop = keras.Variable(0.0, trainable=False, dtype="float64", name="stop")
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
@@ -278,6 +281,7 @@ class Reduction:
         started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)
         self.stopped.assign(sums[1])
+        self.present.assign(sums[0])
         if self._whole:
             return _times(self._finish(started), self._size / sums[0]), sums
         return self._finish(self._start(flats, part / sums[0])), sums
@@ -293,6 +297,7 @@ class Reduction:
                 with self._backend.lifted():
                     made[key] = Reduction(variables, compressor, communicator, self._backend)
                 made[key].batch, made[key].stop, made[key].stopped = self.batch, self.stop, self.stopped
+                made[key].present = self.present
             made[key].count = self.count
             return made[key]
 
@@ -315,22 +320,62 @@ class Reduction:
     def scored(self, value: Any, weight: Any = None) -> Any:
         """``value``, a sum over a batch that is scored or its mean by ``weight``, as what the batch adds to the loss of
         its window: times the samples, these add up to the loss of the global batch that one process would take."""
+        x = keras.ops.cast(value, "float64")
+        w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
+        samples, before, after = self._summed(w, x * w)
+
+        def total(of: Any) -> Any:
+            return of[0] * (of[2] * _tensor(self.parts) if weight is None else keras.ops.divide_no_nan(of[2], of[1]))
+
+        return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
+
+    def _summed(self, *values: Any) -> tuple[Any, Any, Any]:
+        """(samples of this batch, (samples, two sums) of the window before it, and with its two ``values``)."""
         while len(self._scores) <= self.losses:
             with self._backend.lifted():
                 zeros = np.zeros(3)
                 self._scores.append(keras.Variable(zeros, trainable=False, dtype="float64", name="scores"))
         sums = self._scores[self.losses]
         self.losses += 1
-        samples, x = keras.ops.cast(self.scoring, "float64"), keras.ops.cast(value, "float64")
-        w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
+        samples = keras.ops.cast(self.scoring, "float64")
         before = keras.ops.where(_tensor(self.place) > 0, _tensor(sums), keras.ops.zeros((3,), "float64"))
-        after = before + keras.ops.stack([samples, w, x * w])
+        after = before + keras.ops.stack([samples, *values])
         sums.assign(after)
+        return samples, before, after
 
-        def total(of: Any) -> Any:
-            return of[0] * (of[2] * _tensor(self.parts) if weight is None else keras.ops.divide_no_nan(of[2], of[1]))
+    def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
+        """Calls ``add`` with what this rank's batch, whose mean is ``value``, adds to the sum of the means of global
+        batches, and to their number. Of a step's samples on all ranks one knows when it is made: until then every rank
+        counts as if its batch were full, and ``step_made`` adds the rest."""
+        one = keras.ops.ones_like(value)
+        if self.scoring is not None:
+            samples = keras.ops.cast(self.scoring, "float64")
+            _, before, after = self._summed(samples * value, one)
+            begins = keras.ops.cast(_tensor(self.place) == 0, "float64")
+            means = [keras.ops.divide_no_nan(x[1], x[0]) for x in (before, after)]
+            add(means[1] - means[0], begins)
+        elif self.count is not None:
+            share = keras.ops.cast(self.count, "float64") / (_tensor(self.batch) * self._size)
+            add(value * share, share)
+            self._means.append((add, value))
+        else:
+            add(value, one)
 
-        return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
+    def begin_step(self, samples: Any) -> None:
+        self.count, self.losses, self._means = samples, 0, []
+
+    def step_made(self) -> None:
+        """Corrects the shares of this step's batch means."""
+        if not self._means:
+            return
+        full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), _tensor(self.present)
+        whole = keras.ops.where(present > 0, present, full)  # no optimizer's step: nobody knows
+        part = keras.ops.cast(self.count, "float64") / _tensor(self.batch)
+        more = part / whole - part / full
+        for add, value in self._means:
+            add(value * more, more)
+        self._means = []
+        self.present.assign(0.0)
 
     def scored_batch(self) -> None:
         """The next batch has the next place in its window."""
@@ -413,9 +458,11 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, changes: Chang
 
     def counted_step(data: Any) -> Any:
         backend.draw_apart()
-        reduction.count, reduction.losses = samples(data), 0
+        reduction.begin_step(samples(data))
         try:
-            return step(data)
+            found = step(data)
+            reduction.step_made()
+            return found
         finally:
             reduction.count = None
 

@@ -12,9 +12,10 @@ import keras
 import numpy as np
 
 from hvd_train.attach import keras_data as data
-from hvd_train.attach import keras_loss
+from hvd_train.attach import keras_loss, keras_metrics
 from hvd_train.attach.draws import PIPELINE, Draws
 from hvd_train.attach.keras_exchange import Changes, Reduction, optimizers_of, with_rates
+from hvd_train.attach.keras_layers import States
 from hvd_train.attach.recorded import recording
 from hvd_train.attach.slow import Slow
 from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
@@ -59,7 +60,7 @@ class Rank:
     ) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.changes = optimizers_of(model)[0], changes
-        self.draws = Draws(world)
+        self.draws, self._states = Draws(world), States(model, world)
         self._probed = False  # losses of the user's own
         self._every, self._steps, self._slow = every, 0, slow
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
@@ -210,6 +211,17 @@ class Rank:
                 apart = (int(array[0]) + self.world.rank * 0x9E3779B9) % (1 << 32)
                 array[0] = np.uint32(apart).astype(array.dtype)  # int32 on PyTorch
             v.assign(array)
+        self._states.finalize()
+
+    def share_states(self, where: str) -> None:
+        """Gives all ranks rank 0's vocabularies and adapted statistics."""
+        if self._states.share(where) and self.model.compiled:
+            self.trace_again()
+
+    def trace_again(self) -> None:
+        """Graphs that were traced before hold what the model was then."""
+        self.model.make_train_function(force=True)
+        self.model.test_function = self.model.predict_function = None  # which Keras makes when it is asked
 
     def trained(self, steps: int, where: str) -> None:
         """After ``steps`` more steps; now and then the ranks compare their weights."""
@@ -274,6 +286,7 @@ class Rank:
                 where=where,
                 fix="fit, evaluate and predict: call them on all ranks",
             ) from error
+        self.share_states(where)
 
     def _check(self, where: str) -> None:
         if self.model._loss_tracker is not self.changes.compiled:
@@ -309,16 +322,15 @@ class Rank:
         """Before the first evaluation or training: what losses of the user's own are."""
         if self._probed or data.kind_of(call["x"]) == "other":
             return
-        if keras_loss.needs_probe(self.model):
+        if keras_loss.needs_probe(self.model) or keras_metrics.functions(self.model):
             batch = data.first_of(call["x"], call["y"], call["sample_weight"])
-            keras_loss.probe(self.model, batch, self.world)
-            self.model.make_train_function(force=True)  # test_on_batch may have traced the losses as means
-            self.model.test_function = None
+            keras_metrics.probe(self.model, self.world, *keras_loss.probe(self.model, batch, self.world))
+            self.trace_again()  # test_on_batch may have traced the losses as means
         self._probed = True
 
     def _uncut(self) -> bool:
         """Whether evaluation is to divide the data by global batches."""
-        self.reduction.uncut = self.shard and keras_loss.uncut(self.model)
+        self.reduction.uncut = self.shard and (keras_loss.uncut(self.model) or keras_metrics.counts_batches(self.model))
         return self.reduction.uncut
 
     def _divided(

@@ -48,7 +48,9 @@ class Shared:
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
         if self.probing:
-            self.kind = "mean" if masked else _kind(self.loss, y_true, y_pred, None if by_weight else sample_weight)
+            self.kind = (
+                "mean" if masked else kind_over_samples(self.loss, y_true, y_pred, None if by_weight else sample_weight)
+            )
         summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
         weights = sample_weight if by_weight else None
         if not summed and (opaque or weights is None and not masked):
@@ -148,14 +150,16 @@ def needs_probe(model: Any) -> bool:
     return bool(strange) or any(kind in TOGETHER for kind in kinds)
 
 
-def probe(model: Any, batch: Any, communicator: Communicator) -> None:
+def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
     """Finds by trying on samples of ``batch`` whether losses are means or sums over samples; on all ranks. What is
-    neither is told by a warning on rank 0."""
+    neither is told by a warning on rank 0. Gives these samples' labels, predictions and weights."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
     )
     owner = model._compile_loss
     predicted = model(x, training=False) if model._call_has_training_arg else model(x)
+    if owner is None:
+        return y, predicted, weight
     owner(y, predicted, weight)  # built, at the latest now
     losses = [entry.loss for entry in owner._flat_losses]
     for loss in losses:
@@ -177,10 +181,11 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> None:
                 "which is not the loss of all of them (return one value a sample to have their mean)",
                 stacklevel=2,
             )
+    return y, predicted, weight
 
 
-def _kind(loss: Any, *batch: Any) -> str:
-    """What ``loss`` is by its values on a whole batch and on two parts of it."""
+def kind_over_samples(loss: Any, *batch: Any) -> str:
+    """What ``loss``, a function of a batch, is by its values on a whole batch and on two parts of it."""
     count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
     if count < 2:
         return "unknown"

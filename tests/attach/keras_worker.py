@@ -385,6 +385,205 @@ def masked_scores():
     return found
 
 
+def own_error(y, found):
+    """A number for a whole batch, as many scripts have it."""
+    return keras.ops.mean(keras.ops.abs(keras.ops.cast(y, found.dtype) - keras.ops.mean(found, -1)))
+
+
+def outputs():
+    """All that ``history`` and ``evaluate`` say of several outputs: their losses, metrics and weighted metrics."""
+    x, y = digits()
+    found = {}
+    weight = np.linspace(0.1, 2, COUNT) ** 2
+
+    def heads(structure, kind=keras.Model):
+        inputs = keras.Input((64,))
+        hidden = keras.layers.Dense(16, "tanh", kernel_regularizer=keras.regularizers.L2(1e-2))(inputs)
+        a, b = keras.layers.Dense(10, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)
+        return kind(inputs, structure(a=a, b=b))
+
+    def texts(structure):
+        inputs = keras.Input((7,), dtype="int64")
+        hidden = keras.layers.LSTM(4, return_sequences=True)(keras.layers.Embedding(10, 4, mask_zero=True)(inputs))
+        return keras.Model(inputs, structure(a=keras.layers.Dense(5, name="a")(hidden), b=hidden[:, -1]))
+
+    def pair(a, b):
+        return [a, b]
+
+    both = {"a": y, "b": x[:, 30:31]}
+    by_name = {
+        "loss": {"a": cross_entropy(), "b": "mse"},
+        "loss_weights": {"a": 0.5, "b": 2.0},
+        "metrics": {"a": ["accuracy", own_error], "b": "mae"},
+        "weighted_metrics": {"a": "accuracy", "b": "mse"},
+    }
+    in_order = {"loss": [cross_entropy(reduction="sum"), keras.losses.Huber()], "metrics": [["accuracy"], ["mae"]]}
+    words, tags = sequences()
+    masked = {"loss": [cross_entropy(), "mae"], "metrics": [["accuracy"], ["mse"]], "loss_weights": [1.0, 0.3]}
+    ways = {
+        "dict": (heads(dict), by_name, x, both, {"a": weight, "b": weight[::-1]}),
+        "list": (heads(pair), in_order, x, [y, x[:, 30:31]], None),
+        "one": (
+            heads(pair),
+            {"loss": "mse", "weighted_metrics": [["mae"], ["mae"]]},
+            x,
+            [x[:, :10], x[:, 30:31]],
+            weight,
+        ),
+        "masked": (texts(pair), masked, words, [tags, x[:, :4]], None),
+        "eager": (heads(dict), by_name | {"run_eagerly": True}, x, both, None),
+        "single": (network(), {"loss": cross_entropy(), "metrics": [own_error, "accuracy"]}, x, y, None),
+    }
+    if TENSORFLOW:
+        ways["execution"] = (heads(dict), by_name | {"steps_per_execution": 3}, x, both, None)
+        ways["stream"] = (heads(dict), by_name, x, both, None)
+    for name, (model, options, given, targets, weights) in ways.items():
+        keras.utils.set_random_seed(3)
+        model.compile(SGD(0.01), **options)
+        hk.distribute(model)
+
+        def some(rows, given=given, targets=targets, weights=weights):
+            parts = (given, targets) if weights is None else (given, targets, weights)
+            return keras.tree.map_structure(lambda a: a[rows], parts)
+
+        chosen = {"validation_data": some(slice(0, 157)), "class_weight": None}
+        if name == "single":
+            chosen["class_weight"] = {k: 1 + k / 10 for k in range(10)}
+        if name == "stream":
+            import tensorflow as tf
+
+            def stream(count):
+                return tf.data.Dataset.from_tensor_slices(some(slice(0, count))).batch(BATCH)
+
+            history = fit(model, stream(COUNT), batch_size=None, validation_data=stream(157))
+        else:
+            history = fit(model, *some(slice(None))[:2], sample_weight=weights, **chosen)
+        found |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
+        x_y_weight = (*some(slice(0, 101)), None)[:3]
+        score = model.evaluate(*x_y_weight[:2], BATCH, 0, x_y_weight[2], return_dict=True)
+        found |= {f"{name} score {k}": np.asarray(v) for k, v in score.items()}
+        found[f"{name} score"] = np.asarray(model.evaluate(*x_y_weight[:2], BATCH, 0))
+        found |= {f"{name} {k}": v for k, v in trained(model).items()}
+    return found
+
+
+class Dense2d(keras.layers.Layer):
+    """A RaggedTensor's rows, padded."""
+
+    def call(self, x):
+        return x.to_tensor() if hasattr(x, "ragged_rank") else x
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((x.shape[0], None), x.dtype)
+
+
+def lengths():
+    """Texts of different lengths: padded batches, with a mask and without, TensorFlow's texts, ragged rows."""
+    import tensorflow as tf
+
+    x, y = digits()
+    rows = [1 + np.round(image[20 : 23 + k % 7] * 9).astype("int64") for k, image in enumerate(x)]
+    tags = [row % 5 for row in rows]
+    tokens, words = keras.Input((None,), dtype="int64"), keras.Input((), dtype="string")
+    vectors = keras.layers.TextVectorization(vocabulary=[f"w{k}" for k in range(1, 11)])
+
+    def padded(count, targets):
+        spec = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None] * targets[0].ndim, tf.int64)
+        pairs = tf.data.Dataset.from_generator(lambda: zip(rows[:count], targets, strict=False), output_signature=spec)
+        return pairs.apply(tf.data.experimental.assert_cardinality(count)).padded_batch(BATCH)
+
+    def pooled(inputs, ids, **embedding):
+        hidden = keras.layers.Embedding(14, 4, **embedding)(ids)
+        pool = keras.layers.GlobalAveragePooling1D() if embedding else keras.layers.GlobalMaxPooling1D()
+        return keras.Model(inputs, keras.layers.Dense(10)(pool(hidden)))
+
+    masked = keras.layers.LSTM(4, return_sequences=True)(keras.layers.Embedding(12, 4, mask_zero=True)(tokens))
+    ragged = keras.Input((None,), ragged=True, dtype="int64")
+    models = {
+        "masked": keras.Model(tokens, keras.layers.Dense(5)(masked)),
+        "padded": pooled(tokens, tokens),
+        "texts": pooled(words, vectors(words)),
+        "ragged": pooled(ragged, Dense2d()(ragged), mask_zero=True),
+        "stream": pooled(tokens, tokens),
+    }
+    texts = tf.constant([" ".join(f"w{k}" for k in row) for row in rows])
+    given = {
+        "masked": lambda count: (padded(count, tags),),
+        "padded": lambda count: (padded(count, y),),
+        "texts": lambda count: (texts[:count], y[:count]),
+        "ragged": lambda count: (tf.ragged.constant(rows)[:count], y[:count]),
+        "stream": lambda count: (padded(count, y).filter(lambda *batch: True),),
+    }
+    found = {}
+    for name, model in models.items():
+        keras.utils.set_random_seed(3)
+        hk.distribute(compiled(model, Adam(0.01)))
+        size = BATCH if name in ("texts", "ragged") else None
+        some = given[name](157)
+        validation = some[0] if len(some) == 1 else some
+        history = fit(model, *given[name](COUNT), batch_size=size, validation_data=validation)
+        found |= {f"{name} {k}": v for k, v in trained(model, history).items()}
+        found[f"{name} score"] = np.array(model.evaluate(*given[name](101), batch_size=size, verbose=0))
+        if name != "masked":
+            found[f"{name} predicted"] = model.predict(given[name](101)[0], batch_size=size, verbose=0)
+    return found
+
+
+class Scaled(keras.layers.Layer):
+    """Holds a number that no configuration tells."""
+
+    factor = None
+
+    def call(self, x):
+        return x if self.factor is None else x * self.factor
+
+
+def states():
+    """Layers that ``adapt`` gave a rank's part of the data, vocabularies in each rank's own order: rank 0's holds."""
+    x, y = digits()
+    part = slice(40 * hk.rank(), 300)
+    found, told = {}, []
+    inputs = {"image": keras.Input((64,), name="image")}
+    normalization, bins = keras.layers.Normalization(), keras.layers.Discretization(num_bins=4)
+    noisy = x + 0.3 * np.sin(np.arange(64 * COUNT)).reshape(COUNT, 64)
+    normalization.adapt(noisy[part])
+    bins.adapt(x[part, 20:28])
+    given = {"image": x}
+    layers = [normalization(inputs["image"]), keras.ops.cast(bins(inputs["image"]), "float64")]
+    if TENSORFLOW:  # Keras on PyTorch takes no texts
+        words = [f"w{k}" for k in range(17)]
+        words = words[hk.rank() :] + words[: hk.rank()]
+        given["text"] = np.array([f"w{a} w{b} w{c}" for a, b, c in (x[:, 20:23] * 16).astype(int)], object)
+        given["word"] = np.array([f"w{k}" for k in (x[:, 30] * 16).astype(int)], object)
+        inputs |= {name: keras.Input((), dtype="string", name=name) for name in ("text", "word")}
+        texts = keras.layers.TextVectorization(output_sequence_length=3, vocabulary=words)
+        weighed = keras.layers.TextVectorization(20, output_mode="tf_idf", pad_to_max_tokens=True)
+        weighed.adapt(given["text"][part])
+        embedded = keras.layers.Embedding(20, 3)(texts(inputs["text"]))
+        layers += [keras.layers.Flatten()(embedded), keras.ops.cast(weighed(inputs["text"]), "float64")]
+        layers += [keras.layers.StringLookup(vocabulary=words, output_mode="one_hot")(inputs["word"])]
+        layers[-1] = keras.ops.cast(layers[-1], "float64")
+    model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Concatenate()(layers)))
+    compiled(model).predict({k: v[:9] for k, v in given.items()}, verbose=0)  # traced with this rank's own state
+    for run in ("first", "again"):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            hk.distribute(compiled(model, SGD(0.05)))
+        told += [str(w.message) for w in warned if "rank 0's state" in str(w.message)]
+        found[f"{run} score"] = np.array(model.evaluate(given, y, batch_size=BATCH, verbose=0))
+        found |= {f"{run} {k}": v for k, v in trained(model, fit(model, given, y, epochs=1)).items()}
+        found[f"{run} predicted"] = model.predict(given, verbose=0)
+        normalization.adapt(noisy[: 99 - hk.rank()])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.predict(given, verbose=0)  # adapted since
+        scaled = Scaled()
+        scaled.factor = np.full(64, 1.0 + hk.rank())
+        hk.distribute(compiled(keras.Sequential([keras.Input((64,)), scaled, keras.layers.Dense(10)])))
+    told += [str(w.message) for w in warned if "rank" in str(w.message)]
+    return found | {"own/told": np.array(told)}
+
+
 class Autoencoder(keras.Model):
     """As in Keras' guide: no call, a step of its own for x alone, several losses and trackers; without noise, so that
     worlds can be compared."""
@@ -969,6 +1168,9 @@ def refused():
     pairs = keras.Input((4, 16), batch_size=10)
     keeps = keras.Model(pairs, keras.layers.Dense(10)(keras.layers.LSTM(4, stateful=True)(pairs)))
     hk.distribute(compiled(keeps))
+    untaught = [keras.layers.StringLookup(output_mode="one_hot", max_tokens=9) for _ in range(2)]
+    if hk.rank():
+        untaught[0].adapt(np.array(["a", "b"]))
     scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
 
     def look(validates):
@@ -1005,6 +1207,12 @@ def refused():
         "other batches on a rank": lambda: fit(two, Batches(x, y, BATCH + hk.rank()), batch_size=None),
         "other network on a rank": lambda: hk.distribute(
             compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10 + hk.rank())]))
+        ),
+        "other settings of a layer": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((64,)), keras.layers.Rescaling(hk.rank()), keras.layers.Dense(10)]))
+        ),
+        "a vocabulary on rank 1 alone": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((), dtype="string"), untaught[0]]))
         ),
         "unequal steps": lambda: fit(divided, x[: 200 + 99 * hk.rank()], y[: 200 + 99 * hk.rank()]),
         "a look at shuffled data": lambda: look(False),
@@ -1149,6 +1357,8 @@ CASES = {
     "steps": steps,
     "masked_scores": masked_scores,
     "self_shuffled": self_shuffled,
+    "states": states,
+    "outputs": outputs,
     "draws": draws,
     "vae": vae,
     "gan": gan(),
@@ -1183,6 +1393,7 @@ if hk.size() > 1:
 if TENSORFLOW:
     CASES |= {
         "tf_data": tf_data,
+        "lengths": lengths,
         "jit_compile": jit_compile,
         "loop_graph": loop("graph"),
         "loop_dataset": loop("dataset"),

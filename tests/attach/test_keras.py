@@ -25,7 +25,8 @@ CASES = [
     "steps_per_execution", "adamw", "adam_accumulation", "nothing_left_out", "residual", "saved", "jit_compile",
     "summed", "masked", "masked_own_step", "masked_sum", "masked_weighted_mean", "masked_steps_per_execution",
     "weighted_mean", "weighted_batch", "own_losses", "fine_tuning", "vae", "gan", "unbuilt", "loader", "loop",
-    "loop_graph", "loop_dataset", "loop_gan", "steps", "masked_scores",
+    "loop_graph", "loop_dataset", "loop_gan", "steps", "masked_scores", "states",
+    "outputs", "lengths",
 ]  # fmt: skip
 # A case of its kind runs in every run: of gradients that are clipped or added up, of weighted losses, of loops.
 SIBLINGS = [
@@ -41,6 +42,7 @@ OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
     "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan", "steps", "masked_scores",
+    "states", "outputs",
 ]  # fmt: skip
 
 
@@ -254,6 +256,16 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
 
 
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_layers_of_other_states_are_told(results, backend):
+    first, other = results(2, "mpirun", backend)["states"]
+    told = list(first["own/told"])
+    assert len(told) == 4 and not other["own/told"].size
+    names = ["normalization", "discretization", *(["text_vectorization", "lookup"] if backend == "tensorflow" else [])]
+    assert all(name in told[0] for name in names) and all("normalization: ranks adapted" in x for x in told[1:3])
+    assert told[3].startswith("attributes of layers differ") and "scaled.factor" in told[3]
+
+
 @pytest.mark.parametrize(
     ("misuse", "says"),
     [
@@ -281,6 +293,8 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
         ("other batch_size on a rank", "batch_size           rank 1: 25"),
         ("other batches on a rank", "batch_size           rank 1: 25"),
         ("other network on a rank", "rank 1"),
+        ("other settings of a layer", ": scale rank 1: 1"),
+        ("a vocabulary on rank 1 alone", "string_lookup has no state on rank 0"),
         ("unequal steps", ".take(...)"),
         ("a look at shuffled data", "model.fit, epoch 2; look at the data set"),
         ("a look at shuffled data to score", "model.fit, validation_data; look at the data set"),

@@ -1,0 +1,196 @@
+"""What layers compute with besides their variables: settings, vocabularies, statistics that ``adapt`` gathers.
+
+Each rank makes its own layers. Where ``adapt`` saw a rank's part of the data, or a vocabulary is a ``list(set(...))``,
+the layers differ, and weights that are equal mean different things. Rank 0's state is sent, as its weights are; other
+differences are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import types
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.layers.preprocessing.index_lookup import IndexLookup
+
+from hvd_train.core.agreement import agree, collectively
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Communicator
+
+WHERE = "hk.distribute"
+ADAPT_FIX = "adapt on all of the data, and sort what a set holds"
+ADAPTED = (IndexLookup, keras.layers.TextVectorization, keras.layers.Discretization)
+SENT = ("vocabulary", "idf_weights", "vocabulary_size", "bin_boundaries")  # state that Keras keeps among settings
+APART = ("name", "seed", "rank")  # settings that may differ: weights are rank 0's, however they were initialized
+ATTRIBUTES = re.compile("cache|memo|rank|seed|time|path|name|^built$")  # of layers of the user's own, that may differ
+SHORT = 60  # characters of a setting that a message shows whole
+
+
+def agree_on_settings(model: Any, world: Communicator) -> None:
+    """Raises ConfigError on all ranks where layers have other settings; on all ranks together. Attributes of the user's
+    own layers that differ are told by a warning on rank 0."""
+    layers = model._flatten_layers()
+    names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
+    agree(world, {"layers of the model": f"{len(layers)}"})
+    facts = {}
+    for name, layer in zip(names, layers, strict=True):
+        facts |= {f"layer {name}: {key}": value for key, value in _settings(layer).items()}
+    agree(world, facts)
+    own = {f"{n}.{k}": v for n, layer in zip(names, layers, strict=True) for k, v in _attributes(layer).items()}
+    everyone = [json.loads(part) for part in world.allgather_bytes(json.dumps(own).encode())]
+    differing = sorted(k for k in own if len({each.get(k) for each in everyone}) > 1)
+    if differing and world.rank == 0:
+        what = f"attributes of layers differ between ranks and stay each rank's: {', '.join(differing)}"
+        warnings.warn(f"{what} (make them alike on all ranks, or weights of the layer)", stacklevel=4)
+
+
+class States:
+    """The states of a model's layers that are not variables, on this rank."""
+
+    def __init__(self, model: Any, world: Communicator) -> None:
+        self._world = world
+        kinds = (IndexLookup, keras.layers.Discretization, keras.layers.Normalization)
+        self._layers = [x for x in model._flatten_layers() if isinstance(x, kinds)]
+        texts = [x for x in model._flatten_layers() if isinstance(x, keras.layers.TextVectorization)]
+        self._names = {id(x): x.name for x in self._layers} | {id(x._lookup_layer): x.name for x in texts}
+        self._finalized = [x for x in model._flatten_layers() if _finalizes(x)]
+        self._read: dict[int, tuple[Any, Any]] = {}  # by layer: a table, and the vocabulary that was read from it
+
+    def finalize(self) -> None:
+        """Variables have got rank 0's values: layers make the constants anew that they compute with."""
+        for layer in self._finalized:
+            layer.finalize_state()
+
+    def share(self, where: str) -> bool:
+        """Gives all ranks rank 0's states; whether any had another one. On all ranks together."""
+        if not self._layers:
+            return False
+        own = [_digest(self._state(x)) for x in self._layers]
+        everyone = [json.loads(part) for part in self._world.allgather_bytes(json.dumps(own).encode(), "layers")]
+        differing = [k for k, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
+        if not differing:
+            return False
+        sent = {str(k): self._state(self._layers[k]) for k in differing} if self._world.rank == 0 else {}
+        states = json.loads(self._world.broadcast_bytes(json.dumps(sent).encode()))
+
+        def put() -> None:
+            for k, state in states.items():
+                if _digest(state) != own[int(k)]:
+                    layer = self._layers[int(k)]
+                    _put(layer, self._names[id(layer)], state, where)
+
+        collectively(self._world, put)
+        if self._world.rank == 0:
+            names = ", ".join(self._names[id(self._layers[k])] for k in differing)
+            what = f"{names}: ranks adapted to other data, or hold words in another order, and now have rank 0's state"
+            warnings.warn(f"{what} ({ADAPT_FIX})", stacklevel=4)
+        return True
+
+    def _state(self, layer: Any) -> Any:
+        if isinstance(layer, keras.layers.Normalization):
+            adapted = layer.built and layer.input_mean is None
+            return {v.name: _plain(v) for v in (layer.adapt_mean, layer.adapt_variance)} if adapted else None
+        if isinstance(layer, keras.layers.Discretization):
+            return None if layer.bin_boundaries is None else _plain(layer.bin_boundaries)
+        table = layer.lookup_table
+        if self._read.get(id(layer), (None, None))[0] is not table:  # tables are made anew, never changed
+            self._read[id(layer)] = (table, _plain(layer.get_vocabulary()) if int(table.size()) else None)
+        words = self._read[id(layer)][1]
+        weights = getattr(layer, "idf_weights_const", None)
+        return words and [words, None if weights is None else _plain(weights)[: len(words)]]
+
+
+def _put(layer: Any, name: str, state: Any, where: str) -> None:
+    if state is None:
+        raise ConfigError(f"{name} has no state on rank 0, and one on other ranks", where=where, fix=ADAPT_FIX)
+    try:
+        if isinstance(layer, keras.layers.Normalization):
+            layer.adapt_mean.assign(state["mean"])
+            layer.adapt_variance.assign(state["variance"])
+            layer.finalize_state()
+        elif isinstance(layer, keras.layers.Discretization):
+            layer.bin_boundaries = state
+        else:
+            layer.set_vocabulary(*state)
+    except (ValueError, RuntimeError) as error:
+        what = f"{name} cannot take the state of rank 0: {' '.join(str(error).split())}"
+        raise ConfigError(what, where=where, fix=ADAPT_FIX) from error
+
+
+def _finalizes(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Normalization) or _is_own(layer) and hasattr(layer, "finalize_state")
+
+
+def _is_own(layer: Any) -> bool:
+    """Whether the layer's class is the user's, not one of Keras."""
+    return not type(layer).__module__.startswith("keras.")
+
+
+def _plain(x: Any) -> Any:
+    """Lists of Python's own numbers or texts."""
+    values = keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) or isinstance(x, keras.Variable) else x
+    return np.asarray(values.numpy() if hasattr(values, "numpy") else values).tolist()
+
+
+def _digest(state: Any) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _settings(layer: Any) -> dict[str, str]:
+    """{name: value} of what the layer's configuration says, less what its weights or its state hold."""
+    if isinstance(layer, keras.layers.TorchModuleWrapper):  # whose configuration is a pickle of the module's weights
+        return {"module": repr(layer.module)}
+    if isinstance(layer, keras.Model):  # its layers come one by one
+        return {"class": type(layer).__name__}
+    try:
+        config = layer.get_config()
+    except Exception:  # a class that cannot be saved says nothing of itself
+        config = {}
+    left_out = (*APART, *(SENT if isinstance(layer, ADAPTED) else ()))
+    shown = {k: v for k, v in config.items() if k not in left_out and "initializer" not in k}
+    return {"class": type(layer).__name__} | {k: _short(json.dumps(_told(v))) for k, v in shown.items()}
+
+
+def _attributes(layer: Any) -> dict[str, str]:
+    """{name: digest} of the numbers, texts and arrays that a layer of the user's own holds."""
+    if not _is_own(layer):
+        return {}
+    held = {k: _told(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
+    return {k: _digest(v) for k, v in held.items() if v is not None}
+
+
+def _told(x: Any) -> Any:
+    """What can be compared of a value, in JSON's types; None: nothing."""
+    if x is None or isinstance(x, bool | int | float):
+        return x
+    if isinstance(x, str):
+        return re.sub(r" at 0x[0-9a-f]+", "", x)
+    if isinstance(x, bytes):
+        return hashlib.sha256(x).hexdigest()
+    if isinstance(x, dict):
+        return {str(k): _told(v) for k, v in x.items() if k not in APART}
+    if isinstance(x, set | frozenset):
+        return sorted(json.dumps(_told(v)) for v in x)
+    if isinstance(x, list | tuple):
+        return [_told(v) for v in x]
+    if isinstance(x, types.FunctionType):
+        closed = [cell.cell_contents for cell in x.__closure__ or ()]
+        return [x.__qualname__, _told(x.__defaults__), _told(closed)]
+    if isinstance(x, keras.Variable):  # which is compared and sent as a weight
+        return None
+    if isinstance(x, np.ndarray | np.generic) or hasattr(x, "numpy") and hasattr(x, "dtype"):
+        array = np.asarray(x.detach().cpu() if hasattr(x, "detach") else x.numpy() if hasattr(x, "numpy") else x)
+        bits = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+        return [str(array.dtype), list(array.shape), hashlib.sha256(bits).hexdigest()]
+    return None
+
+
+def _short(text: str) -> str:
+    if len(text) <= SHORT:
+        return text
+    return f"{text[:SHORT]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

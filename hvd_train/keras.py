@@ -25,7 +25,7 @@ os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 
 import keras
 
-from hvd_train.attach import keras_layers, keras_loop, keras_loss, keras_metrics, keras_recorded
+from hvd_train.attach import keras_layers, keras_loop, keras_loss, keras_metrics, keras_recorded, main_rank
 from hvd_train.attach.keras_build import build_at_first, is_built
 from hvd_train.attach.keras_exchange import (
     MARK,
@@ -169,13 +169,28 @@ def _opened() -> tuple[Any, Any]:
 
 
 def rank() -> int:
-    """This process' number, from 0; rank 0 is the one to print and to save. Needs no ``distribute``."""
+    """This process' number, from 0; rank 0 prints and saves, see ``is_main``. Needs no ``distribute``."""
     return world().rank
 
 
 def size() -> int:
     """How many ranks there are; 1 for a script that was started alone."""
     return world().size
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes files for all."""
+    return rank() == 0
+
+
+def print(*values: Any, **options: Any) -> None:
+    """Python's ``print``, on rank 0 alone. All ranks compute the values: ``hk.print(hk.reduce(loss))`` is right."""
+    main_rank.print_on(is_main(), *values, **options)
+
+
+def tqdm(*arguments: Any, **options: Any) -> Any:
+    """tqdm's progress bar over an iterable, shown on rank 0 alone: ``for x, y in hk.tqdm(batches):`` on all ranks."""
+    return main_rank.progress_on(is_main(), "hk.tqdm", *arguments, **options)
 
 
 def barrier() -> None:

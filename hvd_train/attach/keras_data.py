@@ -259,11 +259,11 @@ class AsGiven(PyDatasetAdapter):
 
 def _concatenated(*arrays: Any) -> np.ndarray:
     """Rows of all, where they are of different lengths with zeros at the end."""
-    arrays = [np.asarray(a) for a in arrays]
-    longest = np.max([a.shape[1:] for a in arrays], axis=0, initial=0)
-    blank = {"O": "", "U": "", "S": b""}
-    sides = [[(0, 0), *((0, int(n) - m) for n, m in zip(longest, a.shape[1:], strict=True))] for a in arrays]
-    padded = [np.pad(a, s, constant_values=blank.get(a.dtype.kind, 0)) for a, s in zip(arrays, sides, strict=True)]
+    given = [np.asarray(a) for a in arrays]
+    longest = np.max([a.shape[1:] for a in given], axis=0, initial=0)
+    blank: dict[str, Any] = {"O": "", "U": "", "S": b""}
+    sides = [[(0, 0), *((0, int(n) - m) for n, m in zip(longest, a.shape[1:], strict=True))] for a in given]
+    padded = [np.pad(a, s, constant_values=blank.get(a.dtype.kind, 0)) for a, s in zip(given, sides, strict=True)]
     return np.concatenate(padded)
 
 
@@ -724,8 +724,9 @@ def scoring(
         if kind == "dataset":
             x = in_order(x)
             if varies(x):
+                alone = not isinstance(x.element_spec, tuple)
                 x, unit, window = joined(x, size), 1, 1
-                x = x if isinstance(spec := x.element_spec, tuple) and len(spec) > 1 else x.map(lambda only: only)
+                x = x.map(lambda only: only) if alone else x
             x = x if seen is None else seen.watched(x)
         limit = taken and taken * unit
         if kind == "dataset":

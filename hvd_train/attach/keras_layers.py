@@ -37,7 +37,7 @@ def agree_on_settings(model: Any, world: Communicator) -> None:
     layers = model._flatten_layers()
     names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
     agree(world, {"layers of the model": f"{len(layers)}"})
-    facts = {}
+    facts: dict[str, str] = {}
     for name, layer in zip(names, layers, strict=True):
         facts |= {f"layer {name}: {key}": value for key, value in _settings(layer).items()}
     agree(world, facts)

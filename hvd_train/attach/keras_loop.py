@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,13 +12,16 @@ import keras
 from hvd_train.attach import keras_data as data
 from hvd_train.attach.draws import Draws
 from hvd_train.attach.keras_exchange import Reduction
+from hvd_train.attach.main_rank import UnsharedSums
 from hvd_train.attach.recorded import recording
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world as place
 from hvd_train.protocol import Communicator
 
 WHERE = "hk.shard"
 WIRE = ("float16", "float32", "float64", "int32", "int64")  # what Horovod can add of what Keras has
+CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
 # Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _iterations: dict[int, Any] = {}  # of all optimizers that this process has distributed; when one goes is chance
@@ -27,6 +31,11 @@ def follow(optimizers: Iterable[Any]) -> None:
     """Their steps give loops other orders; also in a world of one."""
     counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
     _iterations.update((id(count), count) for count in counts)
+
+
+@functools.cache
+def _unshared() -> UnsharedSums:
+    return UnsharedSums(place().rank == 0 and place().size > 1, CURE)
 
 
 def _steps() -> int:
@@ -50,6 +59,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         before = _steps()
+        _unshared().begins()
         for batch in self._epoch(self._first + before):
             Reduction.hear()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
@@ -58,8 +68,7 @@ class Batches:
         Reduction.hear()
         Reduction.counts(1.0)
         self._first += 1
-        if _steps() > before:
-            Reduction.settle()
+        _ended(before)
 
     def set_epoch(self, number: int) -> None:
         """Which order comes next; on all ranks."""
@@ -106,6 +115,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
         batches, before = kind.__iter__(self), _steps()
         if not tf.executing_eagerly():
             return batches
+        _unshared().begins()
         own = type(batches)
 
         def following(self: Any) -> Any:
@@ -114,8 +124,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
                 batch = own.__next__(self)
             except StopIteration:
                 Reduction.counts(1.0)
-                if _steps() > before:
-                    Reduction.settle()
+                _ended(before)
                 raise
             Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
@@ -127,10 +136,19 @@ def _heard(parts: Any, batch_size: int) -> Any:
     return found
 
 
+def _ended(before: int) -> None:
+    """A pass that began after ``before`` steps has ended, on all ranks."""
+    if _steps() > before:
+        Reduction.settle()
+    else:
+        _unshared().passed()
+
+
 def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
     """See ``hvd_train.keras.reduce``."""
     if op not in ("mean", "sum"):
         raise ConfigError(f"op={op!r}", where="hk.reduce", fix="it is mean or sum")
+    _unshared().shared(graph is not None)
     name = "keras.reduce"
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1

@@ -69,8 +69,8 @@ def share_means(model: Any, reduction: Reduction, changes: Changes) -> None:
 def counts_batches(model: Any) -> bool:
     """Whether a metric may count batches, so that what is scored must be cut into global ones."""
     losses = model._compile_loss
-    if losses is not None and losses.built:
-        several = bool(losses.metrics)
+    if losses is None or losses.built:
+        several = losses is not None and bool(losses.metrics)
     else:
         several = len(getattr(model, "outputs", None) or (None, None)) > 1  # nobody knows before the first batch
     return several or bool(functions(model))

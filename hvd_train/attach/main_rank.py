@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import warnings
 from typing import Any
 
 from hvd_train.errors import ConfigError
@@ -24,3 +26,31 @@ def progress_on(main: bool, where: str, *arguments: Any, **options: Any) -> Any:
     except ImportError as error:
         raise ConfigError("tqdm is not installed", where=where, fix="pip install tqdm", common=True) from error
     return tqdm(*arguments, **{**options, "disable": options.get("disable", False) if main else True})
+
+
+class UnsharedSums:
+    """Says once, on rank 0, that sums over a rank's part of the data were not added up over ranks.
+
+    A pass over this rank's batches without an optimizer's step is a validation of the user's own. What it adds up is
+    this rank's, and so is a "best" that is chosen by it. ``cure``: what adds it up.
+    """
+
+    def __init__(self, main: bool, cure: str) -> None:
+        self._main, self._cure, self._open = main, cure, False
+        atexit.register(self.begins)
+
+    def passed(self) -> None:
+        """A pass without a step has ended."""
+        self._open = True
+
+    def shared(self, traced: bool = False) -> None:
+        """Numbers were added up over ranks; ``traced``: will be, whenever a graph runs."""
+        self._open, self._main = False, self._main and not traced
+
+    def begins(self) -> None:
+        """Another pass begins, or the script ends: sums of the last one are done with."""
+        if self._open and self._main:
+            what = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks"
+            warnings.warn(f"{what}: each rank has a sum of its own ({self._cure})", stacklevel=3)
+            self._main = False
+        self._open = False

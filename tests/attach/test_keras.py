@@ -36,8 +36,8 @@ SIBLINGS = [
 # What may depend on whether two ranks meet or three: shares of 7, 7 and 6, means of three, batches that data makes.
 ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "loop", "masked_scores"]
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
-NOT_ALONE = ["stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
-THREE_NOT_ALONE = ["stops", "gan_compressed", "frozen"]
+NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
+THREE_NOT_ALONE = ["main_rank", "stops", "gan_compressed", "frozen"]
 OWN = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
@@ -60,7 +60,7 @@ def results(tmp_path_factory, request):
     def get(size: int, launcher: str = "", backend: str = "tensorflow") -> dict[str, list[dict]]:
         if (backend, size) not in done:
             folder = tmp_path_factory.mktemp(f"{backend}{size}")
-            cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:5]]
+            cases = [*CASES, *NOT_ALONE] if backend == "tensorflow" else [*ON_TORCH, *NOT_ALONE[:6]]
             if size == 1:
                 cases = [case for case in cases if case not in NOT_ALONE]
             else:
@@ -254,6 +254,14 @@ def test_a_loss_that_cannot_be_joined_is_told(results):
             (line,) = first[f"own/{name}"]
             assert line.startswith(f"the loss {name} is neither a mean nor a sum over samples")
         assert not any(rank[f"own/{name}"].size for rank in (first, second) for name in ("own_mean", "own_sum"))
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_rank_0_alone_prints_and_says_what_no_rank_added_up(results, backend):
+    first, other = results(2, "mpirun", backend)["main_rank"]
+    assert str(first["own/printed"]) == "2 ranks\n" and first["own/shown"]
+    assert not str(other["own/printed"]) and not other["own/shown"]
+    assert list(first["own/told"]) == [0, 0, 1] and not any(other["own/told"])
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])

@@ -270,7 +270,7 @@ def fit(
             train(job, resume, allow_change, overwrite, lock, outside=ears, until=until)
         except Interrupted as error:
             code = error.exit_code
-        ears.ended = True  # the ranks leave one by one, and launchers signal the last
+        ears.leave(code)  # the ranks leave one by one, and launchers signal the last
     ears.end(code=code)
     return code
 

@@ -11,7 +11,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.hosts import ranks_in_all
 from hvd_train.launch.local import run
 
-WHERE, SIGNALS = "--launcher srun", (signal.SIGINT, signal.SIGTERM)
+WHERE, SIGNALS = "--launcher srun", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(num_proc: int | None, nnodes: int | None, nproc_per_node: int | None, program: Sequence[str]) -> list[str]:

@@ -228,6 +228,8 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
             # ... and MPI reduces large tensors in pieces: on one host what a cache holds; over a network more, for at
             # the end of each the link waits until a computing thread leaves this one the core.
             "HOROVOD_MPI_PIECE_BYTES": str((8 if here.local_size == here.size else 32) << 20),
+            # UCX, below Open MPI, would take SIGHUP for its own debugging, and a closed terminal would end nothing.
+            "UCX_DEBUG_SIGNO": "0",
             # Open MPI's default less "put", whose acknowledgements take turns with the data: messages of 2 MB and more
             # crossed a 1 Gbit link at two thirds of its speed or less.
             "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",

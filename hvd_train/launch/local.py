@@ -166,12 +166,16 @@ def run(
     received: list[int] = []
     child: subprocess.Popen | None = None
 
+    def passed(number: int) -> int:
+        """A launcher does not know what a closed terminal means."""
+        return sent.get(number, signal.SIGTERM if number == signal.SIGHUP else number)
+
     def forward(number: int, frame: object) -> None:
         received.append(number)
         if child is None or child.poll() is not None:
             return
         if board is None:
-            child.send_signal(sent.get(number, number))
+            child.send_signal(passed(number))
             return
         board.look()
         board.signal(number)
@@ -179,7 +183,8 @@ def run(
             child.terminate()
 
     # Before the child starts: a signal that comes in between must not end this process alone.
-    signals = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if board else ()))
+    closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if board else ()))
     main = threading.current_thread() is threading.main_thread()
     previous = {s: signal.signal(s, forward) for s in signals} if main else {}
     ended: dict[int, float] = {}
@@ -191,7 +196,7 @@ def run(
         )
         pumps = _pumps(child)
         if received:
-            child.terminate() if board else child.send_signal(sent.get(received[0], received[0]))
+            child.terminate() if board else child.send_signal(passed(received[0]))
         if board:
             ended = _watch(child, board, watchdog, spares)
             hung = child.poll() is None

@@ -21,8 +21,14 @@ from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.board import Page, supported
 from hvd_train.launch.environment import World, world
 
+LEAVE_SECONDS = 60.0
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def ignored(number: int) -> bool:
+    """Whether the user lets this process outlive its terminal (nohup)."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class Ears(Outside):
@@ -37,7 +43,8 @@ class Ears(Outside):
         self._heard, ear = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._watched = _processes(here, self._page)
         for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # the thread hears it, whatever the main one does
+            if not ignored(number):
+                signal.signal(number, lambda number, frame: None)  # the thread hears it, whatever the main one does
         signal.set_wakeup_fd(ear, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="ears", daemon=True).start()
 
@@ -67,6 +74,25 @@ class Ears(Outside):
         self._code = code
         for page in filter(None, (self._page, self.seen)):
             page.end({"code": code, **record})
+
+    def leave(self, code: int) -> None:
+        """Training is over, and all is written: this process ends with ``code`` within ``LEAVE_SECONDS``. MPI waits for
+        its launcher at the end, for ever where that is stopped."""
+        self.ended = True
+        if world().launcher:
+            limit = threading.Timer(LEAVE_SECONDS, self._end_late, args=[code])
+            limit.daemon = True
+            limit.start()
+
+    def _end_late(self, code: int) -> NoReturn:
+        for call in self.leaving:
+            with suppress(OSError):
+                call()
+        self.end(code=code)
+        what = f"the launcher has not answered for {LEAVE_SECONDS:g} s; all is written, and this rank ends without it"
+        with suppress(OSError):
+            os.write(2, f"{what}\n".encode())
+        os._exit(code)
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -138,4 +164,5 @@ def forget() -> None:
         signal.set_wakeup_fd(-1)
         EARS.pop().ended = True
         for number in SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            if not ignored(number):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

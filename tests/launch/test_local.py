@@ -136,3 +136,16 @@ def test_ranks_of_horovodrun_outlive_the_reader_of_their_output(tmp_path):
     done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout == f"{words}\n" and done.stderr == ""
     assert (tmp_path / "code").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(("before", "sent"), [("", "15"), ("nohup ", "0")])
+def test_a_closed_terminal_ends_the_launcher_but_under_nohup(tmp_path, before, sent):
+    """It gets SIGTERM, whose meaning it knows."""
+    fake = "import signal, sys, time; signal.signal(15, lambda n, f: sys.exit(n)); print(flush=True); time.sleep(1.5)"
+    program = "import sys; from hvd_train.launch import local; "
+    program += f"sys.exit(local.run([sys.executable, '-c', {fake!r}], {{}})[0])"
+    words = [*before.split(), sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as started:
+        started.stdout.readline()
+        started.send_signal(signal.SIGHUP)
+        assert started.wait(SECONDS) == int(sent)

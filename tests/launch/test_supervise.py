@@ -220,7 +220,9 @@ def wait_for(paths):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_reaches_every_rank_and_their_code_comes_back(watched, tmp_path, number, code):
     job = watched([["step:1 save", "step:1 save"]])
     wait_for([tmp_path / "ready.0", tmp_path / "ready.1"])

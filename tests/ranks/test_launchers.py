@@ -380,12 +380,13 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, frame
 # ---- signals: (launcher, framework, who is sent it, the signal, the job's code)
 
 ASKED = [
-    ("-np", "pytorch", "job", signal.SIGTERM, 75),
+    ("-np", "pytorch", "job", signal.SIGHUP, 75),  # its terminal was closed; UCX would take the signal
     ("horovodrun --gloo", "tensorflow", "rank", signal.SIGTERM, 75),
 ]
 ASKED_LONG = [
     ("mpirun", "pytorch", "rank", signal.SIGUSR1, 75),
     ("-np", "tensorflow", "job", signal.SIGINT, 130),
+    ("-np", "tensorflow", "job", signal.SIGTERM, 75),
     ("-np", "tensorflow", "rank", signal.SIGTERM, 75),
     ("-np horovodrun", "pytorch", "job", signal.SIGUSR1, 75),
     ("mpirun", "tensorflow", "job", signal.SIGUSR1, 75),

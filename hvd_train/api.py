@@ -84,6 +84,7 @@ def fit(
         # Kept open: a launched world cannot be opened twice.
         communicator = open_world(settled.framework) if rank.world.launcher else Serial()
         stack.enter_context(run.telling(communicator))
+        opened = run.as_before(settled, communicator, opened, resume, None if isinstance(data, str) else data)
         job = run.open_job(settled, rank.module, communicator, opened, rank.settings)
         return Summary(run.train(job, resume, allow_change, overwrite, lock, hooks))
 

@@ -163,8 +163,47 @@ def named(config: Config, sample: Sample) -> Config:
     )
 
 
+def as_before(
+    config: Config, communicator: Communicator, data: DataSet, resume: str | None, given: Any = None
+) -> DataSet:
+    """The data as the run that is resumed took them: earlier versions took every (n, height, width) for images.
+
+    Rank 0 reads the checkpoint's manifest. ``given``: as ``open_data``.
+    """
+    if resume is None or config.data.images is not None:
+        return data
+    were = communicator.rank == 0 and _were_images(config, data, resume)
+    if not communicator.broadcast_bytes(b"1" if were else b""):
+        return data
+    if communicator.rank == 0:
+        shapes = ", ".join(str(field.shape) for field in data.sample.inputs.values())
+        print(
+            f"note: samples of {shapes} are images, as when the run began (data.images: true)",
+            file=sys.stderr,
+            flush=True,
+        )
+    as_images = config.data.model_copy(update={"images": True})
+    return collectively(communicator, lambda: open_data(as_images, config.task, given))
+
+
+def _were_images(config: Config, data: DataSet, resume: str) -> bool:
+    folder, rule = Path(config.run_dir), config.checkpoint
+    try:
+        newest = resume in ("auto", "last")
+        place = (
+            checkpoint.newest_readable(folder / "checkpoints")
+            if newest
+            else checkpoint.resolve(folder, resume, rule.monitor, rule.mode)
+        )
+        run = sample_of(checkpoint.read(place)[1])
+    except (CheckpointError, OSError):  # is told where the checkpoint is loaded
+        return False
+    pairs = [(run.inputs[name], field) for name, field in data.sample.inputs.items() if run and name in run.inputs]
+    return any(old.image and not new.image and old.shape in (new.shape, (*new.shape, 1)) for old, new in pairs)
+
+
 @contextmanager
-def opened(config: Config, verbose: bool) -> Iterator[Job]:
+def opened(config: Config, verbose: bool, resume: str | None = None) -> Iterator[Job]:
     """Data first (it fails fastest), then the framework, the world, the model."""
     look_in(config.code_dir)
     data = open_data(config.data, config.task)
@@ -173,6 +212,7 @@ def opened(config: Config, verbose: bool) -> Iterator[Job]:
     communicator = rank.communicator()
     communicator.open()
     with telling(communicator):
+        data = as_before(config, communicator, data, resume)
         yield open_job(config, rank.module, communicator, data, rank.settings)
         communicator.barrier()
     communicator.close()
@@ -260,7 +300,7 @@ def fit(
     """Trains; on rank 0 leaves a run folder. Returns the exit code."""
     code, ears.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
-    with locked(config, resume, overwrite) as lock, opened(config, verbose) as job:
+    with locked(config, resume, overwrite) as lock, opened(config, verbose, resume) as job:
         if not ears.told and job.communicator.size > 1:
             ears.seen = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
         if lock:
@@ -420,8 +460,8 @@ def _banner(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) ->
         f"{size} rank{'s' * (size > 1)}, global batch {trainer.global_batch}, {steps}",
     ]
     lines.append(f"the model gets {_gets(job)}")
-    if note := getattr(job.data.train, "note", ""):
-        lines.append(note)
+    notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
+    lines += dict.fromkeys(line for part in notes for line in part)
     lines += [*_classes_told(job.data.sample), *job.data.remarks]
     if snapshot:
         p = trainer.progress

@@ -475,3 +475,15 @@ def failing(image, rng):
     if rng.random() < 0.005:
         raise ValueError("an image of 0 bytes")
     return image
+
+
+def pytorch_of_images(num_classes):
+    import torch
+
+    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 4 * 4, num_classes))
+
+
+def keras_of_images(num_classes):
+    import keras
+
+    return keras.Sequential([keras.layers.Conv2D(2, 3), keras.layers.Flatten(), keras.layers.Dense(num_classes)])

@@ -95,6 +95,12 @@ class Column:
     def _check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
         good = entries.reshape(len(entries), -1).all(axis=1)
         if not good.all():
+            if entries.ndim == 2 and len(entries) > 1 and not (columns := entries.any(axis=0)).all():
+                what = (
+                    f"column {int(np.argmin(columns))} of the {self.title} holds {what} in each of {len(rows)} samples"
+                )
+                fix = "is it text, as names of rows are, that was read as numbers? leave the column out"
+                raise DataError(what, where=self.where, fix=fix)
             bad = int(rows[int(np.argmin(good))])
             raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
 
@@ -173,6 +179,11 @@ class Arrays:
                 ids = ids if before.dtype != "uint8" else before.divisor == 1
                 own_images = before.image
             self._inputs[name] = Column.of_inputs(titles[name], values, ids, not named[0], where, own_images)
+            rule = is_image(shape, np.dtype(values.dtype), not named[0], None)
+            if images is None and own_images not in (None, rule) and len(shape) in (2, 3):
+                self.remarks += (
+                    f"{titles[name]} {shape} are {'' if own_images else 'not '}images, as when the run was trained",
+                )
         fields = [column.field for column in self._inputs.values()]
         wanted = task or TaskConfig()
         self._labels, self._ignore = {}, wanted.ignore_index

@@ -1,4 +1,4 @@
-"""File formats: IDX, CIFAR-10, NumPy, HDF5, folders of images. Every fault names the file."""
+"""File formats: IDX, CIFAR-10, NumPy, HDF5, text. Every fault names the file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import sys
 import threading
 import zipfile
 import zlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvd_train.data.memory import check_free, told
 from hvd_train.errors import DataError
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
-ARRAY_NAMES = ("train_x", "train_y", "val_x", "val_y", "x", "y")
 PIECE = 1 << 20  # bytes
+LEAST_STORED = 100_000  # no compression makes so many bytes of one
+Choose = Callable[[list[str]], list[str]]  # the names of a file's arrays -> which to read
 
 
 def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
@@ -76,6 +78,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             shape = _idx_shape(path, head, axes)
             expected = start + math.prod(shape)
             if path.suffix == ".gz":
+                check_free(expected, f"unpacking {shape}", str(path), "unpack it, gunzip: plain files are mapped")
                 data = _read(stream, expected - start + 1)
                 found = start + len(data)
             else:
@@ -171,29 +174,65 @@ def read_cifar10(folder: Path, part: str) -> tuple[CifarRows, np.ndarray]:
 
 # ---- NumPy
 
+# What NumPy and zipfile raise for files that are damaged.
+BROKEN_ARRAY = (
+    OSError, ValueError, EOFError, SyntaxError, KeyError, TypeError, OverflowError, MemoryError, NotImplementedError,
+    RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
 
 def _load(path: Path, mapped: bool) -> Any:
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SyntaxError) as error:
+    except BROKEN_ARRAY as error:
         raise unreadable(path, error, "NumPy file") from error
 
 
-def read_npz(path: Path) -> dict[str, Any]:
+def read_npz(path: Path, choose: Choose) -> dict[str, Any]:
     archive = _load(path, mapped=False)
     if isinstance(archive, np.ndarray):
         raise DataError("a single array, not an .npz file", where=str(path), fix="use data.name: npy with a folder")
     with archive:
+        wanted = choose(archive.files)
         try:
-            return {name: archive[name] for name in archive.files if name in ARRAY_NAMES}
-        except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            members = {info.filename: info.file_size for info in archive.zip.infolist()}
+            total = 0
+            for name in wanted:
+                member = name if name in members else f"{name}.npy"
+                with archive.zip.open(member) as stream:
+                    _check_header(stream, members[member], f"{path}: {name}")
+                total += members[member]
+            check_free(total, "reading all arrays", str(path), "use data.name: npy, whose files are mapped, or hdf5")
+            return {name: archive[name] for name in wanted}
+        except BROKEN_ARRAY as error:
             raise unreadable(path, error, "NumPy file") from error
 
 
-def read_npy_folder(path: Path) -> dict[str, Any]:
+def _check_header(stream: Any, size: int, where: str) -> None:
+    """``size``: bytes of the whole file, which must be what its header promises. NumPy would take memory first."""
+    version = np.lib.format.read_magic(stream)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        return
+    shape, _, dtype = readers[version](stream)
+    there, promised = size - stream.tell(), math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and (min(shape, default=0) < 0 or promised != there):
+        what = f"its header promises {shape} {dtype}, {promised:,} bytes, and {there:,} are there"
+        raise unreadable(where, ValueError(what), "NumPy file")
+
+
+def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
     """Mapped; as a plain ndarray view, since indexing np.memmap itself costs more."""
-    found = {name: path / f"{name}.npy" for name in ARRAY_NAMES}
-    return {name: np.asarray(_load(file, mapped=True)) for name, file in found.items() if file.exists()}
+    found = {}
+    for name in choose(sorted(file.stem for file in path.glob("*.npy"))):
+        file = path / f"{name}.npy"
+        try:
+            with open(file, "rb") as stream:
+                _check_header(stream, file.stat().st_size, str(file))
+        except BROKEN_ARRAY as error:
+            raise unreadable(file, error, "NumPy file") from error
+        found[name] = np.asarray(_load(file, mapped=True))
+    return found
 
 
 # ---- HDF5
@@ -224,20 +263,33 @@ class Hdf5Rows:
             raise unreadable(f"{self._path}: {self._name}", error, "HDF5 dataset") from error
 
 
-def read_hdf5(path: Path) -> dict[str, Any]:
+def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
     import h5py
 
     lock, found = threading.Lock(), {}
     try:
         with h5py.File(path, "r") as file:
-            for name in [name for name in ARRAY_NAMES if name in file.keys()]:  # noqa: SIM118 (follows no link)
+            for name in choose([*file.keys()]):  # follows no link
                 _refuse_foreign(path, name, file)
                 item = file[name]
                 if isinstance(item, h5py.Dataset):
+                    _check_size(path, name, item)
                     found[name] = Hdf5Rows(path, name, lock, item.shape or (), item.dtype)
     except (OSError, KeyError, TypeError) as error:
         raise unreadable(path, error, "HDF5 file") from error
     return found
+
+
+def _check_size(path: Path, name: str, item: Any) -> None:
+    """Before a row is read: HDF5 takes memory for whole chunks, and gives zeros for what was never written."""
+    where, stored = f"{path}: {name}", item.id.get_storage_size()
+    if item.nbytes > max(1 << 26, stored * LEAST_STORED):
+        what = f"claims {item.shape} {item.dtype}, {told(item.nbytes)}, and only {stored:,} bytes of it were written"
+        raise DataError(what, where=where, fix="write the file again")
+    if item.chunks:
+        chunk = math.prod(item.chunks) * item.dtype.itemsize
+        fix = "write it with smaller chunks, of some samples each: create_dataset(..., chunks=...)"
+        check_free(2 * chunk, f"reading a sample, of chunks {item.chunks},", where, fix)
 
 
 def _refuse_foreign(path: Path, name: str, file: Any) -> None:
@@ -272,6 +324,9 @@ def read_text(path: Path) -> np.ndarray:
     try:
         if len(files) == 1 and files[0].stat().st_size:
             return np.asarray(np.memmap(files[0], np.uint8, "r"))
+        check_free(
+            2 * sum(file.stat().st_size for file in files), "joining the files", str(path), "join them in one file"
+        )
         return np.concatenate([np.fromfile(file, np.uint8) for file in files])
     except OSError as error:
         raise unreadable(error.filename or path, error, "text file") from error
@@ -279,8 +334,11 @@ def read_text(path: Path) -> np.ndarray:
 
 def read_documents(path: Path) -> list[str]:
     """The text of each file; bytes that are no UTF-8 become U+FFFD."""
+    files = text_files(path)
     try:
-        return [file.read_text(encoding="utf-8", errors="replace") for file in text_files(path)]
+        # Text is kept as 1 to 4 bytes a character, and split into sentences.
+        check_free(4 * sum(file.stat().st_size for file in files), "splitting the text", str(path), "give less text")
+        return [file.read_text(encoding="utf-8", errors="replace") for file in files]
     except OSError as error:
         raise unreadable(error.filename or path, error, "text file") from error
 
@@ -311,66 +369,3 @@ def resize(images: np.ndarray, side: int) -> np.ndarray:
     for k, image in enumerate(images):
         out[k] = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BILINEAR))
     return out
-
-
-def list_images(folder: Path) -> list[tuple[Path, str]]:
-    """(file, class name) in name order; a class is a folder. Hidden names (.ipynb_checkpoints, ._x) are no data."""
-    if not folder.is_dir():
-        raise DataError("there is no such folder", where=str(folder))
-    found = [
-        (file, kind.name)
-        for kind in sorted(folder.iterdir())
-        if kind.is_dir() and not kind.name.startswith(".")
-        for file in sorted(kind.iterdir())
-        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
-    ]
-    if not found:
-        raise DataError("no images in CLASS/ folders", where=str(folder), fix=f"known: {' '.join(IMAGE_SUFFIXES)}")
-    return found
-
-
-class ImageFiles:
-    """Decodes files by index to (k, side, side, c) uint8; c is 3 if any of some evenly spread files has colors, else
-    1."""
-
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, paths: list[Path], side: int | None) -> None:
-        self._paths, self._side = paths, side
-        picked = np.unique(np.linspace(0, len(paths) - 1, 64).astype(np.int64))
-        self._mode = "L" if all(self._open(paths[k], decode=False).mode in ("L", "1", "LA") for k in picked) else "RGB"
-        self._size = (side, side) if side else self._open(paths[0]).size
-        self.shape = (len(paths), self._size[1], self._size[0], 1 if self._mode == "L" else 3)
-        self.names = " ".join(f"{path.parent.name}/{path.name}" for path in paths)  # for the fingerprint
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def _open(self, path: Path, decode: bool = True) -> Any:
-        from PIL import Image
-
-        try:
-            with Image.open(path) as image:
-                if decode:
-                    image.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise unreadable(path, error, "image") from error
-        if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
-            raise DataError(f"an image of mode {image.mode}", where=str(path), fix="store it with 8 bits per channel")
-        return image
-
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        from PIL import Image
-
-        out = np.empty((len(rows), *self.shape[1:]), np.uint8)
-        for k, row in enumerate(rows):
-            image = self._open(self._paths[row])
-            if image.mode != self._mode:  # else ``convert`` copies
-                image = image.convert(self._mode)
-            if image.size != self._size:
-                if not self._side:
-                    what = f"an image of {image.size} pixels, the first one has {self._size}"
-                    raise DataError(what, where=str(self._paths[row]), fix="set data.image_size")
-                image = image.resize(self._size, Image.Resampling.BILINEAR)
-            out[k] = np.asarray(image).reshape(out.shape[1:])
-        return out

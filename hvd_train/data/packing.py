@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.arrays import is_image
+from hvd_train.data.images import part_of
 from hvd_train.errors import ConfigError, DataError, TrainError
 from hvd_train.files import LEFT, Aside
 from hvd_train.protocol import Field, Fields, Sample, Source
@@ -26,7 +27,7 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 MANIFEST, VERSION = "manifest.json", 1
 SHARD_BYTES = 256 << 20  # of a shard's largest field: few files, and enough of them to share among ranks
 PIECE_BYTES = 16 << 20  # what is fetched at once
-PARTS = ("train", "val")
+PARTS = ("train", "val", "test")
 KINDS = ("inputs", "labels")
 AGAIN = "pack it again"
 
@@ -90,10 +91,11 @@ class Manifest(_Facts):
     ignore_index: int
     train: Part
     val: Part
+    test: Part | None = None
 
     def shards(self) -> Iterator[tuple[Column, Shard]]:
-        for part in PARTS:
-            for _, _, column in getattr(self, part).columns():
+        for part in filter(None, (self.train, self.val, self.test)):
+            for _, _, column in part.columns():
                 for shard in column.shards:
                     yield column, shard
 
@@ -101,15 +103,18 @@ class Manifest(_Facts):
 # ---- writing
 
 
-def pack(train: Source, val: Source, told: str, task: TaskConfig, folder: Path, world: World) -> Manifest:
-    """Writes both parts, each rank its shards; every rank returns the manifest, or raises what went wrong on one.
+def pack(
+    train: Source, val: Source, test: Source | None, told: str, task: TaskConfig, folder: Path, world: World
+) -> Manifest:
+    """Writes all parts, each rank its shards; every rank returns the manifest, or raises what went wrong on one.
 
     ``told``: where the samples come from, for people.
     """
     _together(world, lambda: _fresh(folder) if world.rank == 0 else None)
     parts = {}
-    for name, source in zip(PARTS, (train, val), strict=True):
-        parts[name] = _pack_part(name, source, folder, world)
+    for name, source in zip(PARTS, (train, val, test), strict=True):
+        if source is not None:
+            parts[name] = _pack_part(name, source, folder, world)
     manifest = Manifest(
         version=VERSION,
         packed_from=told,
@@ -161,7 +166,7 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
         for field, facts in fields[kind].items():
             own = {number: shard for made in found for number, shard in made.get((kind, field), {}).items()}
             columns[kind][field] = Column(field=facts, shards=[own[number] for number in sorted(own)])
-    note = getattr(source, "note", "")
+    note = "\n".join(filter(None, [*getattr(source, "remarks", ()), getattr(source, "note", "")]))
     return Part(count=n, rows=rows, fingerprint=source.fingerprint, note=note, **columns)
 
 
@@ -249,13 +254,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"no manifest of a packed data set: {what}"[:300], where=str(path), fix=AGAIN) from error
 
 
-def open_packed(folder: Path, config: DataConfig, task: TaskConfig) -> tuple[Packed, Packed]:
-    """(train, val); sizes of all files are looked at, their contents are not (``check``)."""
+def open_packed(folder: Path, config: DataConfig, task: TaskConfig) -> tuple[Packed, Packed, Packed | None]:
+    """(train, val, test); sizes of all files are looked at, their contents are not (``check``)."""
     manifest = read_manifest(folder)
-    train, val = (Packed(folder, getattr(manifest, part), config.num_classes, config.images) for part in PARTS)
+    found = manifest.train, manifest.val, manifest.test
+    train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in found if part)
     if config.target == "labels":
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
-    return train, val
+    return train, val, tests[0] if tests else None
 
 
 def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
@@ -376,8 +382,9 @@ def facts(manifest: Manifest) -> str:
     """1,437 training and 360 validation samples, 4 files, 1.5 MB."""
     shards = [shard for _, shard in manifest.shards()]
     size = sum(shard.size for shard in shards) / 1e6
+    tests = f", {manifest.test.count:,} test samples" if manifest.test else ""
     return (
-        f"{manifest.train.count:,} training and {manifest.val.count:,} validation samples, {len(shards)} files, "
+        f"{manifest.train.count:,} training and {manifest.val.count:,} validation samples{tests}, {len(shards)} files, "
         f"{size:,.1f} MB"
     )
 
@@ -392,7 +399,8 @@ def kind_of(path: Path) -> str:
     """The data.name of a file or folder by its looks."""
     if path.is_dir():
         listed = [name for pattern, name in MARKS.items() if next(path.glob(pattern), None)]
-        tables = any(next(path.glob(f"train{suffix}"), None) for suffix, name in SUFFIXES.items() if name == "table")
+        files = (file for file in path.iterdir() if SUFFIXES.get(file.suffix.lower()) == "table")
+        tables = any(part_of(file.stem) == "train" for file in files)
         return listed[0] if listed else "table" if tables else "imagefolder"
     if not path.exists():
         raise DataError("there is no such file or folder", where=str(path))

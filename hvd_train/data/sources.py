@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.config.own import own_function
-from hvd_train.data import formats, masked, packing, tables
+from hvd_train.data import formats, images, masked, packing, tables
 from hvd_train.data.arrays import LABEL, Arrays, Itself, Joined, Synthetic, Text, joined_samples
 from hvd_train.data.classes import Known, Words, listing
 from hvd_train.data.fitted import as_run
@@ -33,20 +34,27 @@ class Asked:
     """What data are opened for.
 
     run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
-    and the validation part. labels: whether they are looked at.
+    and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
     """
 
     run: Sample | None = None
     split: str | None = None
     labels: bool = True
+    test: bool = False
+
+    @property
+    def reads_test(self) -> bool:
+        """Whether a test part is opened; training does not look at it."""
+        return self.test or self.split in ("test", "all")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Samples of which ``fraction`` is held out for validation."""
+    """Samples of which ``fraction`` is held out for validation, and a test part, if there is one."""
 
     samples: Arrays
     fraction: float
+    test: Source | None = None
 
 
 Parts = dict[str, Source] | Whole  # the parts by their names, of SPLITS without all; or what is to be divided
@@ -114,28 +122,60 @@ def _idx(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     return {"train": parts[0], "val": parts[1]}
 
 
-def _named_arrays(config: DataConfig, task: TaskConfig, asked: Asked, read: Callable[[Path], dict[str, Any]]) -> Parts:
+ARRAY_NAMES = ("train_x", "train_y", "val_x", "val_y", "x", "y", "test_x", "test_y")
+
+
+def _named_arrays(
+    config: DataConfig, task: TaskConfig, asked: Asked, read: Callable[[Path, formats.Choose], dict[str, Any]]
+) -> Parts:
     path = _existing(config)
-    arrays, classes = read(path), known(config, asked)
-    part = partial(Arrays, task=task, images=config.images)
-    held = [name for name in formats.ARRAY_NAMES if name in arrays]
-    if not asked.labels:
-        inputs = {name: name.removesuffix("x").rstrip("_") for name in held if name.endswith("x")}
-        parts = [Arrays(arrays[name], {}, f"{path}: {part}", classes, task) for name, part in inputs.items()]
-        if parts:
-            return dict(zip([part or "all" for part in inputs.values()], parts, strict=True))
-    if held[:4] == list(formats.ARRAY_NAMES[:4]):
-        train = part(arrays["train_x"], arrays["train_y"], f"{path}: train", classes)
-        return {"train": train, "val": part(arrays["val_x"], arrays["val_y"], f"{path}: val", classes.after(train))}
-    for pair in (["train_x", "train_y"], ["x", "y"]):
-        if held == pair:
-            return Whole(part(arrays[pair[0]], arrays[pair[1]], str(path), classes), config.val_fraction)
-    what = f"{', '.join(held) or 'none of the arrays'} found"
+    part, classes = partial(Arrays, task=task, images=config.images), known(config, asked)
+    names: dict[str, str] = {}  # {train_x: as the file calls it}
+
+    def choose(found: list[str]) -> list[str]:
+        names.update(_array_names(found, path))
+        wanted = [name for name in names if asked.reads_test or not name.startswith("test")]
+        return [names[name] for name in wanted if asked.labels or name.endswith("x")]
+
+    read_arrays = read(path, choose)
+    arrays = {name: read_arrays[names[name]] for name in ARRAY_NAMES if names.get(name) in read_arrays}
+    if not asked.labels and arrays:
+        return {name[:-2] or "all": part(x, {}, f"{path}: {name[:-2]}", classes) for name, x in arrays.items()}
+    core, tests = ([name for name in arrays if name.startswith("test") == is_test] for is_test in (False, True))
+    if len(tests) != 1 and core in [[*ARRAY_NAMES[:4]], [*ARRAY_NAMES[:2]], [*ARRAY_NAMES[4:6]]]:
+        where = f"{path}: train" if len(core) == 4 else str(path)
+        train = part(arrays[core[0]], arrays[core[1]], where, classes)
+        others = {
+            name: part(arrays[f"{name}_x"], arrays[f"{name}_y"], f"{path}: {name}", classes.after(train))
+            for name in ("val", "test")
+            if f"{name}_x" in arrays
+        }
+        return {"train": train, **others} if "val" in others else Whole(train, config.val_fraction, others.get("test"))
+    what = f"{', '.join(names[name] for name in arrays) or 'none of the arrays'} found"
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
 
+def _array_names(found: list[str], path: Path) -> dict[str, str]:
+    """{train_x, train_y, val_x, ... or x, y: as the file calls it}."""
+    names: dict[str, str] = {name: name for name in found if name in ("x", "y")}
+    others = []
+    for own in found:
+        stem, _, kind = own.rpartition("_")
+        part = images.part_of(stem) if kind in ("x", "y") else None
+        if part and names.setdefault(name := f"{part}_{kind}", own) != own:
+            raise DataError(f"{names[name]} and {own} are the same part, {part}", where=str(path), fix="keep one")
+        others += [own] * (part is None and bool(stem) and kind in ("x", "y"))
+    if others and "train_x" in names and "val_x" not in names:
+        what = f"{', '.join(others)} beside {names['train_x']}: arrays whose part is not known"
+        listed = ", ".join(f"{name}_x" for name in images.PART_NAMES["val"])
+        raise DataError(
+            what, where=str(path), fix=f"call those of a validation part one of {listed}, or leave them out"
+        )
+    return names
+
+
 def _npz(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
-    """one .npz file with train_x, train_y, val_x, val_y (or x, y: split by val_fraction)"""
+    """one .npz file with train_x, train_y, val_x, val_y, test_x, test_y (or x, y: split by val_fraction)"""
     return _named_arrays(config, task, asked, formats.read_npz)
 
 
@@ -151,23 +191,42 @@ def _hdf5(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
 
 
 def _imagefolder(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
-    """path/train/CLASS/*.png and path/val/CLASS/* (or path/CLASS/*: split); set image_size"""
+    """path/train/CLASS/*.png, path/val/CLASS/* and path/test/CLASS/* (or path/CLASS/*: split); set image_size"""
     folder = _folder(config)
-    top = folder / "train" if (folder / "train").is_dir() else folder
+    places, others = images.find_parts(folder)
+    read = {part: place for part, place in places.items() if part != "test" or asked.reads_test} or {"train": folder}
+    listed = {part: images.list_images(place, asked.labels) for part, place in read.items()}
+    if asked.run:  # its classes and channels are known
+        colored = next(iter(asked.run.inputs.values())).shape[-1:] == (3,)
+    else:
+        images.check_no_class_is_empty(listed["train"])
+        # One of colors in any part makes all of them colored.
+        colored = any(listing.colored for part, listing in listed.items() if part != "test")
+    remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
     classes = known(config, asked)
-    train = _images(formats.list_images(top), classes, config, top, asked)
-    if top == folder or not (folder / "val").is_dir():
-        return Whole(train, config.val_fraction)
-    return {
-        "train": train,
-        "val": _images(formats.list_images(folder / "val"), classes.after(train), config, folder / "val", asked),
+    train = _images(listed["train"], classes, colored, config, asked, remarks)
+    made = {
+        part: _images(listing, classes.after(train), colored, config, asked)
+        for part, listing in listed.items()
+        if part != "train"
     }
+    return {"train": train, **made} if "val" in made else Whole(train, config.val_fraction, made.get("test"))
 
 
-def _images(files: list[tuple[Path, str]], classes: Known, config: DataConfig, where: Path, asked: Asked) -> Arrays:
-    inputs = formats.ImageFiles([path for path, _ in files], config.image_size)
-    labels: Any = Words.read(np.array([name for _, name in files])) if asked.labels else {}
-    return Arrays(inputs, labels, str(where), classes, images=True)
+def _images(
+    listing: images.Listing,
+    classes: Known,
+    colored: bool,
+    config: DataConfig,
+    asked: Asked,
+    remarks: Sequence[str] = (),
+) -> Arrays:
+    inputs = images.ImageFiles(listing, config.image_size, colored)
+    labels: Any = Words.read(np.array(listing.names)) if asked.labels else {}
+    remarks = [*remarks, *filter(None, [listing.note])]
+    if listing.colored and not colored:
+        remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
+    return Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
 
 
 def _cifar10(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
@@ -183,38 +242,39 @@ def _cifar10(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
 
 
 def _table(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
-    """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.* and val.*; labels names columns"""
+    """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.*, val.*, test.*; labels: columns"""
     path = _existing(config)
-    files = [tables.find(path, part) for part in ("train", "val")] if path.is_dir() else [path]
+    files = tables.find_all(path) if path.is_dir() else {"train": path}
     labels = [config.labels] if isinstance(config.labels, str) else config.labels or []
     if not labels and asked.labels:
         fix = "name the column to learn"
         raise DataError("a table needs labels", where="data.labels", fix=fix)
-    have = tables.names_of(files[0])
+    have = tables.names_of(files["train"])
     features, remarks = _features(have, labels, config, asked.run)
     labels = labels if asked.labels else []
     named = [*features, *labels]
-    twice = sorted({name for name in named if named.count(name) > 1})
+    twice = sorted(name for name, count in Counter(named).items() if count > 1)
     if twice or not features:
         what = f"{', '.join(twice)} named twice" if twice else "no column is left for the features"
         raise DataError(what, where="data.features, data.labels", fix="a column is a feature or a label")
-    parts: list[Arrays] = []
+    parts: dict[str, Arrays] = {}
     classes = known(config, asked)
-    for file in files:
+    for part, file in files.items():
+        if part == "test" and not asked.reads_test:
+            continue
         _check_columns(file, features, labels, asked.run)
         table = tables.Table.read(file, named)
-        parts.append(_of_table(table, features, labels, classes, task, [] if parts else remarks))
-        classes = classes.after(parts[0])
-    if len(parts) > 1:
-        return {"train": parts[0], "val": parts[1]}
-    return Whole(parts[0], config.val_fraction)
+        parts[part] = _of_table(table, features, labels, classes, task, [] if parts else remarks)
+        classes = classes.after(parts["train"])
+    return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
 
 
 def _features(
     have: Sequence[str], labels: Sequence[str], config: DataConfig, run: Sample | None
 ) -> tuple[list[str], list[str]]:
     """The columns of the inputs, in the order that the run knows, and what a user should know of them."""
-    others = [name for name in have if name not in labels]
+    learned = set(labels)
+    others = [name for name in have if name not in learned]
     if run is None:
         return config.features or others, []
     columns = next(iter(run.inputs.values())).columns
@@ -236,13 +296,14 @@ def _features(
 
 def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
     have = tables.names_of(file)
-    missing = [name for name in features if name not in have]
+    there = set(have)
+    missing = [name for name in features if name not in there]
     if missing and run and next(iter(run.inputs.values())).columns:
         what = f"column{'s' * (len(missing) > 1)} {listing(missing)} missing, with which the run was trained"
         raise DataError(what, where=str(file), fix=f"the file has {listing(have)}; give all of the run's columns")
     for key, names in (("features", features), ("labels", labels)):
         for name in names:
-            if name not in have:
+            if name not in there:
                 raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
 
 
@@ -322,18 +383,19 @@ def _masked_text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
 
 def _packed(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
-    train, val = packing.open_packed(_folder(config), config, task)
-    return {"train": train, "val": val}
+    train, val, test = packing.open_packed(_folder(config), config, task)
+    parts: dict[str, Source] = {"train": train, "val": val}
+    return parts | {"test": test} if test and asked.reads_test else parts
 
 
 def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> packing.Manifest:
     """A data set of any kind into ``folder``, by all ranks of ``world``; transforms are left to the reading."""
-    data = open_data(config.model_copy(update={"transforms": [], "target": "labels"}), task)
+    data = open_data(config.model_copy(update={"transforms": [], "target": "labels"}), task, asked=Asked(test=True))
     if any(getattr(part, "ordered", False) for part in (data.train, data.val)):
         what = "a stream is read in its own order, which packed data do not keep"
         raise DataError(what, where=f"data.name: {config.name}", fix="give it as it is, or pack what it reads")
     told = f"{config.name} {config.path or ''}".strip()
-    return packing.pack(data.train, data.val, told, task, folder, world)
+    return packing.pack(data.train, data.val, data.parts.get("test"), told, task, folder, world)
 
 
 def known(config: DataConfig, asked: Asked, count: int | None = None) -> Known:
@@ -401,10 +463,12 @@ def _divided(found: Parts, asked: Asked, config: DataConfig) -> dict[str, Source
     """The parts that are asked for."""
     where = config.path or f"data.name: {config.name}"
     if isinstance(found, Whole):
+        tests: dict[str, Source] = {"test": found.test} if found.test else {}
         if asked.split == "all":
-            return {"all": found.samples}
-        train, val = found.samples.split(found.fraction)
-        found = {"train": train, "val": val}
+            found = {"train": found.samples, **tests}
+        else:
+            train, val = found.samples.split(found.fraction)
+            found = {"train": train, "val": val, **tests}
     names = list(found)
     for name in names[1:]:
         _check_alike(found, names[0], name, where)
@@ -434,17 +498,20 @@ def _check_alike(parts: Mapping[str, Source], first: str, second: str, where: st
 
 
 def _own(config: DataConfig, task: TaskConfig, asked: Asked, given: Any) -> Parts:
-    """The user's function(**options) -> (train, val), each a Source or an (inputs, labels) pair of arrays."""
+    """The user's function(**options) -> (train, val), or with a test part: each a Source or a pair of arrays."""
     where = "data" if given is not None else f"data.name: {config.name}"
     made = given
     if given is None or callable(given):
         made = _called(given or _imported(config.name, where), config, where)
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val)")
-    classes, parts = known(config, asked), {}
-    for name, part in zip(("train", "val"), made, strict=True):
+    listed = isinstance(made, tuple | list) and len(made) in (2, 3)
+    if not listed or (len(made) == 3 and any(hasattr(part, "__array__") for part in made)):
+        raise DataError(f"gave {_told(made)}", where=where, fix="it must return (train, val), or (train, val, test)")
+    classes, parts = known(config, asked), dict[str, Source]()
+    for name, part in zip(("train", "val", "test"), made, strict=False):
+        if name == "test" and not asked.reads_test:
+            continue
         parts[name] = _source(part, config, task, f"{where}, {name}", classes)
-        classes = classes.after(parts[name])
+        classes = classes.after(parts[name]) if name == "train" else classes
     return parts
 
 
@@ -577,10 +644,30 @@ def _array(given: Any, name: str, where: str, count: int | None = None) -> np.nd
     if several:
         raise DataError(f"{name} are {_told(given)}", where=where, fix="give one array, or a dict of named inputs")
     try:
-        return np.asarray(given)
+        found = np.asarray(given)
     except Exception as error:
+        if lengths := _lengths(given):
+            raise _ragged(name, lengths, where) from error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"{name} are no array of numbers: {reason}", where=where) from error
+        raise DataError(f"{name} are not an array of numbers: {reason}", where=where) from error
+    if found.dtype == object and (lengths := _lengths(found)):
+        raise _ragged(name, lengths, where)
+    return found
+
+
+def _lengths(given: Any) -> list[int]:
+    """The different lengths of samples; empty: they have none, or one alone."""
+    try:
+        found = sorted({len(sample) for sample in given if not isinstance(sample, str | bytes)})
+    except TypeError:
+        return []
+    return found if len(found) > 1 else []
+
+
+def _ragged(name: str, lengths: list[int], where: str) -> DataError:
+    what = f"{name} have samples of different lengths, {lengths[0]} to {lengths[-1]}"
+    fix = "pad them to one length, and tell the model which places are padding by a second input, a mask"
+    return DataError(what, where=where, fix=fix)
 
 
 def _told(given: Any) -> str:

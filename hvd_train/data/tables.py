@@ -3,6 +3,8 @@ after the header."""
 
 from __future__ import annotations
 
+import csv
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,55 +14,93 @@ import numpy as np
 
 from hvd_train.data.classes import Classes, Words, listing, values_of
 from hvd_train.data.formats import unreadable
+from hvd_train.data.images import PART_NAMES, part_of
+from hvd_train.data.memory import check_free
 from hvd_train.errors import DataError
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
+BLOCK = 1 << 20  # pyarrow's own
+LONGEST = 1 << 26  # bytes of a line
 NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
-def find(folder: Path, part: str) -> Path:
-    """train.csv, val.parquet, ..."""
-    found = [folder / f"{part}{suffix}" for suffix in SUFFIXES if (folder / f"{part}{suffix}").exists()]
-    if len(found) != 1:
+def find_all(folder: Path) -> dict[str, Path]:
+    """{train, val and, if there is one, test: its file, train.csv, val.parquet, ... or what else it may be called}."""
+    found = {part: _find(folder, part) for part in PART_NAMES}
+    return {part: path for part, path in found.items() if path}
+
+
+def _find(folder: Path, part: str) -> Path | None:
+    held = sorted(path for path in folder.iterdir() if _suffix(path) in SUFFIXES and not path.name.startswith("."))
+    found = [path for path in held if part_of(path.stem) == part]
+    if len(found) != 1 and (part != "test" or found):
         what = f"{' and '.join(path.name for path in found) or 'none'} found"
-        fix = f"a folder needs one {part} file: {', '.join(part + suffix for suffix in SUFFIXES)}"
+        others = [path.name for path in held if part_of(path.stem) is None]
+        what += f", and {', '.join(others[:10])}" * bool(others and not found)
+        listed = ", ".join(f"{name}.csv" for name in PART_NAMES[part])
+        fix = f"a folder needs one {part} file: {listed}; or {', '.join(SUFFIXES[1:])}"
         raise DataError(what, where=str(folder), fix=fix)
-    return found[0]
+    return found[0] if found else None
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
 
 
 def names_of(path: Path) -> list[str]:
     """Of a file's columns, in its order."""
     import pyarrow
 
-    if path.suffix not in SUFFIXES:
+    if _suffix(path) not in SUFFIXES:
         raise DataError(f"'{path.suffix}' is no table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
     try:
-        if path.suffix == ".parquet":
+        if _suffix(path) == ".parquet":
             from pyarrow import parquet
 
             names = parquet.read_schema(path).names
         else:
-            from pyarrow import csv
-
-            # A reader with threads, left before its end, aborts a process that has loaded torch and ends at once.
-            alone, cells = csv.ReadOptions(use_threads=False), _cells(path, lambda row: "skip")
-            with csv.open_csv(path, read_options=alone, parse_options=cells) as stream:
-                names = stream.schema.names
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+            names = _header(path)
+    except UnicodeDecodeError as error:
+        raise _no_utf8(path, "the names of the columns") from error
+    except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
         raise unreadable(path, error, "table") from error
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise DataError(f"columns that stand twice: {', '.join(twice)}", where=str(path), fix="rename them")
     return names
 
 
-def _cells(path: Path, broken: Callable[[Any], str]) -> Any:
-    from pyarrow import csv
+def _header(path: Path) -> list[str]:
+    """The first line with something in it: pyarrow takes 40 s for the names of 200 000 columns."""
+    with open(path, "rb") as stream:
+        first = stream.readline(LONGEST + 1)
+        while first and not first.strip():
+            first = stream.readline(LONGEST + 1)
+    if len(first) > LONGEST:
+        raise ValueError(f"its first line has more than {LONGEST:,} bytes")
+    csv.field_size_limit(LONGEST)
+    names = next(csv.reader([first.decode("utf-8-sig")], delimiter=_delimiter(path)), [])
+    if not names:
+        raise ValueError("Empty CSV file")
+    return names
 
-    return csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",", invalid_row_handler=broken)
+
+def _no_utf8(path: Path, what: str) -> DataError:
+    fix = "store the file as UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
+    return DataError(f"{what} are not UTF-8", where=str(path), fix=fix)
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if _suffix(path) == ".tsv" else ","
+
+
+def _cells(path: Path, broken: Callable[[Any], str]) -> Any:
+    from pyarrow import csv as arrow
+
+    return arrow.ParseOptions(delimiter=_delimiter(path), invalid_row_handler=broken)
 
 
 @dataclass(frozen=True)
@@ -75,7 +115,8 @@ class Table:
     def read(cls, path: Path, names: Sequence[str]) -> Table:
         """Cells of a csv file are text: what they hold is not guessed from the first of them."""
         import pyarrow
-        from pyarrow import csv, parquet
+        from pyarrow import csv as arrow
+        from pyarrow import parquet
 
         broken: list[Any] = []
 
@@ -84,18 +125,23 @@ class Table:
             return "error"
 
         try:
-            if path.suffix == ".parquet":
+            size = _parquet_size(path, names) if _suffix(path) == ".parquet" else path.stat().st_size
+            check_free(2 * size, "reading the table", str(path), "take fewer columns, or store it as hdf5 or npy")
+            if _suffix(path) == ".parquet":
                 table = parquet.read_table(path, columns=list(names))
             else:
                 as_text = {name: pyarrow.string() for name in names}
-                convert = csv.ConvertOptions(include_columns=list(names), column_types=as_text)
+                convert = arrow.ConvertOptions(include_columns=list(names), column_types=as_text)
                 # With threads, a fault would not tell its row.
-                table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _cells(path, stop), convert)
+                options = arrow.ReadOptions(use_threads=False, block_size=_block(path))
+                table = arrow.read_csv(path, options, _cells(path, stop), convert)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if broken:
                 row = broken[0]
                 what = f"{row.actual_columns} cells of {row.expected_columns}: '{row.text[:60]}'"
                 raise DataError(what, where=f"{path}, row {row.number - 1}", fix="mend it, or leave it out") from error
+            if "UTF8" in str(error):
+                raise _no_utf8(path, "its cells") from error
             raise unreadable(path, error, "table") from error
         return cls(path, {name: table.column(name) for name in names})
 
@@ -165,7 +211,7 @@ class Table:
 
     def _words(self, name: str, found: ChunkedArray, known: Classes) -> bool:
         first = found[0].as_py() if len(found) else ""
-        if self.path.suffix == ".parquet" or not _is(float, first):
+        if _suffix(self.path) == ".parquet" or not _is(float, first):
             return True
         if known.names and values_of(known.names) is None and not _is(int, first):
             return True
@@ -209,6 +255,23 @@ class Table:
         cell = f"'{str(found[row].as_py())[:60]}' " if found is not None else ""
         where = f"{self.path}, column '{name}', row {row + 1}"
         return DataError(f"{cell}{what}", where=where, fix="mend it, or leave the row or the column out")
+
+
+def _block(path: Path) -> int:
+    """Bytes that are parsed together; a row that is longer would be cut."""
+    with open(path, "rb") as stream:
+        longest = max((len(stream.readline(LONGEST)) for _ in range(20)), default=0)
+    return max(BLOCK, min(16 * longest, 1 << 30))
+
+
+def _parquet_size(path: Path, names: Sequence[str]) -> int:
+    """Bytes of these columns in memory."""
+    from pyarrow import parquet
+
+    about, wanted = parquet.ParquetFile(path).metadata, set(names)
+    groups = (about.row_group(k) for k in range(about.num_row_groups))
+    columns = (group.column(k) for group in groups for k in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in wanted)
 
 
 def _is(kind: Callable[[str], Any], text: str) -> bool:

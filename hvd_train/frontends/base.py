@@ -416,6 +416,7 @@ def build_model(
         return build(**given), module, given
     except (ValueError, TypeError, OSError) as error:
         fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
+        fix = fix or IF_IMAGES * may_be_images(sample)
         what = f"the model cannot be built: {' '.join(str(error).split())}"
         raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
 
@@ -452,10 +453,19 @@ def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     what = f"the model does not take its inputs ({listed}): {reason}"
-    fix = "several inputs are given by name; whole numbers stay whole: store quantities as float32"
-    if any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values()):
-        fix += "; if they are images, set data.images: true"
-    return ConfigError(what, where=f"model.name: {name}", fix=fix)
+    fixes = ["several inputs are given by name"] * (len(sample.inputs) > 1)
+    if len(sample.inputs) > 1 or any(field.whole for field in sample.inputs.values()):
+        fixes.append("whole numbers stay whole: store quantities as float32")
+    fixes += [IF_IMAGES] * may_be_images(sample)
+    return ConfigError(what, where=f"model.name: {name}", fix="; ".join(fixes))
+
+
+IF_IMAGES = "if they are images, set data.images: true"
+
+
+def may_be_images(sample: Sample) -> bool:
+    """Whether an input that is not an image has the axes of one, so that the user may have meant it."""
+    return any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values())
 
 
 def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:

@@ -27,6 +27,7 @@ from hvd_train.frontends.base import (
     gpu_of,
     guarded,
     layouts_of,
+    may_be_images,
     overlaps,
     untaken,
 )
@@ -368,7 +369,8 @@ class PyTorchFrontEnd(StateTree):
                 return True
             except UNTAKEN:
                 self.model.to(memory_format=torch.contiguous_format)
-        if len(self._sample.inputs) > 1 or any(field.whole for field in self._sample.inputs.values()):
+        unsure = any(field.whole for field in self._sample.inputs.values()) or may_be_images(self._sample)
+        if len(self._sample.inputs) > 1 or unsure:
             try:
                 self._try(channels_last=False)
             except UNTAKEN as error:

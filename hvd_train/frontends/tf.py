@@ -30,6 +30,7 @@ from hvd_train.frontends.base import (
     gpu_of,
     guarded,
     layouts_of,
+    may_be_images,
     overlaps,
     untaken,
 )
@@ -298,13 +299,15 @@ class TensorFlowFrontEnd(StateTree):
     def _try(self) -> None:
         """Builds a model that is not, and shows whether it takes what the data give."""
         fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
-        if plain and not any(field.whole for field in fields.values()):
-            if not self.model.built:
-                self.model.build((None, *self._sample.input_shape))
-            return
         # A functional model leaves out what it does not take.
         own = getattr(self.model, "_inputs_struct", None)
         try:
+            if plain and not any(field.whole for field in fields.values()):
+                if not self.model.built:
+                    self.model.build((None, *self._sample.input_shape))
+                elif may_be_images(self._sample):
+                    self._evaluated(self.to_device(made_up(self._sample))[0])
+                return
             if isinstance(own, dict) and not plain and own.keys() != fields.keys():
                 raise ValueError(f"it has {', '.join(own)}")
             self._evaluated(self.to_device(made_up(self._sample))[0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hvd_train
+from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.config.own import own_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
@@ -65,6 +66,26 @@ def test_a_built_model_is_trained_in_place(tmp_path, framework):
     assert len(losses.found) == 4 and losses.found[-1] == summary["val_loss"] < losses.found[0]
     right = answers(model, DATA[1][0]).argmax(1) == DATA[1][1]
     assert right.mean() == summary.val_accuracy > 0.5
+
+
+def test_a_run_of_a_version_that_took_sequences_for_images_goes_on(tmp_path, capfd):
+    """Its manifest says the shape, and nothing of images; its configuration has no data.images."""
+    x = rng.normal(size=(40, 4, 5)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x=x, y=x[:, 0, :CLASSES].argmax(1))
+    data = {"name": "npz", "path": str(tmp_path / "own.npz")}
+    given = config(tmp_path / "run", model={"name": "mlp", "hidden": [5]})
+    hvd_train.fit(given | {"max_epochs": 1, "data": data | {"images": True}})
+    for file in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
+        old = json.loads(file.read_text())
+        field = old["meta"]["sample"]["inputs"]["input"]
+        assert field.pop("image") and field["shape"] == [4, 5, 1]
+        del old["meta"]["config"]["data"]["images"], old["sha256"]
+        file.write_text(json.dumps(old | {"format": 1}))
+    summary = hvd_train.fit(given | {"data": data}, resume="auto")
+    assert summary.epochs == 2
+    assert "note: samples of (4, 5) are images, as when the run began (data.images: true)" in capfd.readouterr().err
+    run.evaluate(load_config(base=given | {"data": data}), "last", "val", False)
+    assert "are images, as when the run was trained" in capfd.readouterr().err
 
 
 def normed(framework):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,48 @@ def test_same_samples(kind, shard_bytes, tmp_path, monkeypatch, photos):
     same(own.val, packed.val)
     packing.check(tmp_path / "packed", packing.Alone())
     assert bool(list((tmp_path / "packed").glob("*-00001.npy"))) == (shard_bytes == 200)
+
+
+def test_a_test_part_and_what_is_skipped_are_packed(tmp_path):
+    for part, count in (("train", 5), ("valid", 2), ("test", 3)):
+        for name in ("a", "b"):
+            folder = tmp_path / "photos" / part / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                Image.fromarray(np.full((4, 6), 9 * k, np.uint8)).save(folder / f"{k}.tif")
+    (tmp_path / "photos" / "train" / "a" / "notes.txt").write_text("no image")
+    config = DataConfig(name="imagefolder", path=str(tmp_path / "photos"))
+    made = sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    assert packing.facts(made).startswith("10 training and 4 validation samples, 6 test samples, 6 files")
+    again, asked = DataConfig(name="packed", path=str(tmp_path / "packed")), sources.Asked(split="test")
+    packed, own = (sources.open_data(one, asked=asked) for one in (again, config))
+    for name in ("train", "val", "test"):
+        same(own.parts[name], packed.parts[name])
+    assert "a: 1 .txt" in packed.train.note and packed.train.note == own.remarks[0]
+    packing.check(tmp_path / "packed", packing.Alone())
+
+
+def test_older_packed_data_and_declared_images(tmp_path):
+    """Manifests of earlier versions say nothing of images: three axes are one."""
+    np.savez(tmp_path / "own.npz", x=np.ones((20, 4, 5), np.float32), y=np.arange(20) % 2)
+    config = DataConfig(name="npz", path=str(tmp_path / "own.npz"), images=True)
+    sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    manifest = tmp_path / "packed" / packing.MANIFEST
+    older = re.sub(r',\s*"image": (true|false)', "", manifest.read_text())
+    assert older != manifest.read_text() and '"image"' not in older
+    manifest.write_text(older)
+    again = DataConfig(name="packed", path=str(tmp_path / "packed"))
+    same(sources.open_data(config).train, sources.open_data(again).train)
+    sources.pack(config.model_copy(update={"images": None}), TaskConfig(), tmp_path / "plain", packing.Alone())
+    plain = DataConfig(name="packed", path=str(tmp_path / "plain"))
+    assert sources.open_data(plain).sample.input_shape == (4, 5)
+    declared = sources.open_data(plain.model_copy(update={"images": True}))
+    assert declared.sample.inputs["input"].image and declared.train.fetch(np.arange(2))[0]["input"].shape == (
+        2,
+        4,
+        5,
+        1,
+    )
 
 
 def told(*words):

@@ -4,6 +4,7 @@ import gzip
 import struct
 import sys
 import tracemalloc
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import formats
 from hvd_train.data.arrays import Arrays, Synthetic
-from hvd_train.data.sources import KINDS, catalog, open_data
+from hvd_train.data.sources import KINDS, Asked, catalog, open_data
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 
@@ -29,6 +30,11 @@ def config(name, path=None, **keys):
 
 def opened(*args, **keys):
     return open_data(config(*args, **keys))
+
+
+def for_testing(*args, **keys):
+    """The test part, as ``eval --split test`` opens it."""
+    return open_data(config(*args, **keys), asked=Asked(split="test")).parts["test"]
 
 
 def fault(*args, **keys):
@@ -412,6 +418,11 @@ def test_infinity_and_overflow_are_found():
         assert len(taken(source, np.arange(4))[0]) == 4
         with pytest.raises(DataError, match="sample 4 holds NaN or infinity; here"):
             source.fetch(np.array([5, 4]))
+    named = np.hstack([np.full((6, 1), np.nan), np.ones((6, 2))])  # text that NumPy read as numbers
+    with pytest.raises(
+        DataError, match="column 0 of the inputs holds NaN or infinity in each of 3 samples; here; is it text"
+    ):
+        Arrays(named, np.zeros(6, int), "here").fetch(np.arange(3))
     large = np.full((2, 100), 3e38, np.float32)  # finite, though their sum is not
     assert np.array_equal(taken(Arrays(large, np.zeros(2, int), "here"), np.arange(2))[0], large)
 
@@ -548,6 +559,188 @@ def test_imagefolder_faults(tmp_path):
     odd.unlink()  # while training
     with pytest.raises(DataError, match=f"No such file.*{odd}"):
         train.fetch(np.arange(len(train)))
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "Validation", "dev"])
+def test_a_validation_folder_is_taken_by_each_of_its_names(tmp_path, name):
+    pictures(tmp_path / "Training", n=9)
+    pictures(tmp_path / name, n=3)
+    data = opened("imagefolder", tmp_path)
+    assert (len(data.train), len(data.val)) == (18, 6)
+    with pytest.raises(DataError, match=r"there is no part 'test'; .*there are train, val and all"):
+        for_testing("imagefolder", tmp_path)
+
+
+def test_a_test_folder_is_a_split_of_its_own(tmp_path):
+    pictures(tmp_path / "train", n=10)
+    before = opened("imagefolder", tmp_path)
+    pictures(tmp_path / "test", n=3)
+    data = opened("imagefolder", tmp_path)
+    test = for_testing("imagefolder", tmp_path)
+    assert (len(data.train), len(data.val), len(test)) == (16, 4, 6)
+    assert data.fingerprint == before.fingerprint and test.fetch(np.arange(6))[1]["label"].tolist() == [0] * 3 + [1] * 3
+    (tmp_path / "test" / "dog").rename(tmp_path / "test" / "cow")
+    opened("imagefolder", tmp_path)  # training does not read it
+    with pytest.raises(DataError, match="unknown class cow: the training part has cat, dog"):
+        for_testing("imagefolder", tmp_path)
+
+
+def test_folders_whose_part_is_not_known_are_refused(tmp_path):
+    pictures(tmp_path / "train")
+    pictures(tmp_path / "holdout")
+    assert "holdout beside train: a folder of images whose part is not known" in fault("imagefolder", tmp_path)
+    pictures(tmp_path / "val")
+    assert f"not read in {tmp_path}: holdout" in opened("imagefolder", tmp_path).remarks
+    pictures(tmp_path / "valid")
+    assert "val and valid are the same part, val" in fault("imagefolder", tmp_path)
+    pictures(tmp_path / "other" / "val")
+    assert "val holds classes, and there is no training part" in fault("imagefolder", tmp_path / "other")
+    classes = pictures(tmp_path / "vehicles", classes=("train", "car"))
+    assert opened("imagefolder", classes).sample.num_classes == 2
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "dev"])
+def test_arrays_of_a_validation_part_are_taken_by_each_of_its_names(tmp_path, kind, name):
+    named = arrays()
+    more = {f"{name}_{k}": named[f"val_{k}"] for k in "xy"} | {f"test_{k}": named[f"val_{k}"][:4] for k in "xy"}
+    data = opened(kind, write(kind, tmp_path, {k: x for k, x in named.items() if k.startswith("train")} | more))
+    test = for_testing(kind, tmp_path if kind == "npy" else tmp_path / f"data.{kind}")
+    assert (len(data.train), len(data.val), len(test)) == (30, 10, 4)
+    assert np.array_equal(everything(test)[1], named["val_y"][:4])
+    held = {f"holdout_{k}": named[f"val_{k}"] for k in "xy"} | {k: x for k, x in named.items() if k.startswith("train")}
+    assert "holdout_x, holdout_y beside train_x: arrays whose part is not known" in fault(
+        kind, write(kind, tmp_path / "b", held)
+    )
+
+
+def test_a_function_may_give_a_test_part():
+    part = np.ones((8, 3)), LABELS
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part, (part[0][:3], LABELS[:3])))
+    assert len(for_testing("own_pair:pair")) == 3
+
+
+def test_all_that_pillow_reads_is_read_and_the_rest_is_told(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path, suffix="tiff", n=4)
+    pictures(tmp_path, classes=("cow", "fox"), suffix="TIF", n=4)
+    for name, kind in (("a.jfif", "JPEG"), ("b", "PNG"), ("c.ppm", "PPM"), ("d.0001", "JPEG"), ("e.tga", "TGA")):
+        image.new("RGB", (9, 7)).save(tmp_path / "cat" / name, kind)
+    data = opened("imagefolder", tmp_path)
+    assert len(data.train) + len(data.val) == 21 and data.sample.num_classes == 4 and data.remarks == []
+    for name in ("a.svg", "b.svg", "notes.txt", "LICENSE", "x.npy"):
+        (tmp_path / "dog" / name).write_bytes(b"<svg/>" + bytes(90))
+    (tmp_path / "dog" / "more").mkdir()
+    (tmp_path / "labels.csv").write_text("a")
+    (tmp_path / "cow" / ".DS_Store").write_text("a")
+    (note,) = opened("imagefolder", tmp_path).remarks
+    assert f"not read in {tmp_path}, as these are not images: " in note and "beside the classes: 1 .csv" in note
+    assert (
+        all(word in note for word in ("dog: 2 .svg", "1 .txt", "1 without an ending", "1 .npy", "1 folder"))
+        and "cow" not in note
+    )
+    for file in (tmp_path / "fox").iterdir():
+        file.rename(file.with_suffix(".heic"))
+        file.with_suffix(".heic").write_bytes(b"ftypheic")
+    assert f"class 'fox' has no image, but 4 .heic; {tmp_path / 'fox'}; add or convert" in fault(
+        "imagefolder", tmp_path
+    )
+
+
+def test_images_without_classes_can_be_predicted(tmp_path):
+    data = opened("imagefolder", pictures(tmp_path / "a"))
+    flat = pictures(tmp_path / "b", classes=("",))
+    assert "no images in CLASS/ folders" in fault("imagefolder", flat)
+    found = open_data(config("imagefolder", flat), asked=Asked(data.sample, "all", labels=False)).parts["all"]
+    assert len(found) == 5 and found.fetch(np.arange(5))[0]["input"].shape == (5, 7, 9, 3)
+
+
+def test_gray_or_colored_is_decided_from_all_files_of_all_parts(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path / "train", mode="L", n=100)
+    assert opened("imagefolder", tmp_path).sample.input_shape == (7, 9, 1)
+    pictures(tmp_path / "test", n=2)
+    data = opened("imagefolder", tmp_path)
+    assert data.sample.input_shape == (7, 9, 1)
+    assert "in color, which are read as gray" in for_testing("imagefolder", tmp_path).remarks[0]
+    image.new("RGB", (9, 7), (200, 10, 10)).save(tmp_path / "train" / "cat" / "77.png")
+    assert opened("imagefolder", tmp_path).sample.input_shape == (7, 9, 3)
+    image.new("L", (9, 7)).save(tmp_path / "train" / "cat" / "77.png")
+    pictures(tmp_path / "val", n=1)
+    assert opened("imagefolder", tmp_path).train.sample.input_shape == (7, 9, 3)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
+def test_photographs_stand_upright(tmp_path, suffix):
+    """As EXIF tells: left and right would be half the pictures' own, and half the camera's."""
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path, suffix=suffix)
+    plain = opened("imagefolder", tmp_path)
+    pixels = np.zeros((16, 8, 3), np.uint8)
+    pixels[:8] = 255  # lies on its side: up is left
+    exif = image.Exif()
+    exif[0x0112] = 8
+    for file in tmp_path.rglob(f"*.{suffix}"):
+        image.fromarray(pixels).save(file, exif=exif, quality=95)
+    data = opened("imagefolder", tmp_path)
+    assert data.sample.input_shape == (8, 16, 3) and data.fingerprint != plain.fingerprint
+    found = everything(data.train)[0]
+    assert (
+        found[:, :, :7].max() < 0.1
+        and found[:, :, 9:].min() > 0.9
+        or found[:, :, 9:].max() < 0.1 < found[:, :, :7].min()
+    )
+    upright = image.fromarray(pixels).transpose(image.Transpose.ROTATE_90)
+    assert abs(found[0] * 255 - np.asarray(upright)).max() < 20
+
+
+def test_more_memory_than_is_free_is_told_before_it_is_taken(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr("hvd_train.data.memory.free", lambda: 100_000_000)
+    pictures(tmp_path / "photos", classes=("cat",))
+    big = tmp_path / "photos" / "cat" / "big.png"
+    image.new("1", (9_000, 9_000)).save(big)
+    text = fault("imagefolder", tmp_path / "photos", image_size=8)
+    assert "an image of 9,000 x 9,000 pixels takes 567 MB of memory, and 100 MB are free" in text and str(big) in text
+    mnist(tmp_path, gz=True)
+    file = tmp_path / f"{IMAGES}.gz"
+    file.write_bytes(gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 200_000, 100, 100)))
+    assert "unpacking (200000, 100, 100) takes 2.0 GB of memory" in fault("idx", tmp_path)
+    assert "reading all arrays takes 240 MB" in fault(
+        "npz", write("npz", tmp_path, {"x": np.zeros((10, 3_000_000)), "y": LABELS})
+    )
+
+
+def test_headers_that_promise_too_much(tmp_path):
+    """Before NumPy or HDF5 take memory for it."""
+    path = write("npy", tmp_path, arrays(dtype=np.float32, shape=(3,)))
+    for shape in ("(-1, 3)", "(999999999999, 3)", "(30, 4)"):
+        head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+        content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head.encode() + bytes(360)
+        (path / "train_x.npy").write_bytes(content)
+        text = fault("npy", path)
+        assert "no readable NumPy file: its header promises" in text and "360 are there" in text, text
+        with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive:
+            for name in NAMES:
+                archive.writestr(f"{name}.npy", (path / f"{name}.npy").read_bytes())
+        text = fault("npz", tmp_path / "data.npz")
+        assert "no readable NumPy file: its header promises" in text and "train_x" in text
+
+
+def test_hdf5_that_claims_more_than_it_holds(tmp_path, monkeypatch):
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        for name, shape in (("x", (10**12, 3)), ("y", (10**12,))):
+            file.create_dataset(name, shape, "int64", chunks=(1000, *shape[1:]))
+    assert "claims (1000000000000, 3) int64, 24,000.0 GB, and only 0 bytes of it were written" in fault("hdf5", path)
+    monkeypatch.setattr("hvd_train.data.memory.free", lambda: 10**9)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (900, 1000, 1000), "float32", chunks=(900, 1000, 1000), compression="gzip")
+        file["x"].id.write_direct_chunk((0, 0, 0), bytes(1 << 20))
+        file["y"] = np.zeros(900, int)
+    assert "reading a sample, of chunks (900, 1000, 1000), takes 7.2 GB of memory, and 1.0 GB are free" in fault(
+        "hdf5", path
+    )
 
 
 # ---- text, and labels at every place
@@ -857,7 +1050,10 @@ OWN_FAULTS = {
     "targets": ((IDS, (LABELS, LABELS)), ["differ in length"]),
     "named targets": ((IDS, {"a": LABELS, "b": LABELS[1:]}), ["labels 'b' (7,)", "differ in length"]),
     "regression": ((IDS, LABELS / 2), ["labels of type float64", "wants classes", "regression"]),
-    "ragged": (([[1], [2, 3]] * 4, LABELS), ["inputs are no array of numbers"]),
+    "ragged": (([[1], [2, 3, 4]] * 4, LABELS), ["inputs have samples of different lengths, 1 to 3", "pad them"]),
+    "ragged objects": ((np.array([[1], [2, 3]] * 4, object), LABELS), ["different lengths, 1 to 2"]),
+    "ragged arrays": (([np.zeros((k % 3 + 1, 2)) for k in range(8)], LABELS), ["different lengths, 1 to 3"]),
+    "mixed": (([[1], "a"] * 4, LABELS), ["inputs are not an array of numbers"]),
     "weights": ((IDS, LABELS, LABELS), ["gives a tuple of 3", "(inputs, labels)"]),
     "a dict": ({"x": IDS, "y": LABELS}, ["gives a dict with x, y", "(inputs, labels)"]),
     "fetch alone": (OnlyFetch(), ["OnlyFetch has no __len__", "fingerprint", "num_classes"]),

@@ -9,7 +9,8 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.data.sources import open_data
+from hvd_train.data import packing
+from hvd_train.data.sources import Asked, open_data
 from hvd_train.errors import ConfigError, DataError
 
 DIABETES, IRIS = load_diabetes(), load_iris()
@@ -220,6 +221,37 @@ def test_faults_of_places(tmp_path):
     write(tmp_path / "train.csv", {"a": [1]})
     write(tmp_path / "train.parquet", {"a": [1]})
     assert "train.csv and train.parquet found" in fault(tmp_path)
+    (tmp_path / "train.parquet").rename(tmp_path / "held.parquet")
+    assert "none found, and held.parquet" in fault(tmp_path) and "validation.csv" in fault(tmp_path)
+
+
+def test_endings_and_parts_have_several_names(tmp_path):
+    write(tmp_path / "a.csv", {"a": [1, 2], "y": [1, 2]}).rename(tmp_path / "A.CSV")
+    assert len(opened(tmp_path / "A.CSV").train) == 1
+    folder = tmp_path / "all"
+    folder.mkdir()
+    for name, count in (("Train.csv", 4), ("validation.tsv", 3), ("test.CSV", 2)):
+        made = write(folder / name.lower(), {"a": list(range(count)), "y": list(range(count))})
+        made.rename(folder / name)
+    config = DataConfig(name="table", path=str(folder), labels="y")
+    parts = open_data(config, MSE, asked=Asked(split="test")).parts
+    assert {name: len(part) for name, part in parts.items()} == {"train": 4, "val": 3, "test": 2}
+    assert list(open_data(config, MSE).parts) == ["train", "val"]
+    assert packing.kind_of(folder) == packing.kind_of(tmp_path / "A.CSV") == "table"
+
+
+def test_text_that_is_not_utf_8_says_how_to_store_it(tmp_path):
+    for k, text in enumerate(("größe,y\n1,2\n3,4\n", "a,y\nä,2\nö,4\n")):
+        path = tmp_path / f"{k}.csv"
+        path.write_bytes(text.encode("latin-1"))
+        assert "are not UTF-8; " in fault(path) and "iconv -f latin1 -t utf-8" in fault(path)
+
+
+def test_very_wide_tables(tmp_path):
+    names = [f"column_{k}" * 30 for k in range(4000)]
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join(["y", *names]) + "\n" + ("1," * 4000 + "2\n") * 3)
+    assert path.stat().st_size > 1 << 20 and opened(path).sample.input_shape == (4000,)
     with pytest.raises(ConfigError, match="data.labels: belongs to name: table"):
         load_config(None, ["data.labels=y"])
 

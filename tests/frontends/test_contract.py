@@ -672,6 +672,16 @@ def test_the_model_gets_sequences_as_they_are(framework, field, expected):
     np.testing.assert_allclose(first, one.inputs["input"][0, 1, 2])
 
 
+OWN_IMAGES = {"pytorch": "tests.own_models:pytorch_of_images", "tensorflow": "tests.own_models:keras_of_images"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_models_of_ones_own_that_want_images_hear_how_to_declare_them(framework):
+    with pytest.raises(ConfigError, match="the model does not take its inputs .*; if they are images, set data.images"):
+        open_plain(framework, Field((6, 6), "float32"), OWN_IMAGES[framework])
+    open_plain(framework, Field((6, 6, 1), "float32"), OWN_IMAGES[framework])
+
+
 def test_samples_of_three_axes_that_are_not_images_give_the_same_in_both_frameworks():
     field = Field((5, 6, 4), "float32", image=False)
     one = batch(shape=field.shape)

@@ -1,0 +1,41 @@
+"""How much memory is free, and a clear line before more is taken."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from hvd_train.errors import DataError
+
+CGROUP = Path("/sys/fs/cgroup")  # a container's or job's own limit
+SMALL = 64 << 20  # bytes that nobody need ask for
+
+
+def free() -> int:
+    """Bytes that this process can still take: of the machine, and of a limit that a container or Slurm sets."""
+    import psutil
+
+    found = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, StopIteration):
+        own = next(line.split("::")[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line)
+        for folder in (CGROUP / own.strip("/"), CGROUP):
+            with suppress(OSError, ValueError):  # "max" is not a number
+                left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+                found = min(found, left + _cached(folder))
+    return found
+
+
+def _cached(folder: Path) -> int:
+    """Bytes of files that the system gives back when memory runs short."""
+    rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+
+
+def check_free(size: int, what: str, where: str, fix: str) -> None:
+    """Raises DataError if ``size`` bytes, needed for ``what``, are more than are free."""
+    if size > SMALL and size > (left := free()):
+        raise DataError(f"{what} takes {told(size)} of memory, and {told(left)} are free", where=where, fix=fix)
+
+
+def told(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

@@ -537,7 +537,9 @@ def submit(
     if times:
         options |= {"requeue": True, "signal": f"USR1@{own['save_before']}", "open-mode": "append"}
         again = [*here, "requeue", "--times", str(times), *(["--run-dir", *place] if place else [])]
-        first, then = [*first, jobs.END_LINE], [again, *then]
+        first, then = [jobs.starts(times), *first, jobs.END_LINE], [again, *then]
+    else:
+        options["no-requeue"] = True  # a second start would find a run folder in use, and its output overwritten
     text = jobs.script(words, options, modules or slurm.modules, then, slurm.lines, first)
     if dry_run:
         click.echo(text, nl=False)

@@ -17,7 +17,7 @@ from hvd_train.config.keys import FORMER, Config, nearest
 from hvd_train.config.writing import explain, inner
 from hvd_train.errors import ConfigError
 
-MAX_BYTES = 1 << 20
+MAX_BYTES, MAX_DEPTH, MAX_LETTERS = 1 << 20, 50, 10_000
 LISTED = "'hvd-train config --explain' lists the keys"
 
 
@@ -58,7 +58,10 @@ def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, str], file: str, pro
         return out
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, (*path, i), lines, file, problems) for i, item in enumerate(node.value)]
-    return _Loader("").construct_object(node)
+    value = _Loader("").construct_object(node)
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        raise ValueError(f"line {node.start_mark.line + 1}: a number of more than 64 bits")
+    return value
 
 
 def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str, Any]:
@@ -70,8 +73,7 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
         raise ConfigError(f"a configuration of {len(raw):,} bytes is no configuration", where=str(path))
     try:
         text = raw.decode("utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
-            raise ConfigError("anchors and aliases (&, *) are not taken", where=str(path), fix="write the value out")
+        _check_size(text, str(path))
         node = yaml.compose(text, _Loader)
         if node is None:
             raise ConfigError("the configuration is empty", where=str(path), fix="'hvd-train config' prints a full one")
@@ -90,13 +92,28 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
     return data
 
 
+def _check_size(text: str, file: str) -> None:
+    """Refuse what no configuration holds while it is read: some of it would take minutes or a stack without end."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        where = file if file.startswith("--set") else f"{file}:{getattr(event.start_mark, 'line', 0) + 1}"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError("anchors and aliases (&, *) are not taken", where=file, fix="write the value out")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"lists and sections within one another more than {MAX_DEPTH} deep", where=where)
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_LETTERS:
+            raise ConfigError(f"a value of {len(event.value):,} letters; {MAX_LETTERS:,} are the most", where=where)
+
+
 def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems: list[str]) -> None:
     key, equals, text = setting.partition("=")
-    where = f"--set {setting}"
+    where = f"--set {setting if len(setting) <= 200 else setting[:200] + '...'}"
     if not equals or not key.strip():
         problems.append(f"{where}: not of the form key=value; for example --set optim.lr=0.1")
         return
     try:
+        _check_size(text, where)
         node = yaml.compose(text, _Loader)
         value = None if node is None else _plain(node, (), {}, where, problems)
     except (yaml.YAMLError, ValueError) as error:

@@ -1,5 +1,8 @@
-"""``hvd-train submit --requeue``: what the batch script does when its ranks have ended. A job whose ranks saved and
-left, because its time was over or others need its hosts, takes its place in the queue again."""
+"""``hvd-train submit --requeue``: what the batch script does when its ranks have ended.
+
+A job takes its place in the queue again where its ranks saved and left, because its time was over or others need its
+hosts, and where a rank was lost.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from pathlib import Path
 from hvd_train import files
 from hvd_train.core import checkpoint
 from hvd_train.core.folder import REQUEUED
-from hvd_train.errors import Interrupted
+from hvd_train.errors import CommunicationError, Interrupted
+from hvd_train.launch.local import FATAL
 
 SAVED = Interrupted.exit_code  # of the ranks
+AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}  # srun hands on the code of a rank that a signal ended
 END_SECONDS = 60.0  # for Slurm to end this script
 
 
@@ -25,24 +30,28 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
     A job that saved no later step than when it was started again last time is not started again: the next time would
     go as this one. Without a run folder (a script of one's own) only the times are counted.
     """
-    if code != SAVED:
+    if code not in AGAIN:
         return code
     count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if count >= times:
-        return _stay(f"it was started again {count} times, and --requeue allows {times}")
+        return _stay(code, f"it was started again {count} times, and --requeue allows {times}")
     job = os.environ["SLURM_JOB_ID"]
     if run_dir is not None:
         found = checkpoint.find(run_dir / "checkpoints")
         step = found[-1][0] if found else 0
         if count and step <= _before(run_dir / REQUEUED, job):
-            return _stay(f"it came no further than step {step} since it was started again; give it more --time")
-        if found:
-            files.put(run_dir / REQUEUED, json.dumps({"job": job, "step": step}).encode())
+            fix = "give it more --time" if code == SAVED else "look at what ended its ranks"
+            return _stay(code, f"it came no further than step {step} since it was started again; {fix}")
+        try:
+            if found:
+                files.put(run_dir / REQUEUED, json.dumps({"job": job, "step": step}).encode())
+        except OSError as error:
+            return _stay(code, f"{run_dir / REQUEUED} cannot be written: {error.strerror}")
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
-        return _stay(" ".join(done.stderr.split()))
+        return _stay(code, " ".join(done.stderr.split()))
     time.sleep(END_SECONDS)
-    return SAVED
+    return code
 
 
 def _before(path: Path, job: str) -> int:
@@ -54,6 +63,7 @@ def _before(path: Path, job: str) -> int:
         return 0
 
 
-def _stay(why: str) -> int:
-    print(f"the job is saved, but not started again: {why}", file=sys.stderr)
-    return SAVED
+def _stay(code: int, why: str) -> int:
+    state = "saved, but not started again" if code == SAVED else "not started again"
+    print(f"the job is {state}: {why}", file=sys.stderr)
+    return code

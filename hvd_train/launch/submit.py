@@ -67,6 +67,12 @@ def script(
     )
 
 
+def starts(times: int) -> str:
+    """A line that ends a job which Slurm itself has started again more often, after failures of nodes."""
+    told = f"the job is not started again: --requeue allows {times}"
+    return f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {times} ] || {{ echo "{told}" >&2; exit 5; }}'
+
+
 def contained(command: str | None) -> list[str]:
     """The words of a container's command."""
     try:

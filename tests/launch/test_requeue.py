@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from hvd_train.core import checkpoint
 from hvd_train.launch import requeue as module
 from hvd_train.launch.requeue import requeue
-from hvd_train.launch.submit import script
+from hvd_train.launch.submit import script, starts
 
 
 @pytest.fixture
@@ -60,7 +61,27 @@ def test_another_jobs_step_does_not_count(tmp_path, asked, monkeypatch):
     assert requeue(75, 9, tmp_path) == 75 and len(asked()) == 1
 
 
-@pytest.mark.parametrize("code", [0, 1, 5, 137])
+@pytest.mark.parametrize("code", [5, 137, 139])
+def test_a_lost_rank_starts_it_again_and_the_code_stays(tmp_path, asked, monkeypatch, capsys, code):
+    """srun hands on 137 where a rank was killed. The job ends with that code when it is not started again."""
+    saved(tmp_path, 10)
+    assert requeue(code, 1, tmp_path) == code and asked() == ["requeue 7"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert requeue(code, 9, tmp_path) == code and len(asked()) == 1
+    assert capsys.readouterr().err.startswith("the job is not started again: it came no further than step 10 since ")
+    saved(tmp_path, 11)
+    assert requeue(code, 1, tmp_path) == code and len(asked()) == 1
+
+
+def test_a_job_that_slurm_started_too_often_ends(monkeypatch):
+    """A node that fails makes Slurm start the job again, whatever its script would say."""
+    for count, code in (("0", 0), ("2", 0), ("3", 5)):
+        words = ["bash", "-c", starts(2)]
+        done = subprocess.run(words, env={"SLURM_RESTART_COUNT": count}, capture_output=True, text=True, check=False)
+        assert done.returncode == code and done.stderr.count("--requeue allows 2") == (code == 5)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 6, 143])
 def test_other_ends_are_handed_on(tmp_path, asked, code):
     assert requeue(code, 9, tmp_path) == code and asked() == [] and list(tmp_path.iterdir()) == [tmp_path / "bin"]
 

@@ -49,10 +49,10 @@ def test_the_configuration_asks_and_the_command_line_comes_first(tmp_path):
     )
     words = ["submit", "-c", str(path), "--nodes", "3", "--run-dir", str(tmp_path / "run"), "--dry-run"]
     lines = CliRunner().invoke(cli, words).output.splitlines()
-    assert lines[:9] == [
+    assert lines[:10] == [
         "#!/bin/bash -l", "#SBATCH --job-name=job", "#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4",
-        "#SBATCH --gpus-per-node=4", "#SBATCH --time=2:00:00", "#SBATCH --qos='high prio'", "#SBATCH --exclusive",
-        "module load gcc/12 || exit 2",
+        "#SBATCH --gpus-per-node=4", "#SBATCH --time=2:00:00", "#SBATCH --no-requeue", "#SBATCH --qos='high prio'",
+        "#SBATCH --exclusive", "module load gcc/12 || exit 2",
     ]  # fmt: skip
     assert lines[-1].startswith(f"exec srun apptainer exec 'a b.sif' hvd-train fit -c {path} --run-dir ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import yaml
@@ -180,7 +181,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
         ("a: !!python/name:os.system\n", ["not valid YAML"]),
         ("model: {name: cnn, options: &x {a: *x}}", ["anchors"]),
         ("x" * (MAX_BYTES + 1), ["bytes"]),
-        ("a: " + "[" * 2000 + "]" * 2000, ["YAML"]),
+        ("a: " + "[" * 2000 + "]" * 2000, [":1", "more than 50 deep"]),
     ],
     ids=range(13),
 )
@@ -273,3 +274,29 @@ def test_a_key_of_old_is_taken_with_a_line(tmp_path):
     assert saved.exchange == now.exchange and not now.notes
     with pytest.raises(ConfigError, match="unknown key"):
         load_config(None, ["exchange={truth_every_n_steps: 1, compression_error_every_n_steps: 1}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_epochs: " + "1" * 900_000, ":1: a value of 900,000 letters"),
+        ("max_epochs: 0x" + "f" * 9000, "a number of more than 64 bits"),
+        ("data: " + "[" * 100_000, "more than 50 deep"),
+        ("data: " + "{" * 100_000, "more than 50 deep"),
+        ("data:\n  " + "- " * 50_000, "more than 50 deep"),
+        ("run_dir: " + "x" * 100_000, "a value of 100,000 letters"),
+    ],
+    ids=["digits", "hex", "[", "{", "-", "letters"],
+)
+def test_what_no_configuration_holds_is_refused_at_once(tmp_path, text, words):
+    """F44: in the file and in --set; the time is that of the reading alone."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    key, _, value = text.partition(":")
+    for given in ((path, []), (None, [f"{key}={value.strip()}"])):
+        began = time.process_time()
+        with pytest.raises(ConfigError) as caught:
+            load_config(*given)
+        said = str(caught.value)
+        assert words.removeprefix(":1: ") in said and len(said) < 500 and "\n" not in said
+        assert time.process_time() - began < 10

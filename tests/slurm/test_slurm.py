@@ -448,6 +448,23 @@ def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(c
     assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "whole")["weights_sha256"]
 
 
+@pytest.mark.long("as above, for a rank that was killed")
+def test_a_job_that_lost_a_rank_is_started_again(cluster, tmp_path):
+    own = settings(tmp_path / "run", "optim.lr=0.01", "max_epochs=60", "checkpoint.every_n_steps=10")
+    job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()
+    cluster.wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-00000020").exists(), SECONDS)
+    rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
+    rank[-1].send_signal(signal.SIGKILL)
+    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert cluster.end_of(job) == "COMPLETED"
+    told = job_output(tmp_path, job)
+    assert "another rank was lost" in told and told.count("done: ") == 1, told
+    plain = submit(cluster, tmp_path, "--", "sleep", "60").stdout.strip()
+    assert "Requeue=0" in cluster.run("scontrol", "show", "job", plain)
+    cluster.run("scancel", plain)
+
+
 def test_submit_mistakes_are_one_line(cluster, tmp_path):
     tiny = ["-c", str(TINY)]
     cases = [

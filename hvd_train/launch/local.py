@@ -190,9 +190,9 @@ def run(
     ended: dict[int, float] = {}
     hung = False
     try:
-        piped = subprocess.PIPE if Path(line[0]).name == "horovodrun" else None
+        out, err = (None if os.isatty(number) else subprocess.PIPE for number in (1, 2))
         child = subprocess.Popen(
-            line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=piped, stderr=piped
+            line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=out, stderr=err
         )
         pumps = _pumps(child)
         if received:
@@ -216,8 +216,7 @@ def run(
 def _pumps(child: subprocess.Popen) -> list[threading.Thread]:
     """Start threads that hand on what the launcher prints into pipes.
 
-    Threads of horovodrun's end at the first line that they cannot hand on. Its ranks then wait for ever, once a pipe is
-    full.
+    Where the reader leaves (``| head``), mpirun ends all ranks, and a script's rank its own.
     """
     streams = [(stream, number) for number, stream in ((1, child.stdout), (2, child.stderr)) if stream]
     pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]

@@ -165,7 +165,9 @@ def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
         if first.silent and len(alike) > 1:  # seen at one look: this process was stopped, perhaps
             return replace(first, what=f"rank {' or '.join(alike)} {first.what}", rank=None)
         return first
-    how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}, before any rank had begun"
+    begun = any(board.read(rank).pid for rank in range(board.ranks))
+    how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}"
+    how += "" if by or begun else ", before any rank had begun"
     return Cause(how, board.read(0).place, 5 if by or not code else code)
 
 

@@ -22,10 +22,12 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=cwd, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-def test_a_training_outlives_its_reader(tmp_path):
+@pytest.mark.parametrize("ranks", ["", "-np 2"])
+def test_a_training_outlives_its_reader(tmp_path, ranks):
     """F11: ``hvd-train fit 2>&1 | head -1``; the run folder has all lines."""
     sets = "--set tensorboard=false --set max_epochs=3 --run-dir run"
-    done = shell(f"set -o pipefail; $HVD fit -c {ROOT}/scripts/configs/tiny.yaml {sets} 2>&1 | head -1", tmp_path)
+    line = f"$HVD fit {ranks} -c {ROOT}/scripts/configs/tiny.yaml {sets}"
+    done = shell(f"set -o pipefail; {line} 2>&1 | head -1", tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("pytorch, mlp: ") and done.stdout.count("\n") == 1, done
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 3
 

@@ -125,9 +125,9 @@ def test_a_signal_ends_the_job(number, code):
     assert not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE
 
 
-def test_ranks_of_horovodrun_outlive_the_reader_of_their_output(tmp_path):
-    """Its own thread ends at the first line that it cannot hand on, and a full pipe then holds the ranks for ever."""
-    tool = tmp_path / "horovodrun"
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_ranks_outlive_the_reader_of_their_output(tmp_path, launcher):
+    tool = tmp_path / launcher
     words = "a line of a rank, as long as a line of the log is"
     tool.write_text(f"#!/bin/sh\nfor k in $(seq 2000); do echo '{words}'; done\n")
     tool.chmod(0o755)

@@ -107,6 +107,7 @@ def test_ranks_that_ended_unseen_are_named_together():
         cause = _cause(board, {0: 5.0, 1: 5.0, 2: 6.0}, 128 + signal.SIGKILL)
         assert (cause.what, cause.rank, cause.code) == ("rank 0 or 1 was ended by SIGKILL", None, 5)
         assert _cause(board, {0: 5.0, 1: 4.0}, 128 + signal.SIGKILL).rank == 1
+        assert _cause(board, {}, 1).what == "the launcher ended with code 1, before any rank had begun"
 
 
 def test_a_launcher_that_waits_for_the_others_is_not_waited_for(run):

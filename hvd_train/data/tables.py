@@ -125,7 +125,10 @@ class Table:
             return "error"
 
         try:
-            size = _parquet_size(path, names) if _suffix(path) == ".parquet" else path.stat().st_size
+            if _suffix(path) == ".parquet":
+                size = _parquet_size(path, names)
+            else:  # as if all columns were equally wide
+                size = path.stat().st_size * len(names) // max(1, len(_header(path)))
             check_free(2 * size, "reading the table", str(path), "take fewer columns, or store it as hdf5 or npy")
             if _suffix(path) == ".parquet":
                 table = parquet.read_table(path, columns=list(names))

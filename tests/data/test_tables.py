@@ -14,6 +14,7 @@ from hvd_train.data.sources import Asked, open_data
 from hvd_train.errors import ConfigError, DataError
 
 DIABETES, IRIS = load_diabetes(), load_iris()
+RANDOM = np.random.default_rng(0).normal(size=500)
 NAMES = [name.split(" (")[0].replace(" ", "_") for name in IRIS.feature_names]
 MSE = TaskConfig(loss="mse", metrics=["r2"])
 
@@ -245,6 +246,15 @@ def test_text_that_is_not_utf_8_says_how_to_store_it(tmp_path):
         path = tmp_path / f"{k}.csv"
         path.write_bytes(text.encode("latin-1"))
         assert "are not UTF-8; " in fault(path) and "iconv -f latin1 -t utf-8" in fault(path)
+
+
+def test_a_table_that_is_larger_than_free_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hvd_train.data.memory.SMALL", 0)
+    for ending, free in ((".csv", 60_000), (".parquet", 25_000)):
+        monkeypatch.setattr("hvd_train.data.memory.free", lambda free=free: free)
+        path = write(tmp_path / f"d{ending}", {"a": RANDOM, "b": RANDOM, "c": RANDOM, "y": RANDOM})
+        assert "reading the table takes" in fault(path) and "take fewer columns" in fault(path)
+        assert len(opened(path, features=["a"]).train) == 400
 
 
 def test_very_wide_tables(tmp_path):

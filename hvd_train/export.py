@@ -20,6 +20,7 @@ from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import world
+from hvd_train.protocol import Sample, one_or_all
 from hvd_train.run import chosen, refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
@@ -72,10 +73,21 @@ def export(
     else:
         done = to_safetensors(trained)
     _write(output, done.content)
+    beside = _beside(output)
+    if _names(trained.sample):
+        told = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
+        _write(beside, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
     print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
     print(f"takes and gives: {_takes(trained, done, framework or FRAMEWORKS[config.framework])}")
+    if _names(trained.sample):
+        print(f"names of {' and '.join(_names(trained.sample))}: {beside}")
     print(f"to load it: {done.load.replace('{path}', repr(str(output)))}", flush=True)
     return 0
+
+
+def _beside(output: Path) -> Path:
+    """The file that tells the names of classes and columns."""
+    return output.with_name(f"{output.name}.json")
 
 
 def _builder(config: Config, to: str) -> Framework | None:
@@ -108,8 +120,17 @@ def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
         "step": str(snapshot.step),
         "sample": f"{sample.input_shape} as the data give it, {order}numbers {scale}",
         "num_classes": str(sample.num_classes),
+        **_names(sample),
     }
     return Trained(config, arrays, sample, about, scale)
+
+
+def _names(sample: Sample) -> dict[str, str]:
+    """The names of classes, in the order of their numbers, and of columns, as JSON."""
+    classes = {name: field.names for name, field in sample.labels.items() if field.names}
+    columns = {name: field.columns for name, field in sample.inputs.items() if field.columns}
+    told = {"classes": classes, "columns": columns}
+    return {key: json.dumps(one_or_all(each), ensure_ascii=False) for key, each in told.items() if each}
 
 
 def _listed(numbers: tuple[float, ...]) -> str:
@@ -148,9 +169,10 @@ def _check_place(output: Path, to: str, overwrite: bool) -> None:
     if to in OWN and OWN[to].loads_by_ending and output.suffix != OWN[to].ending:
         what = f"{to.capitalize()} loads only files that end in {OWN[to].ending}"
         raise ConfigError(what, where=f"-o {output}", fix="change the ending")
-    if output.exists() and not overwrite:
+    there = next((path for path in (output, _beside(output)) if path.exists()), None)
+    if there and not overwrite:
         fix = "give --overwrite, or another place with -o"
-        raise ConfigError("the file exists already", where=str(output), fix=fix)
+        raise ConfigError("the file exists already", where=str(there), fix=fix)
 
 
 def _write(output: Path, content: bytes) -> None:

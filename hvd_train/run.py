@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import math
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -636,20 +638,40 @@ def check_output(config: Config, output: Path, overwrite: bool) -> None:
         raise ConfigError("the file exists already", where=str(there[0]), fix=fix)
 
 
-def predict(config: Config, which: str, output: Path, split: str | None, verbose: bool, overwrite: bool = False) -> int:
+def check_names(config: Config, output: Path) -> None:
+    """``predict --names`` wants classes and a CSV file."""
+    other = {name: loss for name, (loss, _) in config.task.terms.items() if loss != "cross_entropy"}
+    if other:
+        what = f"task.loss: {', '.join(other.values())} has no classes"
+        raise ConfigError(what, where="--names", fix="leave it out: what the model gives is written as .npy")
+    if output.suffix != ".csv":
+        raise ConfigError("a table of classes is a CSV file", where=f"-o {output}", fix="end its name in .csv")
+
+
+def predict(
+    config: Config,
+    which: str,
+    output: Path,
+    split: str | None,
+    verbose: bool,
+    overwrite: bool = False,
+    names: bool = False,
+) -> int:
     """Writes what the model gives, (samples, ...) in the data set's order, as .npy; of several outputs a file each,
-    OUTPUT.NAME.npy. N ranks share the work. Labels are not needed, but where they decide what is held out."""
+    OUTPUT.NAME.npy. N ranks share the work. Labels are not needed, but where they decide what is held out. ``names``:
+    writes a table of each sample's class and its probability instead."""
     with reopened(config, which, split, verbose, labels=False) as job:
         communicator, split = job.communicator, job.split
         total = len(job.data.parts[split])
+        made = partial(_made_file, job, names)
         files: dict[str, _Rows] = {}
         try:
             for batch in job.loader(split).evaluation():
                 found = job.frontend.predict(job.frontend.to_device(batch))
                 for name, rows in (found if isinstance(found, dict) else {"": found}).items():
-                    _put(
-                        files.setdefault(name, _Rows(_named(output, name), overwrite)), rows, batch, communicator, total
-                    )
+                    if name not in files:
+                        files[name] = made(name, _named(output, name), overwrite)
+                    _put(files[name], rows, batch, communicator, total)
             for file in files.values():
                 collectively(communicator, file.close)
         except BaseException:
@@ -657,9 +679,21 @@ def predict(config: Config, which: str, output: Path, split: str | None, verbose
                 written.forget()
             raise
         if communicator.rank == 0:
-            names = ", ".join(str(_named(output, name)) for name in files)
-            print(f"{total:,} predictions of the {split} split: {names}", flush=True)
+            listed = ", ".join(str(_named(output, name)) for name in files)
+            print(f"{total:,} predictions of the {split} split: {listed}", flush=True)
     return 0
+
+
+def _made_file(job: Job, names: bool, name: str, output: Path, overwrite: bool) -> _Rows:
+    """The file of the output ``name``."""
+    labels = job.data.sample.labels
+    field = labels.get(name) or one_or_all(labels)
+    if not names:
+        return _Rows(output, overwrite)
+    if not isinstance(field, Field) or field.shape:
+        what = "the model gives a class for each place of a sample"
+        raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
+    return _Classes(output, overwrite, field.names or (), getattr(job.data.parts[job.split], "files", ()))
 
 
 def _named(output: Path, name: str) -> Path:
@@ -698,8 +732,7 @@ class _Rows:
                 raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._file = Aside(self.output)
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_2_0(self._file.stream, header)
+            self.header(shape, dtype)
             self._start, self._width = self._file.stream.tell(), dtype.itemsize * math.prod(shape[1:])
         except OSError as error:
             self._failure = error
@@ -714,6 +747,10 @@ class _Rows:
         except OSError as error:
             self._failure = error
 
+    def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        told = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_2_0(self._file.stream, told)  # type: ignore[union-attr]
+
     def close(self) -> None:
         try:
             if self._failure:
@@ -727,3 +764,38 @@ class _Rows:
     def forget(self) -> None:
         if self._file:
             self._file.forget()
+
+
+class _Classes(_Rows):
+    """A CSV file with the class of each sample, by name, and its probability, the softmax of its logit. Rows come in
+    the order of the samples."""
+
+    def __init__(self, output: Path, overwrite: bool, names: Sequence[str], files: Sequence[str]) -> None:
+        super().__init__(output, overwrite)
+        self._names, self._files = names, files
+
+    def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._write([["file" if self._files else "sample", "class", "probability"]])
+
+    def put(self, indices: np.ndarray, rows: bytes) -> None:
+        if self._file is None or self._failure or not len(indices):
+            return
+        logits = np.frombuffer(rows, self._dtype).reshape(-1, *self._shape[1:]).astype(np.float64)
+        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        classes, most = logits.argmax(-1), (powers / powers.sum(-1, keepdims=True)).max(-1)
+        try:
+            self._write(
+                [self._files[index] if self._files else index, self._title(k), f"{p:.6f}"]
+                for index, k, p in zip(indices.tolist(), classes.tolist(), most.tolist(), strict=True)
+            )
+        except OSError as error:
+            self._failure = error
+
+    def _title(self, number: int) -> str | int:
+        return self._names[number] if number < len(self._names) else number
+
+    def _write(self, rows: Iterable[Sequence[Any]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        self._file.stream.write(text.getvalue().encode())  # type: ignore[union-attr]

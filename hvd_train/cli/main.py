@@ -624,6 +624,7 @@ def evaluate(
 
     \b
     hvd-train eval --run-dir runs/cnn
+    hvd-train eval --run-dir runs/cnn --set data.path=new.csv             (all samples of other data)
     hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
     """
     config, named = _run().trained_config(path, sets, run_dir, checkpoint)
@@ -637,8 +638,9 @@ def evaluate(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="A .npy file: logits, one row a sample.",
+    help="A .npy file: logits, one row a sample; with --names a .csv file.",
 )
+@click.option("--names", is_flag=True, help="Write a table: each sample's class by name, and its probability.")
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
 @trained_run_options
 def predict(
@@ -649,21 +651,25 @@ def predict(
     trust: bool,
     split: str | None,
     output: Path,
+    names: bool,
     overwrite: bool,
     num_proc: int | None,
     launcher: str,
     verbose: bool,
 ) -> None:
-    """Write a trained model's predictions in the data set's order.
+    """Write a trained model's predictions in the data set's order; data without labels will do.
 
+    \b
     hvd-train predict --run-dir runs/cnn -o predictions.npy -np 2
+    hvd-train predict --run-dir runs/cnn --set data.path=photos --names -o photos.csv
     """
     config, named = _run().trained_config(path, sets, run_dir, checkpoint)
     _run().refuse_foreign({} if trust else named, run_dir)
     _run().check_output(config, output, overwrite)
-    _launch_or(
-        num_proc, launcher, verbose, lambda: _run().predict(config, checkpoint, output, split, verbose, overwrite)
-    )
+    if names:
+        _run().check_names(config, output)
+    work = (config, checkpoint, output, split, verbose, overwrite, names)
+    _launch_or(num_proc, launcher, verbose, lambda: _run().predict(*work))
 
 
 @cli.command()

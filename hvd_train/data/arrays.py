@@ -209,6 +209,7 @@ class Arrays:
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all
+    files: Sequence[str] = ()  # of samples that are files
 
     def __len__(self) -> int:
         return len(next(iter(self._inputs.values())).values) if self.rows is None else len(self.rows)
@@ -281,7 +282,7 @@ class Arrays:
 
     def _part(self, rows: np.ndarray) -> Arrays:
         part = copy.copy(self)
-        part.rows = rows
+        part.rows, part.files = rows, [self.files[row] for row in rows.tolist()] if self.files else ()
         part.fingerprint = part._fingerprint()
         return part
 
@@ -442,6 +443,7 @@ class Joined:
         self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
         self.sample, self.note = joined_samples(parts), getattr(parts[0], "note", "")
         self.remarks = tuple(line for part in parts for line in getattr(part, "remarks", ()))
+        self.files = [file for part in parts for file in getattr(part, "files", ())]
         self.fingerprint = " ".join(part.fingerprint for part in parts)
         self.ordered = any(getattr(part, "ordered", False) for part in parts)
 

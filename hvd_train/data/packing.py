@@ -254,12 +254,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"no manifest of a packed data set: {what}"[:300], where=str(path), fix=AGAIN) from error
 
 
-def open_packed(folder: Path, config: DataConfig, task: TaskConfig) -> tuple[Packed, Packed, Packed | None]:
-    """(train, val, test); sizes of all files are looked at, their contents are not (``check``)."""
+def open_packed(
+    folder: Path, config: DataConfig, task: TaskConfig, labelled: bool = True
+) -> tuple[Packed, Packed, Packed | None]:
+    """(train, val, test); sizes of all files are looked at, their contents are not (``check``). ``labelled``: whether
+    labels are looked at."""
     manifest = read_manifest(folder)
     found = manifest.train, manifest.val, manifest.test
     train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in found if part)
-    if config.target == "labels":
+    if config.target == "labels" and labelled:
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
     return train, val, tests[0] if tests else None
 

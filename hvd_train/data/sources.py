@@ -226,7 +226,9 @@ def _images(
     remarks = [*remarks, *filter(None, [listing.note])]
     if listing.colored and not colored:
         remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
-    return Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
+    found = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
+    found.files = [str(path) for path in listing.files]
+    return found
 
 
 def _cifar10(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
@@ -383,7 +385,7 @@ def _masked_text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
 
 def _packed(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
-    train, val, test = packing.open_packed(_folder(config), config, task)
+    train, val, test = packing.open_packed(_folder(config), config, task, asked.labels)
     parts: dict[str, Source] = {"train": train, "val": val}
     return parts | {"test": test} if test and asked.reads_test else parts
 
@@ -452,6 +454,8 @@ def open_data(
         where = config.path or f"data.name: {config.name}"
         looked_at = asked.labels and config.target == "labels"
         parts = {name: as_run(part, asked.run, looked_at, where) for name, part in parts.items()}
+    else:
+        _check_names(parts, config)
     if config.transforms:
         parts = transformed(parts, config.transforms, _imported)
     if config.target == "inputs":
@@ -477,6 +481,17 @@ def _divided(found: Parts, asked: Asked, config: DataConfig) -> dict[str, Source
     if asked.split and asked.split not in found:
         raise DataError(f"there is no part '{asked.split}'", where=where, fix=f"there are {', '.join(names)} and all")
     return found
+
+
+def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
+    """``data.classes`` are what the labels have, or the kind of data does not take them."""
+    labels = joined_samples(parts.values()).labels
+    for name, field in labels.items():
+        names = Known.of(config).label(name, len(labels) == 1).names
+        if names is not None and field.names != names:
+            has = f"the data have {listing(field.names or ())}" if field.names else "labels of these data have no names"
+            fix = "set it when packing" if config.name == "packed" else "leave it out"
+            raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
 
 
 TITLES = {"train": "training", "val": "validation"}
@@ -510,8 +525,12 @@ def _own(config: DataConfig, task: TaskConfig, asked: Asked, given: Any) -> Part
     for name, part in zip(("train", "val", "test"), made, strict=False):
         if name == "test" and not asked.reads_test:
             continue
-        parts[name] = _source(part, config, task, f"{where}, {name}", classes)
+        if part is None and asked.split:  # there is none
+            continue
+        parts[name] = _source(part, config, task, f"{where}, {name}", classes, asked.labels)
         classes = classes.after(parts[name]) if name == "train" else classes
+    if not parts:
+        raise DataError("gave no samples", where=where, fix="it must return (train, val)")
     return parts
 
 
@@ -542,7 +561,15 @@ STREAMED = (
 class Fetched:
     """A source of the user's own. One sample tells its fields, so that faults show at once."""
 
-    def __init__(self, own: Any, task: TaskConfig, where: str, classes: Known, images: bool | None = None) -> None:
+    def __init__(
+        self,
+        own: Any,
+        task: TaskConfig,
+        where: str,
+        classes: Known,
+        images: bool | None = None,
+        labelled: bool = True,
+    ) -> None:
         wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
         missing = [name for name in wanted if not hasattr(own, name)]
         if missing:
@@ -553,7 +580,8 @@ class Fetched:
         fetched = self._given(np.zeros(1, np.int64))
         if not isinstance(fetched, tuple | list) or len(fetched) != 2:
             raise DataError(f"fetch gives {_told(fetched)}", where=where, fix="it must return (inputs, labels)")
-        inputs, labels = _arrays(fetched[0], "inputs of fetch", where), _arrays(fetched[1], "labels of fetch", where)
+        inputs = _arrays(fetched[0], "inputs of fetch", where)
+        labels = _arrays(fetched[1], "labels of fetch", where) if labelled else {}
         if classes.default.auto:
             fix = "list the values in the order of their numbers"
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
@@ -606,12 +634,14 @@ class Streamed(Fetched):
         return self._like.taken(inputs, labels, indices)
 
 
-def _source(part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known) -> Source:
+def _source(
+    part: Any, config: DataConfig, task: TaskConfig, where: str, classes: Known, labelled: bool = True
+) -> Source:
     """What one part of the user's pair is: arrays, an object with ``fetch``, or a stream."""
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
-            return Fetched(part, task, where, classes, config.images)
+            return Fetched(part, task, where, classes, config.images, labelled)
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
         return Streamed(part, task, where, classes, config.images)
@@ -619,6 +649,8 @@ def _source(part: Any, config: DataConfig, task: TaskConfig, where: str, classes
         raise DataError(
             f"gives {_told(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
         )
+    if not labelled:
+        return Arrays(_arrays(part[0], "inputs", where), {}, where, classes, task, images=config.images)
     labels = _arrays(part[1], "labels", where)
     count = np.shape(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))[:1]
     inputs = _arrays(part[0], "inputs", where, *count)

@@ -111,7 +111,7 @@ class Transformed:
     def __init__(self, own: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
         self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
         self.note, self.ordered = getattr(own, "note", ""), getattr(own, "ordered", False)
-        self.remarks = getattr(own, "remarks", ())
+        self.remarks, self.files = getattr(own, "remarks", ()), getattr(own, "files", ())
 
     def __len__(self) -> int:
         return len(self._own)

@@ -1,0 +1,239 @@
+"""What data mean belongs to the run: columns by their names, classes by theirs, all samples of other data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hvd_train.config import DataConfig, TaskConfig, load_config
+from hvd_train.core.manifest import sample_of
+from hvd_train.data import sources
+from hvd_train.data.packing import Alone
+from hvd_train.data.sources import Asked, open_data
+from hvd_train.errors import ConfigError, DataError
+from tests.data.test_tables import write
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 3)).astype(np.float32)
+NAMES, WORDS = ("a", "b", "c"), np.array(["ant", "bee", "cow"])
+Y = np.arange(60) % 3
+MSE, CLASSES = TaskConfig(loss="mse"), TaskConfig()
+
+
+def table(path, order=(*NAMES, "y"), rows=slice(None), **columns):
+    found = {**{name: X[rows, k] for k, name in enumerate(NAMES)}, "y": X[rows, 0] * 2, **columns}
+    return write(path, {name: found[name] for name in (*order, *columns)})
+
+
+def config(name, path, **keys):
+    return DataConfig(name=name, path=str(path), **keys)
+
+
+def for_run(settings, run, task=CLASSES, split="all", labels=True):
+    """(inputs, labels) of all samples of the split, and what is remarked, where data are read for a finished run."""
+    data = open_data(settings, task, asked=Asked(run, split, labels))
+    source = data.parts[split]
+    inputs, found = source.fetch(np.arange(len(source)))
+    (x,), (y,) = inputs.values(), found.values()
+    return x, y, data
+
+
+def fault(*args, **keys):
+    with pytest.raises(DataError) as caught:
+        for_run(*args, **keys)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture(params=[".csv", ".parquet"])
+def suffix(request):
+    return request.param
+
+
+def test_columns_are_read_by_their_names(tmp_path, suffix):
+    """x3, y, x2, x1 gave r2 0.016 where x1, x2, x3, y gave 0.998, with exit code 0."""
+    run = open_data(config("table", table(tmp_path / f"a{suffix}"), labels="y"), MSE).sample
+    assert run.inputs["input"].columns == NAMES
+    other = config("table", table(tmp_path / f"b{suffix}", ("c", "y", "b", "a")), labels="y")
+    x, y, data = for_run(other, run, MSE)
+    assert (x == X).all() and (y == X[:, 0] * 2).all() and not data.remarks and data.sample.inputs == run.inputs
+    more = config("table", table(tmp_path / f"c{suffix}", z=X[:, 0]), labels="y")
+    assert (for_run(more, run, MSE)[0] == X).all()
+    assert for_run(more, run, MSE)[2].remarks == ["column z is left out: the run was trained without"]
+    less = config("table", table(tmp_path / f"d{suffix}", ("c", "y")), labels="y")
+    assert "columns a, b missing, with which the run was trained" in fault(less, run, MSE)
+    chosen = other.model_copy(update={"features": ["a", "b"]})
+    assert "data.features are a, b, and the run was trained with a, b, c" in fault(chosen, run, MSE)
+
+
+def test_packed_columns_and_classes_are_those_of_the_run(tmp_path):
+    run = open_data(config("table", table(tmp_path / "a.csv", y=WORDS[Y]), labels="y"), CLASSES).sample
+    few = table(tmp_path / "b.csv", ("c", "a", "b"), Y > 0, y=WORDS[Y[Y > 0]])
+    sources.pack(config("table", few, labels="y"), CLASSES, tmp_path / "packed", Alone())
+    x, y, data = for_run(config("packed", tmp_path / "packed"), run)
+    order = np.lexsort(x.T)
+    assert (x[order] == X[Y > 0][np.lexsort(X[Y > 0].T)]).all() and data.sample.labels == run.labels
+    pairs = {tuple(row): label for row, label in zip(X.tolist(), Y.tolist(), strict=True)}
+    assert [pairs[tuple(row)] for row in x.tolist()] == y.tolist()
+    with pytest.raises(
+        DataError, match="names cow, bee, and the data have bee, cow; data.classes; set it when packing"
+    ):
+        open_data(config("packed", tmp_path / "packed", classes=["cow", "bee"]))
+
+
+def test_words_keep_the_numbers_of_the_run(tmp_path, suffix):
+    """A table of other words gave 0.008 instead of 0.975."""
+    whole = config("table", table(tmp_path / f"a{suffix}", y=WORDS[Y]), labels="y")
+    run = open_data(whole).sample
+    assert run.labels["label"].names == tuple(WORDS)
+    two = config("table", table(tmp_path / f"b{suffix}", rows=Y > 0, y=WORDS[Y[Y > 0]]), labels="y")
+    assert for_run(two, run)[1].tolist() == Y[Y > 0].tolist()
+    renamed = np.where(Y == 1, "cat", WORDS[Y])
+    other = config("table", table(tmp_path / f"c{suffix}", y=renamed), labels="y")
+    text = fault(other, run)
+    assert "'cat' is no class of the run: ant, bee, cow" in text and "row 2" in text
+    assert for_run(other, run, labels=False)[1].tolist() == [0] * 60
+    told = for_run(whole.model_copy(update={"classes": list(WORDS)}), run)
+    assert told[1].tolist() == Y.tolist()
+    assert "those of the run are ant, bee, cow" in fault(whole.model_copy(update={"classes": ["x", "y", "z"]}), run)
+
+
+def pictures(folder, kinds):
+    for kind in kinds:
+        (folder / kind).mkdir(parents=True)
+        for k in range(4):
+            Image.fromarray(np.full((4, 4), 40 * len(kind) + k, np.uint8)).save(folder / kind / f"{k}.png")
+    return folder
+
+
+def test_folders_keep_the_numbers_of_the_run(tmp_path):
+    """Two folders of three, with the num_classes=3 that a message suggested, gave 0.0."""
+    run = open_data(config("imagefolder", pictures(tmp_path / "a", WORDS))).sample
+    some = config("imagefolder", pictures(tmp_path / "b", WORDS[1:]))
+    for settings in (some, some.model_copy(update={"num_classes": 3})):
+        found = for_run(settings, run)
+        assert found[1].tolist() == [1] * 4 + [2] * 4 and found[2].sample.labels == run.labels
+    other = pictures(tmp_path / "c", ("bee", "cat"))
+    assert "unknown class cat: the run has ant, bee, cow" in fault(config("imagefolder", other), run)
+    loose = tmp_path / "d"
+    loose.mkdir()
+    for k in range(3):
+        Image.fromarray(np.full((4, 4), k, np.uint8)).save(loose / f"{k}.png")
+    x, _, data = for_run(config("imagefolder", loose), run, labels=False)
+    assert x[:, 0, 0, 0].tolist() == [0, 1, 2] and data.parts["all"].files == [
+        str(loose / f"{k}.png") for k in range(3)
+    ]
+
+
+def test_classes_are_listed_in_their_order(tmp_path, suffix):
+    path = table(tmp_path / f"a{suffix}", y=WORDS[Y])
+    data = open_data(config("table", path, labels="y", classes=["cow", "ant", "bee"]))
+    numbers = np.concatenate([part.fetch(np.arange(len(part)))[1]["label"] for part in (data.train, data.val)])
+    assert np.bincount(numbers).tolist() == [20] * 3 and data.sample.labels["label"].names == ("cow", "ant", "bee")
+    usual = open_data(config("table", path, labels="y"))
+    assert (usual.val.fetch(np.arange(12))[0]["input"] == data.val.fetch(np.arange(12))[0]["input"]).all()
+    with pytest.raises(DataError, match="'cow' is no class of data.classes: ant, bee"):
+        open_data(config("table", path, labels="y", classes=["ant", "bee"]))
+    np.savez(tmp_path / "n.npz", x=X, y=Y)
+    named = open_data(config("npz", tmp_path / "n.npz", classes=["x", "y", "z"]))
+    assert named.sample.labels["label"].names == ("x", "y", "z")
+    np.savez(tmp_path / "w.npz", x=X, y=WORDS[Y])
+    assert for_run(config("npz", tmp_path / "w.npz"), open_data(config("table", path, labels="y")).sample)[
+        1
+    ].tolist() == (Y.tolist())
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_labels_with_gaps_are_told_and_renumbered(tmp_path, kind):
+    """Postal codes gave 90 211 classes; labels 1 to 3 four; 3e9 was 'out of memory'."""
+
+    def data(values, **keys):
+        labels = np.array(values)[Y]
+        if kind == "csv":
+            return config("table", table(tmp_path / "g.csv", y=labels), labels="y", **keys)
+        np.savez(tmp_path / "g.npz", x=X, y=labels)
+        return config("npz", tmp_path / "g.npz", **keys)
+
+    gaps = open_data(data([1, 2, 3]))
+    assert gaps.sample.num_classes == 4
+    assert gaps.remarks == ["labels: class 0 does not occur (data.classes: auto numbers those that do)"]
+    codes = [10115, 90210, 80331]
+    for values in (codes, [0, 3_000_000_000, 5]):
+        with pytest.raises(
+            DataError, match=f"labels up to {max(values):,} are {max(values) + 1:,} classes.*60 samples"
+        ):
+            open_data(data(values))
+    for classes in ("auto", sorted(codes), [90210, 10115, 80331]):
+        found = open_data(data(codes, classes=classes))
+        listed = sorted(codes) if classes == "auto" else classes
+        assert found.sample.labels["label"].names == tuple(map(str, listed)) and not found.remarks
+        x, y, _ = for_run(data(codes), found.sample)
+        assert (x == X).all() and y.tolist() == [listed.index(codes[k]) for k in Y]
+        text = fault(data([10115, 7, 80331]), found.sample)
+        assert "7" in text and "the run" in text
+    with pytest.raises(DataError, match="7"):
+        open_data(data([10115, 7, 80331], classes=codes))
+
+
+def test_all_samples_without_labels(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    run = open_data(config("npz", tmp_path / "a.npz")).sample
+    np.savez(tmp_path / "b.npz", x=X[:1])
+    assert (for_run(config("npz", tmp_path / "b.npz"), run, labels=False)[0] == X[:1]).all()
+    folder = tmp_path / "npy"
+    folder.mkdir()
+    np.save(folder / "x.npy", X)
+    assert (for_run(config("npy", folder), run, labels=False)[0] == X).all()
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["train_x"], file["val_x"] = X[:40], X[40:]
+    assert (for_run(config("hdf5", tmp_path / "a.h5"), run, labels=False)[0] == X).all()
+    (tmp_path / "t.csv").write_text("c,a,b\n" + "".join(f"{c},{a},{b}\n" for a, b, c in X.tolist()))
+    of_table = open_data(config("table", table(tmp_path / "y.csv"), labels="y"), MSE).sample
+    assert (for_run(config("table", tmp_path / "t.csv", labels="y"), of_table, MSE, labels=False)[0] == X).all()
+    given = open_data(
+        DataConfig(name="own"), given=lambda: (None, (X, None)), asked=Asked(run, "all", labels=False)
+    ).parts["all"]
+    assert (given.fetch(np.arange(60))[0]["input"] == X).all()
+
+
+def test_named_inputs_and_types_are_those_of_the_run():
+    pair = ({"a": X, "b": X[:, :1]}, Y)
+    run = open_data(DataConfig(name="own"), given=(pair, pair)).sample
+
+    def given(inputs):
+        return open_data(DataConfig(name="own"), given=((inputs, Y), None), asked=Asked(run, "all"))
+
+    more = given({"c": X, "b": X[:, :1], "a": X})
+    assert more.remarks == ["inputs c left out: the run was trained without"]
+    assert list(more.parts["all"].fetch(np.arange(3))[0]) == ["a", "b"]
+    with pytest.raises(DataError, match="inputs b missing, which the run was trained with; there are a, c"):
+        given({"a": X, "c": X})
+    with pytest.raises(DataError, match="inputs 'a' are int64, whole numbers, and the run was trained with float32"):
+        given({"a": X.astype(np.int64), "b": X[:, :1]})
+
+
+def test_older_checkpoints_tell_no_names(tmp_path):
+    """Data are read as they stand, and it is said."""
+    path = table(tmp_path / "a.csv", ("c", "a", "b"), y=WORDS[Y])
+    fields = {"shape": [3], "dtype": "float32", "divisor": 1.0, "classes": None, "masked": False}
+    label = {"shape": [], "dtype": "int64", "divisor": 1.0, "classes": 3, "masked": False}
+    run = sample_of({"sample": {"inputs": {"input": fields}, "labels": {"label": label}}})
+    x, y, data = for_run(config("table", path, labels="y"), run)
+    assert (x == X[:, [2, 0, 1]]).all() and y.tolist() == Y.tolist()
+    assert "older version and does not tell its columns" in data.remarks[0] and "c, a, b" in data.remarks[0]
+    few = table(tmp_path / "b.csv", rows=Y > 0, y=WORDS[Y[Y > 0]])
+    assert "the run has 3 classes whose names it does not know" in fault(config("table", few, labels="y"), run)
+    cured = config("table", few, labels="y", classes=list(WORDS))
+    assert for_run(cured, run)[1].tolist() == Y[Y > 0].tolist()
+
+
+def test_names_that_are_none_are_refused():
+    for classes in ("[yes, no]", "[1.5, 2]", "[a, a]", "[]", "words"):
+        with pytest.raises(ConfigError, match="data.classes: must be"):
+            load_config(None, [f"data.classes={classes}"])
+    with pytest.raises(ConfigError, match="data.num_classes: 1, and data.classes names 2"):
+        load_config(None, ["data.classes=[a, b]", "data.num_classes=1"])
+    assert load_config(None, ["data.classes=[10, 2]"]).data.classes == ["10", "2"]

@@ -122,9 +122,8 @@ def test_folders_keep_the_numbers_of_the_run(tmp_path):
     for k in range(3):
         Image.fromarray(np.full((4, 4), k, np.uint8)).save(loose / f"{k}.png")
     x, _, data = for_run(config("imagefolder", loose), run, labels=False)
-    assert x[:, 0, 0, 0].tolist() == [0, 1, 2] and data.parts["all"].files == [
-        str(loose / f"{k}.png") for k in range(3)
-    ]
+    assert x[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert data.parts["all"].files == [str(loose / f"{k}.png") for k in range(3)]
 
 
 def test_classes_are_listed_in_their_order(tmp_path, suffix):
@@ -140,9 +139,7 @@ def test_classes_are_listed_in_their_order(tmp_path, suffix):
     named = open_data(config("npz", tmp_path / "n.npz", classes=["x", "y", "z"]))
     assert named.sample.labels["label"].names == ("x", "y", "z")
     np.savez(tmp_path / "w.npz", x=X, y=WORDS[Y])
-    assert for_run(config("npz", tmp_path / "w.npz"), open_data(config("table", path, labels="y")).sample)[
-        1
-    ].tolist() == (Y.tolist())
+    assert for_run(config("npz", tmp_path / "w.npz"), usual.sample)[1].tolist() == Y.tolist()
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])

@@ -1,0 +1,110 @@
+"""A run's columns and classes, and all samples of other data, through the command line, on one rank and on two."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.test_commands import ROOT, SECONDS
+from tests.cli.test_run_folder import commands, fit
+from tests.data.test_run_data import WORDS, X, Y, table
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run on a table of three words, and what each command said of other tables."""
+    folder = tmp_path_factory.mktemp("made")
+    run = folder / "run"
+    table(folder / "a.csv", y=WORDS[Y])
+    table(folder / "b.csv", ("c", "y", "b", "a"), y=WORDS[Y])
+    table(folder / "few.csv", rows=Y > 0, y=WORDS[Y[Y > 0]])
+    table(folder / "cat.csv", y=np.where(Y == 1, "cat", WORDS[Y]))
+    table(folder / "less.csv", ("c", "y"), y=WORDS[Y])
+    (folder / "new.csv").write_text("c,b,a\n" + "".join(f"{c},{b},{a}\n" for a, b, c in X.tolist()))
+    use = {name: ["--run-dir", run, "--set", f"data.path={folder / name}.csv"] for name in ("a", "b", "few", "cat")}
+    use |= {name: ["--run-dir", run, "--set", f"data.path={folder / name}.csv"] for name in ("less", "new")}
+    sets = [f"data={{name: table, path: {folder / 'a.csv'}, labels: y}}", "optim.lr=0.5", "max_steps=30"]
+    lines = {
+        "fit": fit(run, sets=sets),
+        "own": ["eval", "--run-dir", run],
+        "own all": ["eval", "--run-dir", run, "--split", "all"],
+        **{name: ["eval", *use[name]] for name in ("b", "few", "cat", "less", "new")},
+        "test": ["eval", "--run-dir", run, "--split", "test"],
+        "numbers": ["predict", *use["new"], "-o", folder / "new.npy"],
+        "names": ["predict", *use["new"], "--names", "-o", folder / "new.csv.csv"],
+        "npy": ["predict", *use["new"], "--names", "-o", folder / "names.npy"],
+        "export": ["export", "--run-dir", run, "--to", "safetensors", "-o", folder / "model.safetensors"],
+        "again": [*fit(run, "--resume", "auto", sets=sets), "--set", "max_steps=32"],
+        "other": [*fit(run, "--resume", "auto", sets=sets), "--set", "data.classes=[cow, bee, ant]"],
+    }
+    return folder, dict(zip(lines, commands(*lines.values()), strict=True))
+
+
+def result(done):
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_the_start_and_the_run_folder_tell_the_classes(made):
+    folder, done = made
+    assert done["fit"].code == 0 and "classes: ant 0, bee 1, cow 2" in done["fit"].out
+    assert "classes: [ant, bee, cow]" in (folder / "run" / "config.yaml").read_text()
+    (first, *_) = sorted((folder / "run" / "checkpoints").iterdir())
+    told = json.loads((first / "manifest.json").read_text())["meta"]["sample"]
+    assert told["labels"]["label"]["names"] == list(WORDS) and told["inputs"]["input"]["columns"] == ["a", "b", "c"]
+    assert done["again"].code == 0, done["again"].err
+    assert (
+        done["other"].code == 2 and "data.classes: ['ant', 'bee', 'cow'] -> ['cow', 'bee', 'ant']" in done["other"].err
+    )
+
+
+def test_other_data_are_scored_whole_and_by_name(made):
+    _, done = made
+    own, every = result(done["own"]), result(done["own all"])
+    assert (own["split"], own["samples"]) == ("val", 12) and (every["split"], every["samples"]) == ("all", 60)
+    other, few = result(done["b"]), result(done["few"])
+    assert other == every and "all 60 samples are taken" in done["b"].err
+    assert few["samples"] == 40 and few["accuracy"] > 0.6
+    assert done["cat"].code == 3 and "'cat' is no class of the run: ant, bee, cow" in done["cat"].err
+    assert done["less"].code == 3 and "columns a, b missing" in done["less"].err
+    assert done["new"].code == 3 and "data.labels" in done["new"].err
+    assert done["test"].code == 3 and "there is no part 'test'" in done["test"].err
+
+
+def test_predictions_need_no_labels_and_have_names(made):
+    folder, done = made
+    assert done["numbers"].code == done["names"].code == 0, done["names"].err
+    logits = np.load(folder / "new.npy")
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    with open(folder / "new.csv.csv", newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["sample", "class", "probability"] and [row[0] for row in rows] == [str(k) for k in range(60)]
+    assert [row[1] for row in rows] == WORDS[logits.argmax(1)].tolist()
+    np.testing.assert_allclose([float(row[2]) for row in rows], (powers / powers.sum(1)[:, None]).max(1), atol=1e-6)
+    assert done["npy"].code == 2 and "end its name in .csv" in done["npy"].err
+    told = json.loads((folder / "model.safetensors.json").read_text())
+    assert told["classes"] == list(WORDS) and told["columns"] == ["a", "b", "c"]
+    assert "model.safetensors.json" in done["export"].out
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_two_ranks_write_the_same_table(made, framework):
+    folder, _ = made
+    output = folder / f"{framework}.csv"
+    words = ["predict", "--run-dir", folder / "run", "--checkpoint", "last", "--set", f"data.path={folder / 'new.csv'}"]
+    words += ["--set", f"framework={framework}", "--names", "-o", output, "-np", "2", "--set", "batch_size=7"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvd_train", *map(str, words), "--set", "global_batch_size=null"], cwd=ROOT,
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    tables = [list(csv.reader(Path(path).read_text().splitlines())) for path in (folder / "new.csv.csv", output)]
+    assert [row[:1] for row in tables[0]] == [row[:1] for row in tables[1]]
+    # The run went on for two steps since.
+    assert np.mean([a[1] == b[1] for a, b in zip(*tables, strict=True)]) > 0.9

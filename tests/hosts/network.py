@@ -96,6 +96,15 @@ class Network:
         """``down``: the network does not reach it any more; ``up``."""
         _ip("link", "set", self._links[self.hosts.index(host)], state)
 
+    def only_ssh(self, host: str) -> None:
+        """Drop all that comes to a host but for ssh, until ``all_ports``."""
+        rules = "type filter hook input priority 0; policy drop;\niifname lo accept\ntcp dport 22 accept\n"
+        table = f"table inet only_ssh {{\nchain input {{\n{rules}tcp sport 22 accept\n}}\n}}\n"
+        subprocess.run(["ip", "netns", "exec", host, "nft", "-f", "-"], input=table, text=True, check=True)
+
+    def all_ports(self, host: str) -> None:
+        _ip("netns", "exec", host, "nft", "delete", "table", "inet", "only_ssh")
+
     def left(self) -> list[str]:
         """Command lines of what runs on the hosts beside sshd."""
         found = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +181,19 @@ def test_signals_reach_the_ranks_of_other_hosts(network, sent):
     stop = time.monotonic() + 20
     while network.left() and time.monotonic() < stop:
         time.sleep(0.1)
+    assert not network.left()
+
+
+@pytest.mark.long("waits for connections that nobody answers")
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft (apt install nftables)")
+def test_hosts_that_ssh_alone_connects_are_told(network):
+    network.only_ssh(network.hosts[0])
+    try:
+        _, err = over_gloo(network, "exec sleep 60").communicate(timeout=60)
+    finally:
+        network.all_ports(network.hosts[0])
+    told = rf"error: no connection to the starting host: 10\.99\.0\.1, port \d+; host {network.hosts[1]}; open "
+    assert re.match(told, err) and err.count("\n") == 1, err
     assert not network.left()
 
 

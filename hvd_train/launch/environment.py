@@ -72,11 +72,27 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     # A step of one task is a shell or a launcher within an allocation; one of several tasks is a world.
     if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         rank, size = number(environ, "SLURM_PROCID", None), number(environ, "SLURM_STEP_NUM_TASKS", None)
+        if _typed_in_a_step(environ):
+            fix = f"leave the shell and start the ranks with srun -n {size}; or 'export SLURM_STEP_NUM_TASKS=1', after "
+            fix += "which hvd-train fit -np N starts ranks on this host"
+            raise ConfigError(
+                f"this shell is one of {size} tasks of its step (srun --pty), and the others have none",
+                where="environment variable SLURM_STEP_NUM_TASKS",
+                fix=fix,
+            )
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
         node = min(node_of(environ), len(per_node) - 1)
         return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
     _refuse_unknown(environ)
     return World()
+
+
+def _typed_in_a_step(environ: Mapping[str, str]) -> bool:
+    """Whether a user typed this command in the shell of ``srun --pty``. Only a shell at a terminal gives each command a
+    process group of its own. The task at the terminal leads its session, and a script's commands stay in its group; the
+    other tasks have no terminal."""
+    terminal = any(os.isatty(descriptor) for descriptor in (0, 1, 2))
+    return "SLURM_PTY_PORT" in environ and terminal and os.getpgrp() != os.getsid(0)
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:

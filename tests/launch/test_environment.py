@@ -225,3 +225,23 @@ def test_a_stall_is_looked_for_more_often_than_its_limit(monkeypatch, limit, che
     monkeypatch.setenv(name, limit) if limit else monkeypatch.delenv(name, raising=False)
     settings = rank_settings(World(0, 2, 0, 2, "mpirun"), "pytorch", 1, False)
     assert settings[name] == (limit or "600") and settings["HOROVOD_STALL_CHECK_TIME_SECONDS"] == check
+
+
+def test_a_command_typed_in_a_shell_of_several_tasks_is_told_at_once(monkeypatch):
+    """``srun -n 4 --pty bash``: the other tasks have ended, and nobody would come."""
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    monkeypatch.setattr("os.getpgrp", lambda: 7)
+    monkeypatch.setattr("os.getsid", lambda pid: 5)
+    monkeypatch.setattr("os.isatty", lambda descriptor: True)
+    assert world(step).size == 4
+    with pytest.raises(
+        ConfigError, match=r"one of 4 tasks of its step \(srun --pty\).*srun -n 4; .*NUM_TASKS=1.*-np N"
+    ):
+        world(step | {"SLURM_PTY_PORT": "40000"})
+    assert world(step | {"SLURM_PTY_PORT": "40000", "SLURM_STEP_NUM_TASKS": "1"}).size == 1
+    monkeypatch.setattr("os.getpgrp", lambda: 5)  # srun -n 4 --pty hvd-train fit
+    assert world(step | {"SLURM_PTY_PORT": "40000"}).size == 4
+    monkeypatch.undo()  # its other tasks: Slurm gives them one group, and no terminal
+    monkeypatch.setattr("os.isatty", lambda descriptor: False)
+    monkeypatch.setattr("os.getpgrp", lambda: 7)
+    assert world(step | {"SLURM_PTY_PORT": "40000", "SLURM_PROCID": "1"}).rank == 1

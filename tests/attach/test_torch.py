@@ -330,6 +330,21 @@ def test_parts_of_uneven_shares_are_told_once(cases, world):
     assert all(own == [] for own in others)
 
 
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_validation_that_each_rank_keeps_is_told(cases, world):
+    """Each rank printed a loss of its own, and kept another best."""
+    first, *others = [own["alone"] for own in cases(*world)[1]]
+    told = (
+        "a loop over a loader of ht.shard joined nothing: each rank has computed over its own share alone; ht.shard; "
+    )
+    assert (
+        first[0]
+        == first[4]
+        == [f"{told}join sums before you divide, print or decide by them: loss, count = ht.sum(loss, count)"]
+    )
+    assert first[1:4] == [[], [], []] and all(own == [[]] * 5 for own in others)
+
+
 FAULTS = {
     "raise": (1, "a fault of the user's own"),
     "kill": (None, ""),

@@ -10,6 +10,7 @@ import copy
 import faulthandler
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -1063,6 +1064,37 @@ def resume(folder: Path):
     }
 
 
+def alone():
+    """What is said of a validation: not joined, joined, read for a look, read whole by each rank; and at the end."""
+
+    def score(batches):
+        with torch.no_grad():
+            return sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches)
+
+    model, optimizer = ht.distribute(model := mlp(), sgd(model))
+    checks, found = ht.shard(DataLoader(digits(101), batch_size=7)), []
+    loops = [
+        lambda: score(checks),
+        lambda: ht.sum(score(checks)),
+        lambda: score(itertools.islice(checks, 2)),
+        lambda: score(DataLoader(digits(101), batch_size=7)),
+    ]
+    for loop in loops:
+        ht.alone._told = False
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fit(model, optimizer, batches=loader(240))
+            loop()
+            fit(model, optimizer, batches=loader(240))
+        found.append([str(one.message) for one in told if "ht.sum" in str(one.message)])
+    score(checks)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ht.alone.tell()
+        ht.alone.tell()
+    return [*found, [str(one.message) for one in told]]
+
+
 def parts_told():
     """What is said of parts that travel by themselves, where a run of them has said nothing so far."""
     ht._parts()._told = False
@@ -1070,7 +1102,7 @@ def parts_told():
         warnings.simplefilter("always")
         in_parts()()
         in_parts()()
-    return [str(one.message) for one in told]
+    return [str(one.message) for one in told if "shares of a batch" in str(one.message)]
 
 
 def main_rank():
@@ -1356,6 +1388,7 @@ def main(folder: Path) -> None:
             "plain tensors": plain_tensors,
             "slow": slow,
             "parts": parts_told,
+            "alone": alone,
             "sampled": sampled,
             "errors": lambda: errors(folder),
         }

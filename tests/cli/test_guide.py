@@ -254,6 +254,7 @@ BEFORE = {
 import torch, numpy as np
 model, optimizer = (m := torch.nn.Linear(3, 2)), torch.optim.SGD(m.parameters(), 0.1)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 3)), 4, shuffle=True)
+loss, count = 2.0, 8
 """,
 }
 BEFORE["README"] = BEFORE["own-script"]

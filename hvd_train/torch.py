@@ -47,6 +47,7 @@ from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.frontends import pt_batchnorm
 from hvd_train.frontends.base import gpu_index, overlaps
 from hvd_train.frontends.pt import TorchOps
+from hvd_train.frontends.pt_hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
 
@@ -184,6 +185,7 @@ def distribute(
     agree(communicator, _facts(bare, optimizers) | {"options": words})
     _broadcast(communicator, bare, optimizers)
     _tell_plain(communicator, bare)
+    _tell_hidden(communicator, bare)
 
     def reducer_of(parameters: dict[str, torch.nn.Parameter], first: bool) -> Reducer:
         return Reducer(
@@ -433,6 +435,9 @@ def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
 def _check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
     """What a rank can see by itself of all models and optimizers."""
     trainable = _trainable(model)
+    outside = hidden(model)
+    if not trainable and outside:
+        _refuse(not_part(outside), HIDDEN_FIX)
     if not trainable:
         _refuse("the model has no trainable parameter", "set requires_grad of a part before ht.distribute")
     _check_parameters(trainable)
@@ -446,6 +451,10 @@ def _check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
         if hasattr(optimizer, "_allreduce_grad_async"):
             _refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
         if not all(id(p) in own or id(p) in _known for group in optimizer.param_groups for p in group["params"]):
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            names = [name for name, parameters in outside.items() if mine.intersection(map(id, parameters))]
+            if names:
+                _refuse(not_part(names), HIDDEN_FIX)
             _refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
 
 
@@ -500,6 +509,14 @@ def _tell_plain(communicator: Communicator, model: torch.nn.Module) -> None:
         what = f"{', '.join(apart)}: tensors of the model that are no buffers, and differ between ranks"
         fix = "register_buffer gives all ranks rank 0's; or set a seed before the model is made"
         warnings.warn(f"{what}; {WHERE}; {fix}", stacklevel=3)
+
+
+def _tell_hidden(communicator: Communicator, model: torch.nn.Module) -> None:
+    """A teacher may be kept in a list on purpose; layers that are to be trained are so by mistake."""
+    names = hidden(model)
+    if names and not communicator.rank:
+        fix = f"{HIDDEN_FIX}; or set requires_grad_(False) of what is not to be trained"
+        warnings.warn(f"{not_part(names)}, and nobody trains them; {WHERE}; {fix}", stacklevel=3)
 
 
 def _statistics(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[torch.nn.Module, str]]:

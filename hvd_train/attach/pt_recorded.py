@@ -20,6 +20,7 @@ _models = 0
 
 def prepare(recording: Recording) -> None:
     """Before the script makes anything: 64 bits, and a look at each loss."""
+    recording.norm_fix = "ht.distribute(model, optimizer, sync_batchnorm=True) makes it independent of the ranks"
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
     begin, backward = torch.autocast.__init__, torch.Tensor.backward

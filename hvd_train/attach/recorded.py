@@ -32,6 +32,7 @@ class Recording:
     """Of each step: ``sums`` [loss times its weight, weight], the rate, the samples that this rank took of its loaders.
 
     ``trees``: of each model, what gives its weights and statistics now. ``gradient``: of each optimizer's first step.
+    ``norm_fix``: what this framework's script can do about batch normalization over each rank's own samples.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Recording:
     rates: list[float] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    norm_fix: str = ""
     first: Tree = field(default_factory=dict)
     gradient: Tree = field(default_factory=dict)
     trees: list[Callable[[], Tree]] = field(default_factory=list)
@@ -92,7 +94,8 @@ class Recording:
         arrays = {f"{stage}:{key}": np.asarray(x) for stage, tree in stages.items() for key, x in tree.items()}
         rank = world().rank
         (self.folder / f"{rank}.safetensors").write_bytes(pack(arrays))
-        notes = {"sums": self.sums, "rates": self.rates, "samples": self.samples, "notes": self.notes}
+        notes: dict[str, Any] = {"sums": self.sums, "rates": self.rates, "samples": self.samples, "notes": self.notes}
+        notes["norm_fix"] = self.norm_fix
         (self.folder / f"{rank}.json").write_text(json.dumps(notes))
 
 

@@ -47,7 +47,8 @@ def open_world(framework: str) -> Communicator:
         page = peers.watch(communicator, _watchdog_s())
         if page:
             page.at(SCRIPT, 0)
-            cast(HorovodCommunicator, communicator).page = page
+            opened = cast(HorovodCommunicator, communicator)
+            opened.page, opened.left = page, peers.left
     _opened.append((framework, communicator))
     atexit.register(_close)
     return communicator
@@ -70,6 +71,9 @@ def _close() -> None:
     failure = communicator.failure()
     if failure is not None:
         shutdown.shutdown_with(failure)
+    page = getattr(communicator, "page", None)
+    if page:
+        page.end({"code": 0})  # others may wait for this rank
     communicator.close()
 
 

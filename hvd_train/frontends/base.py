@@ -261,6 +261,7 @@ class HorovodCommunicator(ABC):
     module: str
     waited = 0.0
     page: Any = None  # within which a script's rank is while it waits for others; see launch/board.py
+    left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have ended by themselves
     _failure: TrainError | None = None
 
     def __init__(self, expected_size: int) -> None:
@@ -302,7 +303,7 @@ class HorovodCommunicator(ABC):
             stalled = getattr(library, "horovod_stall", None)
             if stalled:
                 stalled.restype = ctypes.c_char_p
-            self._failure = _failure_of(error, stalled().decode() if stalled else "")
+            self._failure = _failure_of(error, stalled().decode() if stalled else "", self.left())
         return self._failure
 
     @abstractmethod
@@ -343,7 +344,7 @@ def _ended_transfers(error: BaseException | None) -> bool:
     return kind == "HorovodInternalError" or graph
 
 
-def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
+def _failure_of(error: BaseException | None, stalled: str, left: Sequence[int]) -> TrainError:
     if stalled:
         fix = "call the same on all ranks; if one is only slow, raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
         return CommunicationError(f"the ranks diverged: {stalled}", fix=fix)
@@ -351,6 +352,10 @@ def _failure_of(error: BaseException | None, stalled: str) -> TrainError:
     if differs:
         fix = "call the same on all ranks, with tensors of the same shape and type"
         return CommunicationError(f"the ranks diverged: {differs[0].strip()}", fix=fix)
+    if left:
+        what = f"rank {', '.join(map(str, left))} came to the end of the script, and this rank waits for it"
+        fix = "end the loop at the same step on all ranks: decide by ht.sum or hk.reduce, take as many batches"
+        return CommunicationError(what, fix=fix)
     return LostRankError("another rank was lost")
 
 

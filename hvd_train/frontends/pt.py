@@ -31,6 +31,7 @@ from hvd_train.frontends.base import (
     overlaps,
     untaken,
 )
+from hvd_train.frontends.pt_hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -332,6 +333,8 @@ class PyTorchFrontEnd(StateTree):
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
+        if (outside := hidden(self.model)) and not config.restores:
+            raise ConfigError(not_part(outside), where=f"model.name: {config.model.name}", fix=HIDDEN_FIX)
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")

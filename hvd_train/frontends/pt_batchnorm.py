@@ -146,12 +146,12 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
         if kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
             if sync:
                 raise ConfigError(
-                    f"{kind.__name__} has a forward of its own", where=where, fix="set sync_batchnorm: false"
+                    f"{kind.__name__} has a forward of its own", where=where, fix="switch sync_batchnorm off"
                 )
             continue
         if sync and not layer.track_running_stats:
             what = "track_running_stats=False normalizes an evaluation by its own batches, which depend on the ranks"
-            raise ConfigError(what, where=where, fix="set sync_batchnorm: false, or track the statistics")
+            raise ConfigError(what, where=where, fix="switch sync_batchnorm off, or track the statistics")
         if layer.momentum is not None:
             layer.num_batches_tracked = None  # no arithmetic uses it, and Keras has none: checkpoints cross
         layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})

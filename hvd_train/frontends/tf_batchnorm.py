@@ -108,7 +108,7 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         if kind.call is not own.call:
             if sync:
                 raise ConfigError(
-                    f"{kind.__name__} has a call of its own", where=where, fix="set sync_batchnorm: false"
+                    f"{kind.__name__} has a call of its own", where=where, fix="switch sync_batchnorm off"
                 )
             continue
         if layer.renorm:

@@ -39,19 +39,25 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page |
         board = board or Board(len(company), path)
     except OSError:  # a kernel that keeps processes apart
         return None
-    _boards.append(board)
+    _companies.append((board, company))
     if company.index(communicator.rank) < LOOKERS:
         given = [board, company, limit, goes_on]
         threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
     return page
 
 
-_boards: list[Board] = []
+_companies: list[tuple[Board, list[int]]] = []  # the ranks of each
 
 
 def told() -> bool:
     """Whether a rank of this host has told which one is stuck, and ends all with that."""
-    return any(board.claimed() for board in _boards)
+    return any(board.claimed() for board, _ in _companies)
+
+
+def left() -> list[int]:
+    """Ranks of this host that have come to the end of their script by themselves."""
+    ended = [(rank, board.read(place).record) for board, ranks in _companies for place, rank in enumerate(ranks)]
+    return [rank for rank, record in ended if record.get("code") == 0]
 
 
 def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:

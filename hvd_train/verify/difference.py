@@ -11,6 +11,7 @@ from hvd_train.protocol import Tree
 from hvd_train.verify.record import Record
 
 TOLERANCE = 1e-9
+NORM_FIX = "sync_batchnorm: true makes it independent of the ranks"  # in a configuration
 FLOOR = 1e-4  # of the largest entry of its kind: what a tensor is measured against that is all rounding (1e-13 of it)
 
 
@@ -112,13 +113,16 @@ def _odd(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
     return int(more[more > 0].sum()), int(-more[more < 0].sum())
 
 
-def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE) -> list[str]:
-    """What differs, causes before consequences: the first line tells where to look. Empty: they are equal."""
+def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NORM_FIX) -> list[str]:
+    """What differs, causes before consequences: the first line tells where to look. Empty: they are equal.
+
+    ``norm_fix``: what to do about batch normalization over each rank's own samples.
+    """
     found = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)
     equal = not found
     found += _which_rate(a, b, tolerance)
     if equal:
-        found += _first_loss(a, b, tolerance)
+        found += _first_loss(a, b, tolerance, norm_fix)
     found += _gradient(a, b, tolerance)
     found += _weights_apart(b, "last", "end")
     found += _no_numbers(a, b)
@@ -172,7 +176,7 @@ def _which_rate(a: Runs, b: Runs, tolerance: float) -> list[str]:
     return [f"the learning rate of step {step + 1} is {_times(two, one)} that of {a.title} ({two:g} against {one:g})"]
 
 
-def _first_loss(a: Runs, b: Runs, tolerance: float) -> list[str]:
+def _first_loss(a: Runs, b: Runs, tolerance: float, norm_fix: str) -> list[str]:
     """With equal weights and samples the forward pass itself depends on the ranks."""
     one, two = (float(runs.training.losses[0]) for runs in (a, b))
     if abs(one - two) <= tolerance * abs(one):
@@ -182,7 +186,7 @@ def _first_loss(a: Runs, b: Runs, tolerance: float) -> list[str]:
     if a.training.size == b.training.size:
         return [told]
     if normalized:
-        return [f"unsynchronized batch norm: {told}; sync_batchnorm: true makes it independent of the ranks"]
+        return [f"unsynchronized batch norm: {told}; {norm_fix}"]
     return [f"{told}: something in the forward pass depends on the rank (random numbers, statistics of a batch?)"]
 
 

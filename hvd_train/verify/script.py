@@ -37,7 +37,11 @@ def verify_script(
         raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
     name = next((word for word in program if word.endswith(".py")), program[0])
     command = [sys.executable if program[0] in PYTHONS else program[0], *program[1:]]
-    runs, notes = [], ["ht.save and model.save write nothing, and what the script saves else is of a run in 64 bits"]
+    runs, norm_fix, notes = (
+        [],
+        "",
+        ["ht.save and model.save write nothing, and what the script saves else is of a run in 64 bits"],
+    )
     with tempfile.TemporaryDirectory(prefix="hvd-train-verify-") as temporary:
         for size in (num_proc, 1):
             folder = Path(temporary) / str(size)
@@ -48,10 +52,10 @@ def verify_script(
             code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: told})
             if code:
                 return code
-            found, own = _read(folder, size, title)
+            found, own, norm_fix = _read(folder, size, title)
             runs.append(found)
             notes += [note for note in own if note not in notes]
-    comparison = _compare(runs[1], runs[0])
+    comparison = _compare(runs[1], runs[0], norm_fix)
     head = f"{name}, {len(runs[0].training.losses)} steps, the batches of {num_proc} ranks"
     print("\n".join(text(head, notes, [comparison], "64")), flush=True)
     if report is not None:
@@ -59,18 +63,18 @@ def verify_script(
     return int(bool(comparison.findings))
 
 
-def _compare(one: Runs, many: Runs) -> Comparison:
+def _compare(one: Runs, many: Runs, norm_fix: str) -> Comparison:
     title = f"{many.title} against {one.title}"
     counts = [len(run.training.losses) for run in (one, many)]
     if counts[0] != counts[1]:
         what = f"the script makes {counts[1]} steps on {many.title} and {counts[0]} on {one.title}"
         fix = "ht.shard and hk.shard divide data so that both make as many"
         return Comparison(title, [Row("steps", "-", float("inf"))] * 3, [], [f"{what}: {fix}"])
-    return Comparison(title, rows(one, many), [], findings(one, many))
+    return Comparison(title, rows(one, many), [], findings(one, many, norm_fix=norm_fix))
 
 
-def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str]]:
-    """(the runs of a world, what its ranks could not tell or have changed)."""
+def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
+    """(the runs of a world, what its ranks could not tell or have changed, their cure for batch norm)."""
     if not all((folder / f"{rank}.json").exists() for rank in range(size)):
         what = "the script did not come to the end of a step on each rank"
         raise ConfigError(what, where=title, fix="it must call ht.distribute or hk.distribute, and train")
@@ -97,13 +101,13 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str]]:
     training = Record(losses, rates, samples, first, {"first": apart["first"], "last": apart["last"]})
     gradient = trees[0]["gradient"]
     if not gradient:
-        return Runs(title, training), [*notes, "not compared: the gradient of step 1"]
+        return Runs(title, training), [*notes, "not compared: the gradient of step 1"], told[0]["norm_fix"]
     # As if a plain step of rate 1 had been made with it.
     zero = {key: np.zeros_like(x) for key, x in gradient.items()}
     step = Record(
         losses[:1], np.ones((size, 1)), [], {"first": gradient, "last": zero}, {"first": {}, "last": apart["gradient"]}
     )
-    return Runs(title, training, step), notes
+    return Runs(title, training, step), notes, told[0]["norm_fix"]
 
 
 def _other(tree: Tree, reference: Tree) -> Tree:

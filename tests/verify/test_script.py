@@ -59,6 +59,15 @@ def test_noise_is_told_as_the_cause(run):
     assert any(line.startswith("note: the script draws from torch's generator in its steps") for line in lines)
 
 
+def test_the_advice_for_a_script_is_one_for_scripts(run):
+    """It was a key of the configuration, which a script does not have."""
+    code, out, lines = run("train_torch.py", "norm")
+    assert code == 1 and lines[-2].startswith("DIFFERENT: unsynchronized batch norm: the loss of step 1 is "), out
+    assert "equal weights and samples; ht.distribute(model, optimizer, sync_batchnorm=True) makes it" in out
+    code, out, lines = run("train_torch.py", "norm joined")
+    assert code == 0, out
+
+
 LONG = pytest.mark.long("fit is equal in every run, and loops in tests/attach, which differ here in every run")
 
 

@@ -12,9 +12,17 @@ import hvd_train.torch as ht
 kind = sys.argv[1] if len(sys.argv) > 1 else ""
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images[:110] / 16, dtype=torch.float32), torch.tensor(labels[:110]))
-layers = [torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(32, 10)]
+layers = [
+    torch.nn.Linear(64, 32, bias=not kind.startswith("norm")),
+    torch.nn.ReLU(),
+    torch.nn.Dropout(0.3),
+    torch.nn.Linear(32, 10),
+]
+layers[1:1] = [torch.nn.BatchNorm1d(32)] * kind.startswith("norm")
 model = torch.nn.Sequential(*layers)
-model, optimizer = ht.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+model, optimizer = ht.distribute(
+    model, torch.optim.AdamW(model.parameters(), lr=0.01), sync_batchnorm=kind == "norm joined"
+)
 sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 110), 110) if kind == "weighted" else None
 loader = ht.shard(DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler))
 for epoch in range(2):

@@ -11,7 +11,6 @@ clipped or applied. A script that was started alone is a world of one: the same 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import json
@@ -32,7 +31,6 @@ from torch.utils.data import DataLoader
 
 from hvd_train import files
 from hvd_train.attach import main_rank, pt_backward, pt_draws, pt_files, pt_parts, pt_passes, pt_recorded, pt_share
-from hvd_train.attach.pt_alone import alone
 from hvd_train.attach.pt_buffers import Buffers, bits
 from hvd_train.attach.pt_frozen import Frozen
 from hvd_train.attach.pt_reducer import Reducer
@@ -75,6 +73,11 @@ def _world() -> Communicator:
 @functools.cache
 def _slow() -> Slow:
     return Slow(_world(), lambda: _world().waited)
+
+
+@functools.cache
+def _unshared() -> main_rank.UnsharedSums:
+    return main_rank.UnsharedSums(rank() == 0 and size() > 1, "join them: loss, count = ht.sum(loss, count)")
 
 
 @functools.cache
@@ -129,7 +132,7 @@ def sum(*values: Any) -> Any:
         pt_backward.after_failure()
     if size() > 1:
         _parts().arrive(pt_parts.SUM)
-    alone.summed()
+    _unshared().shared()
     totals = [_like(value, x) for value, x in zip(values, sums(own, _world(), "ht.sum"), strict=True)]
     return totals[0] if len(values) == 1 else totals
 
@@ -270,8 +273,7 @@ def shard(loader: DataLoader) -> DataLoader:
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     own = mix(seed, _sharded) if _sharded else seed  # two loaders of one length must not give the same order
     number, _sharded = _sharded, _sharded + 1
-    if not number:
-        atexit.register(alone.tell)
+    pt_passes.unshared = _unshared()
 
     def ended(batches: int) -> None:
         agree(communicator, {"batches of the stream": str(batches)}, "ht.shard.end_of_stream")
@@ -536,7 +538,7 @@ def _synchronize_batchnorm(model: torch.nn.Module, communicator: Communicator, o
 
     def before() -> None:
         _parts().arrive(pt_parts.FORWARD)
-        alone.summed()  # as in update_bn
+        _unshared().shared()  # as in update_bn
 
     context.before = before
     for layer, count in zip(layers, counts, strict=True):

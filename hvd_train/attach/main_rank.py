@@ -36,16 +36,23 @@ class UnsharedSums:
     """
 
     def __init__(self, main: bool, cure: str) -> None:
-        self._main, self._cure, self._open = main, cure, False
+        self._main, self._cure, self._open, self._since = main, cure, False, 0
+        self.count = 0  # how often something of all ranks has been joined
         atexit.register(self.begins)
 
-    def passed(self) -> None:
-        """A pass without a step has ended."""
-        self._open = True
+    def passed(self, since: int | None = None) -> None:
+        """A pass without a step has ended. ``since``: ``count`` at its beginning, where ``begins`` was not called."""
+        self._open = self._open or self.count == (self._since if since is None else since)
 
     def shared(self, traced: bool = False) -> None:
         """Numbers were added up over ranks; ``traced``: will be, whenever a graph runs."""
+        self.count += 1
         self._open, self._main = False, self._main and not traced
+
+    def stepped(self) -> None:
+        """Gradients were exchanged."""
+        self.count += 1
+        self.begins()
 
     def begins(self) -> None:
         """Another pass begins, or the script ends: sums of the last one are done with."""
@@ -53,4 +60,4 @@ class UnsharedSums:
             what = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks"
             warnings.warn(f"{what}: each rank has a sum of its own ({self._cure})", stacklevel=3)
             self._main = False
-        self._open = False
+        self._open, self._since = False, self.count

@@ -11,11 +11,12 @@ import torch
 from torch.utils import data
 
 from hvd_train.attach import pt_data, pt_draws, pt_own, pt_share, pt_stream
-from hvd_train.attach.pt_alone import alone
+from hvd_train.attach.main_rank import UnsharedSums
 from hvd_train.data.order import mix
 
 watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
 leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
+unshared: UnsharedSums | None = None  # once there is a loader
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 _asked = 0
 
@@ -40,7 +41,7 @@ class Pass:
         self._known = counted  # whether batch k is the k-th that the share names
         self._counted = counted  # and has an exchange of its own
         self._steps, self._batch = pt_share.steps(), -1
-        self._began = alone.begin()
+        self._joined = unshared.count if unshared else 0
         self.new = self.used = False  # given since the last exchange; given before it
 
     def __iter__(self) -> Iterator:
@@ -58,8 +59,8 @@ class Pass:
             _open.discard(self)
             if training:
                 self._end()
-            if self._share.rank == 0 and self._share.size > 1:
-                alone.end(self._began)
+            if unshared:
+                unshared.passed(self._joined)
             raise
         self._batch += 1
         if training and self._plan and self._batch + 1 == self._plan.count and pt_share.steps() > self._steps:
@@ -246,7 +247,8 @@ def uneven() -> list[Pass]:
 
 def exchanged() -> None:
     """Gradients of the batches in use have travelled."""
-    alone.exchanged()
+    if unshared:
+        unshared.stepped()
     passes = list(_open)
     if any(p.new for p in passes):
         for p in passes:

@@ -334,14 +334,9 @@ def test_parts_of_uneven_shares_are_told_once(cases, world):
 def test_a_validation_that_each_rank_keeps_is_told(cases, world):
     """Each rank printed a loss of its own, and kept another best."""
     first, *others = [own["alone"] for own in cases(*world)[1]]
-    told = (
-        "a loop over a loader of ht.shard joined nothing: each rank has computed over its own share alone; ht.shard; "
-    )
-    assert (
-        first[0]
-        == first[4]
-        == [f"{told}join sums before you divide, print or decide by them: loss, count = ht.sum(loss, count)"]
-    )
+    told = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks: "
+    cure = "each rank has a sum of its own (join them: loss, count = ht.sum(loss, count))"
+    assert first[0] == first[4] == [told + cure]
     assert first[1:4] == [[], [], []] and all(own == [[]] * 5 for own in others)
 
 
@@ -377,6 +372,28 @@ def test_a_fault_on_one_rank_ends_the_job(tmp_path, launcher, kind):
 
 
 # ---- one process
+
+
+class Listed(nn.Module):
+    """Layers that PyTorch does not see, and one that it does."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.layers, self.named = [nn.Linear(4, 2)], {"a": [nn.Linear(2, 2)]}
+        self.shown = [nn.Linear(2, 1)] if head else []
+        self.head, self.teacher = self.shown[0] if head else None, [nn.Linear(4, 2).requires_grad_(False)]
+
+
+def test_layers_in_a_python_list_are_named():
+    """The advice was to set requires_grad, or to make the optimizer of the model's parameters()."""
+    what = "the layers in layers, named are not part of the model: a Python list or dict hides them"
+    with pytest.raises(ConfigError, match=rf"^{what}; ht.distribute; make the list a torch.nn.ModuleList"):
+        ht.distribute(Listed(head=False))
+    model = Listed(head=True)
+    with pytest.raises(ConfigError, match="^the layers in layers are not part of the model: .*ModuleList"):
+        ht.distribute(model, torch.optim.SGD([*model.parameters(), *model.layers[0].parameters()], 0.1))
+    with pytest.warns(UserWarning, match=rf"^{what}, and nobody trains them; ht.distribute; "):
+        ht.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 class Twins(Serial):

@@ -173,7 +173,7 @@ def _told(x: Any) -> Any:
     if isinstance(x, bytes):
         return hashlib.sha256(x).hexdigest()
     if isinstance(x, dict):
-        return {str(k): _told(v) for k, v in x.items() if k not in APART}
+        return {str(k): _told(v) for k, v in x.items() if k not in (*APART, "code")}  # a lambda's, with its file's path
     if isinstance(x, set | frozenset):
         return sorted(json.dumps(_told(v)) for v in x)
     if isinstance(x, list | tuple):

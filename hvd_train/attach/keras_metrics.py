@@ -1,4 +1,5 @@
-"""Metrics that count batches: the loss of each of several outputs, and functions that give one number for a batch.
+"""Metrics that count batches: the loss of each of several outputs, functions that give one number for a batch, and
+means that a ``train_step`` of the user's own gives its losses to.
 
 Keras takes their mean over batches, whatever number of samples a batch has. A rank's batch is a part of a global one.
 Law: what a rank adds counts by its share of the global batch's samples, so that the sums over ranks are those of one
@@ -57,6 +58,8 @@ def share_means(model: Any, reduction: Reduction, changes: Changes) -> None:
             if _is_function(metric):
                 changes.put(metric, "update_state", BatchMean(metric, reduction))
 
+    for tracker in _means(model):
+        changes.put(tracker, "update_state", _of_batches(tracker, reduction))
     for owner, put in ((losses, put_losses), (metrics, put_metrics)):
         if owner is None:
             continue
@@ -73,7 +76,14 @@ def counts_batches(model: Any) -> bool:
         several = losses is not None and bool(losses.metrics)
     else:
         several = len(getattr(model, "outputs", None) or (None, None)) > 1  # nobody knows before the first batch
-    return several or bool(functions(model))
+    own_step = not str(type(model).test_step.__module__).startswith("keras.")
+    return several or own_step or len(_means(model)) > 1 or bool(functions(model))
+
+
+def _means(model: Any) -> list[Any]:
+    """The mean of the whole loss, and those of the user's own among the model's metrics."""
+    outputs = model._compile_loss.metrics if model._compile_loss is not None else []
+    return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
 
 
 def functions(model: Any) -> list[Any]:
@@ -128,6 +138,19 @@ def _tracking(tracker: Any, reduction: Reduction) -> Any:
     return updated
 
 
+def _of_batches(tracker: Any, reduction: Reduction) -> Any:
+    """``update_state`` of a mean, which counts a batch where it gets one number without a weight."""
+    update = tracker.update_state
+
+    def updated(values: Any, sample_weight: Any = None) -> None:
+        if sample_weight is None and not tuple(keras.ops.shape(values)):
+            _add(tracker, values, reduction)
+        else:
+            update(values, sample_weight=sample_weight)
+
+    return updated
+
+
 def _add(metric: Any, value: Any, reduction: Reduction) -> None:
     """``value``: the mean over a batch."""
 
@@ -135,7 +158,8 @@ def _add(metric: Any, value: Any, reduction: Reduction) -> None:
         metric.total.assign_add(keras.ops.cast(total, metric.dtype))
         metric.count.assign_add(keras.ops.cast(count, metric.dtype))
 
-    reduction.batch_mean(keras.ops.cast(keras.ops.stop_gradient(value), "float64"), add)
+    value = keras.ops.stop_gradient(keras.ops.convert_to_tensor(value))
+    reduction.batch_mean(keras.ops.cast(value, "float64"), add)
 
 
 def _then(build: Any, put: Any) -> Any:

@@ -264,7 +264,9 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
     if rows:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
         keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
-        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"undo it, or give {keys}")
+        kept = next((a for key, a, _ in rows if key == "data.classes" and isinstance(a, list)), None)
+        undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
+        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"{undo}, or give {keys}")
     if "data" not in allow_change:
         _check_data(snapshot, data_facts(job.data.train, job.data.val), len(job.data.train))
     return snapshot
@@ -287,6 +289,8 @@ def _check_data(snapshot: checkpoint.Snapshot, found: dict[str, dict[str, Any]],
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
+    if key.startswith("data.classes"):  # other data are no reason to number classes anew
+        return "data.classes" in allow_change
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
 
 

@@ -576,6 +576,7 @@ def chosen(config: Config, which: str) -> checkpoint.Snapshot:
 def reopened(config: Config, which: str, split: str | None, verbose: bool, labels: bool = True) -> Iterator[Job]:
     """A job with the weights and statistics of the checkpoint ``which``, which rank 0 reads, over data that are read as
     the run knows them. ``labels``: whether they are looked at where no split needs them."""
+    look_in(config.code_dir)
     rank = settle(config.framework, config.threads, verbose, lean=True)
     rank.module.configure(rank.threads)
     communicator = rank.communicator()

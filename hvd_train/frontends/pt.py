@@ -203,20 +203,32 @@ class HorovodTorch(HorovodCommunicator):
         return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
 
 
+# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's weights
+# began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19; it alone did not).
+GPU_ALIGN = 64
+
+
 class Flat:
     """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
 
     Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
     gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
-    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory.
+    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
+    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel.
     """
 
-    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool) -> None:
+    def __init__(
+        self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool, align: int = 1
+    ) -> None:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
-        self.weight = torch.nn.Parameter(torch.cat([self._stored(p.detach()).reshape(-1) for p in parameters]))
+        self._sizes = [math.prod(shape) for shape in self.shapes]
+        step = max(1, align // parameters[0].element_size())
+        self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
+        values = [self._stored(p.detach()).reshape(-1) for p in parameters]
+        self.weight = torch.nn.Parameter(self.aligned(torch.cat(values)))
         self._parameters = parameters
-        self._joined = torch.zeros_like(self.weight.data) if len(parameters) > 1 else None
+        self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
         for p, w in zip(parameters, self.views(self.weight.data), strict=True):
             p.data, p.grad = w, None
 
@@ -247,9 +259,22 @@ class Flat:
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
 
+    def aligned(self, flat: torch.Tensor) -> torch.Tensor:
+        """What lies as gradients travel, as weights lie; the same tensor where that is the same."""
+        if self._steps == self._sizes:
+            return flat
+        found = flat.new_zeros(sum(self._steps))
+        torch._foreach_copy_(self.parts(found), self.parts(flat))
+        return found
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors' flat parts of what lies as weights or as gradients do."""
+        if len(flat) == sum(self._sizes):
+            return list(torch.split(flat, self._sizes))
+        return [part[:size] for part, size in zip(torch.split(flat, self._steps), self._sizes, strict=True)]
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(flat, [math.prod(shape) for shape in self.shapes])
-        views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        views = [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]
         return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
 
 
@@ -418,8 +443,10 @@ class PyTorchFrontEnd(StateTree):
     def connect(self, exchange: Exchange) -> None:
         self.exchange = exchange
         names, parameters = list(self._trainable), list(self._trainable.values())
+        align = GPU_ALIGN if self.device.type == "cuda" else 1
         self._flats = [
-            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last) for b in exchange.buckets
+            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align)
+            for b in exchange.buckets
         ]
         self._optimizer = make_optimizer(self.config, self._flats)
         self._update = inspect.unwrap(type(self._optimizer).step)  # its wrappers load the compiler, too
@@ -545,7 +572,7 @@ class PyTorchFrontEnd(StateTree):
     def _reduce(self) -> None:
         gradients, self._exchange_state = self._sent.finish()
         for flat, gradient in zip(self._flats, gradients, strict=True):
-            flat.weight.grad = gradient
+            flat.weight.grad = flat.aligned(gradient)
 
     def finite(self) -> bool:
         return self._finite
@@ -597,8 +624,7 @@ class PyTorchFrontEnd(StateTree):
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:
-            sizes = [math.prod(shape) for shape in flat.shapes]
-            yield from zip(flat.names, (x.numpy() for x in flat.weight.detach().cpu().split(sizes)), strict=True)
+            yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.detach().cpu())), strict=True)
 
     @torch.no_grad()
     def _set(self, weights: Iterable[tuple[str, np.ndarray]]) -> None:

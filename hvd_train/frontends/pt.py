@@ -203,8 +203,8 @@ class HorovodTorch(HorovodCommunicator):
         return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
 
 
-# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's weights
-# began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19; it alone did not).
+# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
+# weights began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
 GPU_ALIGN = 64
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -81,6 +84,31 @@ def test_every_rank_knows_its_place(cluster):
 def test_a_step_of_one_task_is_one_rank(cluster):
     done = srun(cluster, "-n", "1", "python", str(HERE / "meet.py"))
     assert done.code == 0 and json.loads(done.out) == {"launcher": "", "node": "node1"}
+
+
+def test_the_shell_of_a_task_among_several_starts_ranks_on_its_host(cluster):
+    """``srun -n 4 --pty bash``: what the message advises works. mpirun asked Slurm for this host's ranks, and waited."""
+    fit = f"hvd-train fit -c {TINY} --set max_epochs=1"
+    lines = [f"{fit} --run-dir alone", "export SLURM_STEP_NUM_TASKS=1", f"{fit} -np 2 --run-dir ranks", "exit"]
+    terminal, screen = os.openpty()
+    shell = subprocess.Popen(
+        ["srun", "-n", "4", "--pty", "bash", "--norc"], cwd=cluster.folder, env=variables(cluster),
+        stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
+    )  # fmt: skip
+    os.close(screen)
+    try:
+        os.write(terminal, "\n".join([*lines, ""]).encode())
+        shown, stop = b"", time.monotonic() + SECONDS
+        while shell.poll() is None and time.monotonic() < stop:
+            if select.select([terminal], [], [], 0.2)[0]:
+                with suppress(OSError):  # its end
+                    shown += os.read(terminal, 1 << 16)
+    finally:
+        shell.kill()
+        os.close(terminal)
+    assert b"error: this shell is one of 4 tasks of its step" in shown, shown.decode()
+    assert json.loads((cluster.folder / "ranks" / "summary.json").read_text())["world_size"] == 2, shown.decode()
+    assert not (cluster.folder / "alone").exists()
 
 
 @pytest.mark.long("the ranks meet as in the other tests, and mpirun over three hosts shows the doctor's tables")

@@ -108,7 +108,7 @@ def environment(hosts: Hosts | None = None) -> dict[str, str]:
     else:
         env.setdefault("OMPI_MCA_btl", "self,vader")
         env.setdefault("OMPI_MCA_oob_tcp_if_include", "lo")
-        # Within an allocation mpirun would ask Slurm to start the ranks, also those of this host, and may wait for ever.
+        # Within an allocation mpirun would ask Slurm to start also the ranks of this host, and may wait for ever.
         for name in ("ras", "plm"):
             env.setdefault(f"OMPI_MCA_{name}", "^slurm")
             env.setdefault(f"PRTE_MCA_{name}", "^slurm")

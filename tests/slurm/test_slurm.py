@@ -87,7 +87,7 @@ def test_a_step_of_one_task_is_one_rank(cluster):
 
 
 def test_the_shell_of_a_task_among_several_starts_ranks_on_its_host(cluster):
-    """``srun -n 4 --pty bash``: what the message advises works. mpirun asked Slurm for this host's ranks, and waited."""
+    """``srun -n 4 --pty bash``: what the message advises works. mpirun asked Slurm for them, and waited."""
     fit = f"hvd-train fit -c {TINY} --set max_epochs=1"
     lines = [f"{fit} --run-dir alone", "export SLURM_STEP_NUM_TASKS=1", f"{fit} -np 2 --run-dir ranks", "exit"]
     terminal, screen = os.openpty()

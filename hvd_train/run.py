@@ -267,18 +267,49 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         kept = next((a for key, a, _ in rows if key == "data.classes" and isinstance(a, list)), None)
         undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
         raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"{undo}, or give {keys}")
+    _check_fields(snapshot, job.data.sample, "data" in allow_change)
     if "data" not in allow_change:
         _check_data(snapshot, data_facts(job.data.train, job.data.val), len(job.data.train))
     return snapshot
 
 
-def _check_data(snapshot: checkpoint.Snapshot, found: dict[str, dict[str, Any]], size: int) -> None:
-    names = {"train": "training", "val": "validation"}
-    old, rows = snapshot.meta.get("data", {}), []
-    for part, name in names.items():
+def _check_fields(snapshot: checkpoint.Snapshot, found: Sample, allowed: bool) -> None:
+    """The weights know columns by their places and inputs by their size, whatever else of the data may change."""
+    run = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None
+    pairs = [(kind, getattr(run, kind), getattr(found, kind)) for kind in ("inputs", "labels")] if run else []
+    for kind, before, now in pairs:
+        for name, old in before.items():
+            new = now.get(name)
+            if new is None:
+                continue
+            key = "data.features" if kind == "inputs" else "data.labels"
+            if old.columns and new.columns and old.columns != new.columns:
+                same = set(old.columns) == set(new.columns)
+                if same or not allowed:
+                    how = "in another order" if same else "called otherwise"
+                    what = f"the columns are {how} than at the checkpoint: {listing(new.columns)}"
+                    fix = f"they were {listing(old.columns)}; give them again, or --allow-change data: by their places"
+                    if same:
+                        fix = f"give --set {key}={json.dumps(list(old.columns))!r} --allow-change data"
+                    raise DataError(what, where=str(snapshot.path), fix=fix)
+            if kind == "inputs" and old.divisor != new.divisor:
+                told = [f"{one.dtype} divided by {one.divisor:g}" for one in (old, new)]
+                what = f"inputs '{name}' were {told[0]} at the checkpoint, and are {told[1]}"
+                raise DataError(what, where=str(snapshot.path), fix=f"store them as {old.dtype}")
+
+
+def _parts_changed(old: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Training: 88 samples -> 120; of a part that is other than the checkpoint tells."""
+    rows = []
+    for part, name in {"train": "training", "val": "validation"}.items():
         if part in old and old[part] != found[part]:
             before, now = (f"{facts[part]['samples']:,}" for facts in (old, found))
             rows.append(f"{name}: {before} samples -> {now}" if before != now else f"{name}: {now} samples, but others")
+    return rows
+
+
+def _check_data(snapshot: checkpoint.Snapshot, found: dict[str, dict[str, Any]], size: int) -> None:
+    rows = _parts_changed(snapshot.meta.get("data", {}), found)
     consumed = snapshot.progress.consumed
     if not rows and consumed > size:  # a checkpoint that tells nothing of its data
         rows.append(f"training: {consumed:,} samples of an epoch used -> {size:,}")
@@ -591,7 +622,7 @@ def reopened(config: Config, which: str, split: str | None, verbose: bool, label
         data = collectively(communicator, lambda: open_data(config.data, config.task, asked=asked))
         job = open_job(config, rank.module, communicator, data, rank.settings, split)
         if communicator.rank == 0:
-            _tell_data(job, run, own)
+            _tell_data(job, run, own, meta.get("data") or {})
         connect(job, "none")
         tree = without_slots(snapshot.tree) if snapshot else {}
         collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
@@ -610,8 +641,14 @@ def _is_own(config: Config, meta: Mapping[str, Any]) -> bool:
     return same and (not before or places[0] == places[1])
 
 
-def _tell_data(job: Job, run: Sample | None, own: bool) -> None:
-    lines, labels = job.data.remarks, job.data.sample.labels
+def _tell_data(job: Job, run: Sample | None, own: bool, before: Mapping[str, Any]) -> None:
+    """``before``: of the run's parts, what the checkpoint tells."""
+    lines, labels, parts = job.data.remarks, job.data.sample.labels, job.data.parts
+    if own and job.split in ("train", "val") and parts.keys() >= {"train", "val"}:
+        rows = _parts_changed(before, data_facts(parts["train"], parts["val"]))
+        if rows:
+            told = f"the data changed since the training ({'; '.join(rows)})"
+            lines.append(f"{told}: the {job.split} part may hold other samples than it did (--split all takes all)")
     for name, field in run.labels.items() if run else ():
         found = labels.get(name) or one_or_all(labels)
         if field.names is None and isinstance(found, Field) and found.names:

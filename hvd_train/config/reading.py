@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from hvd_train.config.keys import FORMER, Config, nearest
-from hvd_train.config.writing import explain, inner
+from hvd_train.config.writing import FLOAT, explain, inner
 from hvd_train.errors import ConfigError
 
 MAX_BYTES, MAX_DEPTH, MAX_LETTERS = 1 << 20, 50, 10_000
@@ -22,7 +22,7 @@ LISTED = "'hvd-train config --explain' lists the keys"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-5 for a word; people mean a number."""
+    pass
 
 
 def _as_written(tag: str, pattern: re.Pattern) -> re.Pattern:
@@ -36,9 +36,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, _as_written(tag, pattern)) for tag, pattern in rows]
     for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_Loader.add_implicit_resolver(*FLOAT)
 
 Path_ = tuple[str | int, ...]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,10 +13,22 @@ from pydantic import BaseModel
 
 from hvd_train.config.keys import Config, OneOf
 
+# YAML 1.1 takes 1e-5 for a word; people mean a number. A word that reads so is quoted when it is written.
+FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_implicit_resolver(*FLOAT)
+
 
 def resolved_yaml(config: Config) -> str:
     """Every key with its value; loads back equal."""
-    return yaml.safe_dump(_dump(config), sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
+    return yaml.dump(
+        _dump(config), None, _Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
+    )
 
 
 def _dump(config: Config) -> dict[str, Any]:

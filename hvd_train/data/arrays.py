@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.classes import MAX_NAME, Classes, Known, Lookup, Words, listing, values_of
+from hvd_train.data.classes import MAX_NAME, Classes, Known, Lookup, Words, listing, two_meanings, values_of
 from hvd_train.data.order import U64, mix, permute, stream
 from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
@@ -327,6 +327,10 @@ def _classes(
             raise known.strange(strange, _sample(where, labels, strange[0]))
         lookup, count = Lookup.of(values, np.arange(len(names)), ignore), max(count or 0, len(names))  # type: ignore[arg-type]
     else:
+        if double := two_meanings(names or (), distinct):
+            what = f"{title} are whole numbers, and one of the classes {listing(names or ())} is called '{double}'"
+            fix = "store the labels as text, each with the name of its class"
+            raise DataError(what, where=_sample(where, labels, int(double)), fix=fix)
         count = max(count or 0, len(names or ())) or None
         low, high = (distinct[0], distinct[-1]) if distinct else (0, 0)
         if low < 0 or (count is not None and high >= count):
@@ -344,6 +348,11 @@ def _classes(
             one = len(missing) == 1
             what = f"{title}: class{'' if one else 'es'} {listing(missing)} do{'es' if one else ''} not occur"
             remarks = (f"{what} (data.classes: auto numbers those that do)",)
+        untrained = [value for value in distinct if value >= (known.trained or high + 1)]
+        if untrained and not field_shape and known.whose != "the run":
+            many = "es" * (len(untrained) > 1)
+            what = f"{title} of {where}: class{many} {listing(untrained)} occur{'' if many else 's'} only here"
+            remarks = (f"{what}, and no sample of the training part is one",)
         count = count or high + 1
     field = Field(field_shape, "int64", classes=count, masked=masked, names=tuple(names or ()))
     long = next((name for name in field.names or () if len(name) > MAX_NAME), None)

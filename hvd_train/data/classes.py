@@ -7,6 +7,7 @@ used, the training part) decides which number a word gets; a word that is none o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,15 @@ def values_of(names: Sequence[str]) -> np.ndarray | None:
     return np.array(values, np.int64) if names and same else None
 
 
+def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
+    """A name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
+    found, its = set(numbers), dict[str, int]()
+    for name in names:
+        with suppress(ValueError):
+            its[name] = int(name)
+    return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in found), None)
+
+
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
     """Classes that are none of ``names``, which ``whose`` tells."""
     what = f"unknown class{'es' * (len(words) > 1)} {listing(words)}: {whose} has {listing(names)}"
@@ -47,7 +57,8 @@ class Classes:
     """What is known of a label's classes before it is read.
 
     count: how many there are. names: in the order of their numbers; (): they have none; None: not known. auto: the
-    values that occur are the names. whose: who knows it, for messages. samples: how many other parts of the data hold.
+    values that occur are the names. whose: who knows it, for messages. samples: how many other parts of the data hold;
+    trained: how many classes the training part has.
     """
 
     count: int | None = None
@@ -55,6 +66,7 @@ class Classes:
     auto: bool = False
     whose: str = ""
     samples: int = 0
+    trained: int | None = None
 
     def strange(self, words: Sequence[Any], where: str) -> DataError:
         """Classes that are none of these."""
@@ -109,8 +121,13 @@ class Known:
             known = self.label(name, len(labels) == 1)
             if found.names and known.whose != "the run":
                 known = replace(known, names=found.names, auto=False, whose=known.whose or "the training part")
-            own[name] = replace(known, samples=len(train))
+            own[name] = replace(known, samples=len(train), trained=found.classes)
         return Known(self.default, own, self.run)
+
+    def named_run(self, run: Sample) -> Sample:
+        """``run`` with the names that ``data.classes`` gives where it has none."""
+        labels = {name: replace(field, names=self.each[name].names) for name, field in run.labels.items()}
+        return replace(run, labels=labels)
 
     def label(self, name: str, alone: bool) -> Classes:
         """``alone``: it is the only label, which another source may call by another name."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_train.data.classes import Lookup, listing, unknown
+from hvd_train.data.classes import Lookup, listing, unknown, values_of
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
-
-NO_VALUE = -(1 << 63)  # no label is ignored here
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,8 @@ class Taken:
     name: str
     order: np.ndarray | None = None
     lookup: Lookup | None = None
+    names: tuple[str, ...] = ()  # the run's, for messages
+    where: str = ""
 
     @property
     def plain(self) -> bool:
@@ -30,7 +30,13 @@ class Taken:
     def __call__(self, fields: Fields) -> np.ndarray:
         x = fields[self.name]
         x = x if self.order is None else x[..., self.order]
-        return x if self.lookup is None else self.lookup(x).astype(x.dtype)
+        if self.lookup is None:
+            return x
+        found = self.lookup(x)
+        strange = (found < 0) & (found != self.lookup.ignore)
+        if strange.any():
+            raise unknown(sorted(set(x[strange].tolist())), "the run", self.names, self.where)
+        return found.astype(x.dtype)
 
 
 class Fitted:
@@ -60,20 +66,23 @@ class Fitted:
         )
 
 
-def as_run(source: Source, run: Sample, labels: bool, where: str) -> Source:
+def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -> Source:
     """``source`` with the fields of ``run``; what is missing is refused by name. ``labels``: whether they are looked
-    at."""
+    at; ``ignore``: the label of places that do not count."""
     remarks: list[str] = []
     inputs = _matched("input", run.inputs, source.sample.inputs, where, remarks)
-    fields = {name: _input(name, run.inputs[name], source.sample.inputs[its], where) for name, its in inputs.items()}
-    taken = {name: Taken(its, _order(run.inputs[name], fields[name], where)) for name, its in inputs.items()}
+    fields = {
+        name: _input(name, run.inputs[name], source.sample.inputs[its], where, remarks) for name, its in inputs.items()
+    }
+    taken = {name: Taken(its, _order(run.inputs[name], fields[name], where, remarks)) for name, its in inputs.items()}
     fields = {name: _renamed(field, run.inputs[name]) for name, field in fields.items()}
     own_labels, of_labels = dict(run.labels), {}
     if labels:
         for name, its in _matched("label", run.labels, source.sample.labels, where, remarks).items():
             found = source.sample.labels[its]
-            order = _order(run.labels[name], found, where)
-            of_labels[name] = Taken(its, order, _lookup(name, run.labels[name], found, where))
+            order = _order(run.labels[name], found, where, remarks)
+            lookup = _lookup(name, run.labels[name], found, where, remarks, ignore)
+            of_labels[name] = Taken(its, order, lookup, run.labels[name].names or (), where)
             own_labels[name] = _classes_of(run.labels[name], found)
     sample = Sample(fields, own_labels, source.sample.told_classes or run.told_classes)
     everything = {**taken, **of_labels}
@@ -96,16 +105,25 @@ def _matched(
     return {name: name for name in run}
 
 
-def _input(name: str, run: Field, own: Field, where: str) -> Field:
+def _input(name: str, run: Field, own: Field, where: str, remarks: list[str]) -> Field:
     if run.whole != own.whole:
         kinds = ["whole numbers" if field.whole else "numbers with a fraction" for field in (own, run)]
         what = f"inputs '{name}' are {own.dtype}, {kinds[0]}, and the run was trained with {run.dtype}, {kinds[1]}"
         raise DataError(what, where=where, fix=f"store them as {run.dtype}")
+    if run.divisor != own.divisor:
+        told = [_scale(field) for field in (own, run)]
+        remarks.append(f"inputs '{name}' are {told[0]}, and the run was trained with {told[1]}")
     return own
 
 
-def _order(run: Field, own: Field, where: str) -> np.ndarray | None:
+def _scale(field: Field) -> str:
+    return f"{field.dtype} {'as stored' if field.divisor == 1 else f'divided by {field.divisor:g}'}"
+
+
+def _order(run: Field, own: Field, where: str, remarks: list[str]) -> np.ndarray | None:
     """Of the run's columns in the data; None: as they stand."""
+    if run.columns and not own.columns:
+        remarks.append(f"the data do not tell the names of columns: they are taken as {listing(run.columns)}")
     if not run.columns or not own.columns or run.columns == own.columns:
         return None
     missing = [name for name in run.columns if name not in own.columns]
@@ -124,18 +142,28 @@ def _renamed(own: Field, run: Field) -> Field:
 def _classes_of(run: Field, own: Field) -> Field:
     if not run.classes or not own.classes:
         return own
-    return replace(own, classes=run.classes, names=run.names or own.names or ())
+    return replace(own, classes=run.classes, names=(own.names or ()) if run.names is None else run.names)
 
 
-def _lookup(name: str, run: Field, own: Field, where: str) -> Lookup | None:
-    """From the data's numbers of classes to the run's, which have the same names."""
+def _lookup(name: str, run: Field, own: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
+    """From the data's numbers of classes to the run's, which have the same names. A number without a name is called as
+    it is."""
     if not run.classes or not own.classes:
         return None
-    if run.names and own.names:
-        strange = [one for one in own.names if one not in run.names]
+    if own.names and run.names is not None:
+        names = run.names or tuple(map(str, range(run.classes)))
+        strange = [one for one in own.names if one not in names]
+        if strange and not run.names:
+            what = f"labels '{name}' have the classes {listing(own.names)}, and those of the run are numbers"
+            raise DataError(what, where=where, fix="give data.classes: their names in the order of the run's numbers")
         if strange:
-            raise unknown(strange, "the run", run.names, where)
-        return Lookup.of(range(len(own.names)), [run.names.index(one) for one in own.names], NO_VALUE)
+            raise unknown(strange, "the run", names, where)
+        return Lookup.of(range(len(own.names)), [names.index(one) for one in own.names], ignore)
+    if run.names and (values := values_of(run.names)) is not None:
+        return Lookup.of(values, range(len(run.names)), ignore)
+    if run.names:
+        listed = listing([f"{one} {k}" for k, one in enumerate(run.names)])
+        remarks.append(f"labels '{name}' are numbers without names: they are taken as {listed}")
     if own.classes > run.classes:
         what = f"labels '{name}' have {own.classes} classes, and the run has {run.classes}"
         raise DataError(what, where=where, fix="mend the labels")

@@ -453,7 +453,8 @@ def open_data(
     if asked.run:
         where = config.path or f"data.name: {config.name}"
         looked_at = asked.labels and config.target == "labels"
-        parts = {name: as_run(part, asked.run, looked_at, where) for name, part in parts.items()}
+        run = known(config, asked).named_run(asked.run)
+        parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
     else:
         _check_names(parts, config)
     if config.transforms:

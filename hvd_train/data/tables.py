@@ -189,7 +189,8 @@ class Table:
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
         """(n,) whole numbers, or words. A csv column holds words where classes are ``known`` by words, and where they
-        are not known and its first cell is no number. ``ignore``: what else a number may be."""
+        are not known and its first cell is no number; '1' is a word where a class is called so. ``ignore``: what else a
+        number may be."""
         found = self._filled(name)
         if str(found.type) == "string":
             if self._words(name, found, known):
@@ -216,7 +217,7 @@ class Table:
         first = found[0].as_py() if len(found) else ""
         if _suffix(self.path) == ".parquet" or not _is(float, first):
             return True
-        if known.names and values_of(known.names) is None and not _is(int, first):
+        if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(found, known.names)):
             return True
         if not _is(int, first):
             raise self._fault(name, 0, found, "is no whole number, and task.loss: cross_entropy wants classes")
@@ -289,6 +290,12 @@ def _strings(values: Sequence[str]) -> Any:
     import pyarrow
 
     return pyarrow.array(values, pyarrow.string())
+
+
+def _holds_any(found: ChunkedArray, names: Sequence[str]) -> bool:
+    import pyarrow.compute as pc
+
+    return bool(pc.any(pc.is_in(found, value_set=_strings(names))).as_py())
 
 
 def _of(known: Classes) -> str:

@@ -174,6 +174,11 @@ def test_labels_with_gaps_are_told_and_renumbered(tmp_path, kind):
         open_data(data([10115, 7, 80331], classes=codes))
 
 
+def test_classes_that_only_the_validation_part_has_are_told():
+    (line,) = open_data(DataConfig(name="own"), given=((X, Y % 2), (X, Y + 1))).remarks
+    assert line == "labels of data, val: classes 2, 3 occur only here, and no sample of the training part is one"
+
+
 def test_all_samples_without_labels(tmp_path):
     np.savez(tmp_path / "a.npz", x=X, y=Y)
     run = open_data(config("npz", tmp_path / "a.npz")).sample
@@ -225,6 +230,80 @@ def test_older_checkpoints_tell_no_names(tmp_path):
     assert "the run has 3 classes whose names it does not know" in fault(config("table", few, labels="y"), run)
     cured = config("table", few, labels="y", classes=list(WORDS))
     assert for_run(cured, run)[1].tolist() == Y[Y > 0].tolist()
+
+
+MIXED = np.array(["1", "2", "none"])
+
+
+@pytest.mark.parametrize("words", [MIXED, np.array(["01", "02", "03"])])
+def test_words_that_read_as_numbers_are_words(tmp_path, words):
+    """A file of '1' and '2' alone gave the classes '2' and 'none', in an evaluation and as a validation part."""
+    order = words[::-1][Y] if words is MIXED else words[Y]
+    table(tmp_path / "a.parquet", y=order)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    table(folder / "train.parquet", y=order)
+    run = open_data(config("table", tmp_path / "a.parquet", labels="y")).sample
+    assert run.labels["label"].names == tuple(words)
+    table(tmp_path / "b.csv", rows=Y < 2, y=words[Y[Y < 2]])
+    table(folder / "val.csv", rows=Y < 2, y=words[Y[Y < 2]])
+    assert for_run(config("table", tmp_path / "b.csv", labels="y"), run)[1].tolist() == Y[Y < 2].tolist()
+    val = open_data(config("table", folder, labels="y")).val
+    assert val.fetch(np.arange(len(val)))[1]["label"].tolist() == Y[Y < 2].tolist()
+    np.savez(tmp_path / "n.npz", x=X, y=Y)
+    assert f"is called '{words[0]}'" in fault(config("npz", tmp_path / "n.npz"), run)
+
+
+def packed(folder, values, **keys):
+    np.savez(folder.with_suffix(".npz"), x=X[: len(values)], y=values)
+    sources.pack(config("npz", folder.with_suffix(".npz"), **keys), CLASSES, folder, Alone())
+    return config("packed", folder)
+
+
+def labels_of(settings, run):
+    """{the first column: label}, as packing divides the samples."""
+    x, y, data = for_run(settings, run)
+    places = [X[:, 0].tolist().index(value) for value in x[:, 0].tolist()]
+    return y[np.argsort(places)].tolist(), data.remarks
+
+
+def test_packed_numbers_and_names_meet_those_of_the_run(tmp_path):
+    """Packed as classes 1 and 2 (data.classes: auto), and a run of the numbers 0 to 2: each label was one too small."""
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    plain = open_data(config("npz", tmp_path / "a.npz")).sample
+    ones = np.arange(60) % 2 + 1
+    named = packed(tmp_path / "named", ones, classes="auto")
+    assert labels_of(named, plain) == (ones.tolist(), [])
+    np.savez(tmp_path / "b.npz", x=X, y=Y + 1)
+    run = open_data(config("npz", tmp_path / "b.npz", classes="auto")).sample
+    bare = packed(tmp_path / "bare", ones)
+    assert labels_of(bare, run) == ((ones - 1).tolist(), [])
+    zero = packed(tmp_path / "zero", np.arange(60) % 2)
+    assert "unknown class 0: the run has 1, 2, 3" in fault(zero, run)
+    words = open_data(config("npz", tmp_path / "a.npz", classes=list(WORDS))).sample
+    assert labels_of(zero, words)[1] == [
+        "labels 'label' are numbers without names: they are taken as ant 0, bee 1, cow 2"
+    ]
+    other = packed(tmp_path / "words", WORDS[Y], classes=["bee", "ant", "cow"])
+    assert "have the classes bee, ant, cow, and those of the run are numbers" in fault(other, plain)
+    assert labels_of(other.model_copy(update={"classes": list(WORDS)}), plain)[0] == Y.tolist()
+    masked = packed(tmp_path / "masked", np.where(Y == 2, -100, Y + 1), classes=[2, 3, 1])
+    assert labels_of(masked, run)[0] == np.where(Y == 2, -100, Y).tolist()
+
+
+def test_what_arrays_do_not_tell_is_told(tmp_path):
+    """Bytes are divided by 255: a run over the same values with a fraction gave other numbers, without a word."""
+    whole = np.arange(180).reshape(60, 3)
+    for kind in ("float32", "uint8"):
+        np.savez(tmp_path / f"{kind}.npz", x=whole.astype(kind), y=Y)
+    runs = {kind: open_data(config("npz", tmp_path / f"{kind}.npz")).sample for kind in ("float32", "uint8")}
+    told = for_run(config("npz", tmp_path / "uint8.npz"), runs["float32"])[2].remarks
+    assert told == ["inputs 'input' are uint8 divided by 255, and the run was trained with float32 as stored"]
+    told = for_run(config("npz", tmp_path / "float32.npz"), runs["uint8"])[2].remarks
+    assert told == ["inputs 'input' are float32 as stored, and the run was trained with uint8 divided by 255"]
+    run = open_data(config("table", table(tmp_path / "a.csv", y=Y), labels="y")).sample
+    told = for_run(config("npz", tmp_path / "float32.npz"), run)[2].remarks
+    assert told == ["the data do not tell the names of columns: they are taken as a, b, c"]
 
 
 def test_names_that_are_none_are_refused():

@@ -54,6 +54,13 @@ def test_resolved_yaml_loads_back_equal(tmp_path):
     assert load_config(write(tmp_path, resolved_yaml(config))) == config
 
 
+def test_words_that_read_as_numbers_load_back_as_words(tmp_path):
+    """A class called 1e3 came back as 1000.0, and config.yaml of the run was refused."""
+    names = ["1e3", ".5E-2", "01", "0x1F", "1_0", "12:30", "no", "null", "~", "1.5", "7"]
+    config = load_config(base={"data": {"classes": names}})
+    assert load_config(write(tmp_path, resolved_yaml(config))).data.classes == names
+
+
 def test_frozen():
     with pytest.raises(Exception, match="frozen"):
         load_config().seed = 3

@@ -268,9 +268,44 @@ def _find_snapshot(job: Job, resume: str | None, allow_change: Sequence[str]) ->
         undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
         raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"{undo}, or give {keys}")
     _check_fields(snapshot, job.data.sample, "data" in allow_change)
+    learned = _vocabulary(run_dir) if job.data.vocabulary else ""
+    if learned and json.loads(learned) != json.loads(job.data.vocabulary):
+        what = "the vocabulary that was learned from the text is another one than at the checkpoint"
+        fix = f"keep to the run's: --set data.vocabulary={(run_dir / folder.VOCABULARY).resolve()} --allow-change data"
+        raise DataError(what, where=str(snapshot.path), fix=fix)
     if "data" not in allow_change:
         _check_data(snapshot, data_facts(job.data.train, job.data.val), len(job.data.train))
     return snapshot
+
+
+def _vocabulary(run_dir: Path) -> str:
+    """The run's, JSON; empty: it has none, or is of an older version."""
+    try:
+        text = (run_dir / folder.VOCABULARY).read_text(encoding="utf-8")
+        json.loads(text)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        what = f"the vocabulary of the run cannot be read: {error}"
+        raise CheckpointError(what, where=str(run_dir / folder.VOCABULARY)) from error
+    return text
+
+
+def _check_vocabulary(config: Config, data: DataSet, own: bool, meta: Mapping[str, Any]) -> None:
+    """Raises where words may have other numbers than in the run. An older run did not keep what it learned."""
+    if not data.vocabulary or (config.data.vocabulary and not meta["vocabulary"]):
+        return
+    if meta["vocabulary"]:
+        if json.loads(meta["vocabulary"]) != json.loads(data.vocabulary):
+            what = "the text was numbered by another vocabulary than the run's"
+            fix = "number it by vocabulary.json of the run, with data.vocabulary"
+            raise DataError(what, where=config.data.path or "data", fix=fix)
+        return
+    there = data.parts.keys() >= {"train", "val"}
+    found = data_facts(data.parts["train"], data.parts["val"]) if there else {}
+    if not own or (found and _parts_changed(meta.get("data") or {}, found)):
+        what = "the run is of an older version and did not keep its vocabulary, and this text is not the run's"
+        raise DataError(what, where="data.vocabulary", fix="take the run's own text, or train again")
 
 
 def _check_fields(snapshot: checkpoint.Snapshot, found: Sample, allowed: bool) -> None:
@@ -442,6 +477,8 @@ def train(
     if isinstance(log, RunLog):
         about = {"versions": _versions(config), **job.settings, "compression": taken, "keeps_freed_memory": kept}
         log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
+        if job.data.vocabulary:
+            log.files[folder.VOCABULARY] = job.data.vocabulary
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not folder.goes_on(run_dir, resume)
@@ -615,11 +652,15 @@ def reopened(config: Config, which: str, split: str | None, verbose: bool, label
     with telling(communicator):
         snapshot = collectively(communicator, lambda: None if communicator.rank else chosen(config, which))
         meta = {key: x for key, x in snapshot.meta.items() if key != "progress"} if snapshot else {}
+        kept = collectively(communicator, lambda: "" if communicator.rank else _vocabulary(Path(config.run_dir)))
+        meta["vocabulary"] = kept
         meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
         own, run = _is_own(config, meta), sample_of(meta)
         split = split or ("val" if own else "all")
-        asked = Asked(run, split, labels or run is None or split in ("train", "val"))
+        looked_at = labels or run is None or split in ("train", "val")
+        asked = Asked(run, split, looked_at, vocabulary=meta["vocabulary"])
         data = collectively(communicator, lambda: open_data(config.data, config.task, asked=asked))
+        collectively(communicator, lambda: _check_vocabulary(config, data, own, meta))
         job = open_job(config, rank.module, communicator, data, rank.settings, split)
         if communicator.rank == 0:
             _tell_data(job, run, own, meta.get("data") or {})

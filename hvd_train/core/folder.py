@@ -32,7 +32,11 @@ from hvd_train.errors import CheckpointError, ConfigError
 NAME = "lock"
 BEAT_SECONDS, OLD_SECONDS = 30.0, 600.0
 REQUEUED = "requeued.json"  # at which step a job was started again
-RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json", REQUEUED)
+VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
+RUN = (
+    "checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json", VOCABULARY,
+    REQUEUED,
+)  # fmt: skip
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 Text = Annotated[str, Field(max_length=200)]
 

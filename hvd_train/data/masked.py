@@ -28,8 +28,9 @@ def sentences(document: str) -> list[str]:
     return [" ".join(part.split()) for part in SENTENCE.split(document) if part.strip()]
 
 
-def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None) -> Any:
-    """A tokenizer of byte pairs (Sennrich et al. 2016) for any text: learned from these sentences, or a file's."""
+def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, saved: str = "") -> Any:
+    """A tokenizer of byte pairs (Sennrich et al. 2016) for any text: a file's, the ``saved`` one of a run, or learned
+    from these sentences."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if path is not None:
@@ -44,6 +45,11 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None) 
             fix = f"they must be 0 to {len(SPECIAL) - 1}: train it with these special_tokens first"
             raise DataError(what, where=f"data.vocabulary: {path}", fix=fix)
         return found
+    if saved:
+        try:
+            return Tokenizer.from_str(saved)
+        except Exception as error:
+            raise DataError("the vocabulary of the run is damaged", where="vocabulary.json") from error
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel()
     made.decoder = decoders.ByteLevel()
@@ -120,6 +126,7 @@ class Pairs:
 
     def __init__(self, text: Tokens, length: int, start: int, stop: int, ignore: int = -100) -> None:
         self._text, self._length, self._start, self._n, self._ignore = text, length, start, stop - start, ignore
+        self.vocabulary = ""  # the tokenizer as JSON, where it is known
         self.sample = Sample(
             {"tokens": Field((length,), "int32"), "segments": Field((length,), "uint8")},
             {"words": Field((length,), "int32", classes=text.size, masked=True), "next": Field((), "int32", classes=2)},

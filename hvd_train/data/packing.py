@@ -83,7 +83,8 @@ class Part(_Facts):
 
 
 class Manifest(_Facts):
-    """``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed."""
+    """``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed.
+    ``vocabulary``: of a text whose words are numbered, JSON."""
 
     version: Literal[1]
     packed_from: str
@@ -92,6 +93,7 @@ class Manifest(_Facts):
     train: Part
     val: Part
     test: Part | None = None
+    vocabulary: str = ""
 
     def shards(self) -> Iterator[tuple[Column, Shard]]:
         for part in filter(None, (self.train, self.val, self.test)):
@@ -120,6 +122,7 @@ def pack(
         packed_from=told,
         classes=_classes(train.sample, task),
         ignore_index=task.ignore_index,
+        vocabulary=getattr(train, "vocabulary", ""),
         **parts,
     )
 
@@ -262,6 +265,7 @@ def open_packed(
     manifest = read_manifest(folder)
     found = manifest.train, manifest.val, manifest.test
     train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in found if part)
+    train.vocabulary = manifest.vocabulary
     if config.target == "labels" and labelled:
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
     return train, val, tests[0] if tests else None
@@ -288,7 +292,7 @@ class Packed:
 
     def __init__(self, folder: Path, part: Part, num_classes: int | None = None, images: bool | None = None) -> None:
         self._count, self._rows = part.count, part.rows
-        self.fingerprint, self.note = part.fingerprint, part.note
+        self.fingerprint, self.note, self.vocabulary = part.fingerprint, part.note, ""
         made: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
         self._maps: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in KINDS}
         for kind, name, column in part.columns():

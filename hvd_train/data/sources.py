@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +36,14 @@ class Asked:
 
     run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
     and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
+    vocabulary: the run's, of a text.
     """
 
     run: Sample | None = None
     split: str | None = None
     labels: bool = True
     test: bool = False
+    vocabulary: str = ""
 
     @property
     def reads_test(self) -> bool:
@@ -62,10 +65,12 @@ Parts = dict[str, Source] | Whole  # the parts by their names, of SPLITS without
 
 @dataclass(frozen=True)
 class DataSet:
-    """Sources of the same kind by the names of SPLITS. A training has at least train and val."""
+    """Sources of the same kind by the names of SPLITS. A training has at least train and val. ``vocabulary``: of a text
+    whose words are numbered, JSON."""
 
     name: str
     parts: Mapping[str, Source]
+    vocabulary: str = ""
 
     @property
     def train(self) -> Source:
@@ -369,7 +374,10 @@ def _masked_text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     documents = [
         masked.sentences(text) for text in (formats.read_documents(path) if path else formats.python_documents())
     ]
-    tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary)
+    tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary, asked.vocabulary)
+    if asked.vocabulary and json.loads(tokenizer.to_str()) != json.loads(asked.vocabulary):
+        what = "is another vocabulary than the run's, whose numbers stand for other tokens"
+        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
     text = masked.tokenized(documents, tokenizer, length)
     count = len(text)
     if count < 4:
@@ -380,6 +388,7 @@ def _masked_text(config: DataConfig, task: TaskConfig, asked: Asked) -> Parts:
     held = min(count - 2, max(2, round(count * config.val_fraction)))
     parts = (0, count - held), (count - held, count)
     train, val = (masked.Pairs(text, length, *part, task.ignore_index) for part in parts)
+    train.vocabulary = val.vocabulary = tokenizer.to_str()
     return {"train": train, "val": val}
 
 
@@ -449,6 +458,7 @@ def open_data(
         listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
         fix = f"did you mean '{near[0]}'? {listed}" if near else listed
         raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
+    vocabulary = "" if isinstance(found, Whole) else getattr(next(iter(found.values())), "vocabulary", "")
     parts = _divided(found, asked, config)
     if asked.run:
         where = config.path or f"data.name: {config.name}"
@@ -461,7 +471,7 @@ def open_data(
         parts = transformed(parts, config.transforms, _imported)
     if config.target == "inputs":
         parts = {name: Itself(part) for name, part in parts.items()}
-    return DataSet(config.name, parts)
+    return DataSet(config.name, parts, vocabulary)
 
 
 def _divided(found: Parts, asked: Asked, config: DataConfig) -> dict[str, Source]:

@@ -11,11 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvd_train import run
+from hvd_train.config import load_config
+from hvd_train.data.sources import DataSet
+from hvd_train.errors import DataError
 from tests.cli.test_commands import ROOT, SECONDS
 from tests.cli.test_run_folder import commands, fit
 from tests.data.test_run_data import WORDS, X, table
 
 KIND = X.argmax(1)
+ANEW = ["--resume", "auto", "--allow-change", "data"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,6 @@ def made(tmp_path_factory):
     use = {name: ["--run-dir", run, "--set", f"data.path={folder / name}.csv"] for name in ("a", "b", "few", "cat")}
     use |= {name: ["--run-dir", run, "--set", f"data.path={folder / name}.csv"] for name in ("less", "new")}
     sets = [f"data={{name: table, path: {folder / 'a.csv'}, labels: y}}", "optim.lr=0.5", "max_steps=30"]
-    anew = ["--resume", "auto", "--allow-change", "data"]
     lines = {
         "fit": fit(run, sets=sets),
         "own": ["eval", "--run-dir", run],
@@ -45,10 +49,43 @@ def made(tmp_path_factory):
         "export": ["export", "--run-dir", run, "--to", "safetensors", "-o", folder / "model.safetensors"],
         "again": [*fit(run, "--resume", "auto", sets=sets), "--set", "max_steps=32"],
         "other": [*fit(run, "--resume", "auto", sets=sets), "--set", "data.classes=[cow, bee, ant]"],
-        "order": [*fit(run, *anew, sets=sets), "--set", f"data.path={folder / 'b.csv'}"],
+        "order": [*fit(run, *ANEW, sets=sets), "--set", f"data.path={folder / 'b.csv'}"],
+        **of_text(folder),
         "half": ["eval", "--run-dir", run, "--set", "data.val_fraction=0.5"],
     }
     return folder, dict(zip(lines, commands(*lines.values()), strict=True))
+
+
+def of_text(folder):
+    """A run whose vocabulary is learned from its text, and other texts."""
+    place, names = folder / "text", {"one": "the cat sat on a mat and ate fish", "two": "on a mat sat fish"}
+    rng, use = np.random.default_rng(0), {}
+    for name, words in names.items():
+        told = (" ".join(rng.choice(words.split(), 8)).capitalize() + "." for _ in range(60 * (len(use) + 1)))
+        (folder / f"{name}.txt").write_text(" ".join(told))
+        use[name] = f"data={{name: masked_text, sequence_length: 16, path: {folder / name}.txt, vocabulary_size: 300}}"
+    sets = ["model={name: bert, width: 8, depth: 1, heads: 2}", "max_steps=2", "precision=32"]
+    sets += ["task.loss={words: cross_entropy, next: cross_entropy}"]
+    begin, again = (fit(place, *more, sets=[*sets, use[k]]) for k, more in (("one", []), ("two", ANEW)))
+    kept = ["--set", f"data.vocabulary={place / 'vocabulary.json'}", "--set", "max_steps=3"]
+    lines = {"text": begin, "text eval": ["eval", "--run-dir", place, "--set", f"data.path={folder / 'two.txt'}"]}
+    return lines | {"text again": again, "text kept": [*again, *kept, "--allow-change", "max_steps"]}
+
+
+def test_a_text_is_read_by_the_runs_vocabulary(made):
+    """Of a text with the same words, no word was found: its own vocabulary gave them other numbers."""
+    folder, done = made
+    assert done["text"].code == 0, done["text"].err
+    assert result(done["text eval"])["samples"] > 20
+    assert "--set data.vocabulary=" in done["text again"].err and done["text again"].code == 3
+    assert done["text kept"].code == 0, done["text kept"].err
+    told = json.loads((folder / "text" / "vocabulary.json").read_text())
+    assert told["model"]["vocab"]["[MASK]"] == 3
+    settings, found = load_config(), DataSet("masked_text", {}, "{}")
+    for known, what in (("", "did not keep its vocabulary"), ("[]", "another vocabulary than the run's")):
+        with pytest.raises(DataError, match=what):
+            run._check_vocabulary(settings, found, own=False, meta={"vocabulary": known})
+    run._check_vocabulary(settings, found, own=True, meta={"vocabulary": ""})
 
 
 def result(done):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.config import DataConfig
+from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.formats import docstrings
 from hvd_train.data.masked import CLS, MASK, PAD, SEP, SPECIAL, Pairs, sentences, tokenized, vocabulary
-from hvd_train.data.sources import open_data
+from hvd_train.data.packing import Alone
+from hvd_train.data.sources import Asked, open_data, pack
 from hvd_train.errors import DataError
 
 LENGTH = 48
+TEXT = TaskConfig(loss={"words": "cross_entropy", "next": "cross_entropy"})
 
 
 def story(number: int, sentences: int = 60) -> str:
@@ -120,6 +122,28 @@ def test_a_folder_is_opened_by_name(folder, tmp_path):
     vocabulary([sentences(story(0))], 280, None).save(str(file))
     other = open_data(config.model_copy(update={"vocabulary": str(file)}))
     assert other.sample.num_classes["words"] == 280 and other.fingerprint != data.fingerprint
+
+
+def test_another_text_is_numbered_by_the_runs_vocabulary(folder, tmp_path):
+    """Each text learned its own: the same words had other numbers, and a run found none of them."""
+    config = DataConfig(name="masked_text", path=str(folder), sequence_length=LENGTH, vocabulary_size=340)
+    run = open_data(config)
+    (tmp_path / "more.txt").write_text(" ".join(story(k) for k in range(20, 40)))
+    other = config.model_copy(update={"path": str(tmp_path / "more.txt")})
+    alone, found = open_data(other), open_data(other, asked=Asked(run.sample, "all", vocabulary=run.vocabulary))
+    assert found.vocabulary == run.vocabulary != alone.vocabulary
+    tokens = vocabulary([], 340, None, run.vocabulary).encode(story(20)).ids
+    first = found.parts["all"].fetch(np.arange(1))[0]["tokens"][0]
+    assert sum(a == b for a, b in zip(first[1:9], tokens[:8], strict=True)) > 4  # some are masked
+    pack(other, TEXT, tmp_path / "packed", Alone())
+    assert open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), TEXT).vocabulary == alone.vocabulary
+    alone_file = tmp_path / "alone.json"
+    alone_file.write_text(alone.vocabulary)
+    named = other.model_copy(update={"vocabulary": str(alone_file)})
+    with pytest.raises(DataError, match="another vocabulary than the run's"):
+        open_data(named, asked=Asked(run.sample, "all", vocabulary=run.vocabulary))
+    with pytest.raises(DataError, match="the vocabulary of the run is damaged"):
+        open_data(other, asked=Asked(run.sample, "all", vocabulary="{}"))
 
 
 def test_without_a_path_the_text_is_pythons_own():

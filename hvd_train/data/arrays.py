@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.data.classes import MAX_NAME, Classes, Known, Lookup, Words, listing, two_meanings, values_of
+from hvd_train.data.classes import MAX_NAME, Classes, Known, Lookup, Words, by_number, listing, two_meanings, values_of
 from hvd_train.data.order import U64, mix, permute, stream
 from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
@@ -331,6 +331,8 @@ def _classes(
             what = f"{title} are whole numbers, and one of the classes {listing(names or ())} is called '{double}'"
             fix = "store the labels as text, each with the name of its class"
             raise DataError(what, where=_sample(where, labels, int(double)), fix=fix)
+        if names and known.whose == "the run":
+            remarks = (by_number(title, names),)
         count = max(count or 0, len(names or ())) or None
         low, high = (distinct[0], distinct[-1]) if distinct else (0, 0)
         if low < 0 or (count is not None and high >= count):

@@ -46,6 +46,12 @@ def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
     return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in found), None)
 
 
+def by_number(title: str, names: Sequence[str]) -> str:
+    """What a user should know where whole numbers meet classes that have names."""
+    listed = listing([f"{name} {k}" for k, name in enumerate(names)])
+    return f"{title} are whole numbers without names: they are taken as {listed}"
+
+
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
     """Classes that are none of ``names``, which ``whose`` tells."""
     what = f"unknown class{'es' * (len(words) > 1)} {listing(words)}: {whose} has {listing(names)}"

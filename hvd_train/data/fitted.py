@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_train.data.classes import Lookup, listing, unknown, values_of
+from hvd_train.data.arrays import INPUT, LABEL
+from hvd_train.data.classes import Lookup, by_number, listing, unknown, values_of
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
@@ -95,7 +96,10 @@ def _matched(
 ) -> dict[str, str]:
     """{name in the run: name in the data}; a single field needs no name."""
     if len(run) == len(own) == 1:
-        return {next(iter(run)): next(iter(own))}
+        (name,), (its,) = run, own
+        if name != its and not {name, its} & {INPUT, LABEL}:
+            remarks.append(f"{kind} {its} is taken as {name}, by which name the run knows it")
+        return {name: its}
     missing, extra = [name for name in run if name not in own], [name for name in own if name not in run]
     if missing:
         what = f"{kind}s {listing(missing)} missing, which the run was trained with; there are {listing(list(own))}"
@@ -162,8 +166,7 @@ def _lookup(name: str, run: Field, own: Field, where: str, remarks: list[str], i
     if run.names and (values := values_of(run.names)) is not None:
         return Lookup.of(values, range(len(run.names)), ignore)
     if run.names:
-        listed = listing([f"{one} {k}" for k, one in enumerate(run.names)])
-        remarks.append(f"labels '{name}' are numbers without names: they are taken as {listed}")
+        remarks.append(by_number(f"labels '{name}'", run.names))
     if own.classes > run.classes:
         what = f"labels '{name}' have {own.classes} classes, and the run has {run.classes}"
         raise DataError(what, where=where, fix="mend the labels")

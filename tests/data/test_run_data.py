@@ -208,6 +208,9 @@ def test_named_inputs_and_types_are_those_of_the_run():
     def given(inputs):
         return open_data(DataConfig(name="own"), given=((inputs, Y), None), asked=Asked(run, "all"))
 
+    one = open_data(DataConfig(name="own"), given=(({"a": X}, Y), ({"a": X}, Y))).sample
+    renamed = open_data(DataConfig(name="own"), given=(({"c": X}, Y), None), asked=Asked(one, "all"))
+    assert renamed.remarks == ["input c is taken as a, by which name the run knows it"]
     more = given({"c": X, "b": X[:, :1], "a": X})
     assert more.remarks == ["inputs c left out: the run was trained without"]
     assert list(more.parts["all"].fetch(np.arange(3))[0]) == ["a", "b"]
@@ -282,7 +285,7 @@ def test_packed_numbers_and_names_meet_those_of_the_run(tmp_path):
     assert "unknown class 0: the run has 1, 2, 3" in fault(zero, run)
     words = open_data(config("npz", tmp_path / "a.npz", classes=list(WORDS))).sample
     assert labels_of(zero, words)[1] == [
-        "labels 'label' are numbers without names: they are taken as ant 0, bee 1, cow 2"
+        "labels 'label' are whole numbers without names: they are taken as ant 0, bee 1, cow 2"
     ]
     other = packed(tmp_path / "words", WORDS[Y], classes=["bee", "ant", "cow"])
     assert "have the classes bee, ant, cow, and those of the run are numbers" in fault(other, plain)
@@ -301,6 +304,11 @@ def test_what_arrays_do_not_tell_is_told(tmp_path):
     assert told == ["inputs 'input' are uint8 divided by 255, and the run was trained with float32 as stored"]
     told = for_run(config("npz", tmp_path / "float32.npz"), runs["uint8"])[2].remarks
     assert told == ["inputs 'input' are float32 as stored, and the run was trained with uint8 divided by 255"]
+    words = open_data(config("table", table(tmp_path / "w.csv", y=WORDS[Y]), labels="y")).sample
+    ones = config("table", table(tmp_path / "o.csv", rows=Y < 2, y=Y[Y < 2] + 1), labels="y")
+    assert for_run(ones, words)[2].remarks == [
+        "labels are whole numbers without names: they are taken as ant 0, bee 1, cow 2"
+    ]
     run = open_data(config("table", table(tmp_path / "a.csv", y=Y), labels="y")).sample
     told = for_run(config("npz", tmp_path / "float32.npz"), run)[2].remarks
     assert told == ["the data do not tell the names of columns: they are taken as a, b, c"]

@@ -62,6 +62,10 @@ class LostRankError(CommunicationError):
     """Another rank has ended: what it said, and its exit code, come first."""
 
 
+class EndedRankError(CommunicationError):
+    """Another rank came to the end of its script, and this one still waits for it."""
+
+
 class NonFiniteError(TrainError):
     """The loss or a gradient is NaN or infinite."""
 

@@ -3,6 +3,7 @@ and where the time went."""
 
 import gc
 import os
+import signal
 import tempfile
 
 import pytest
@@ -25,6 +26,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, in what tests start and send it to as well
     if not hasattr(config, "workerinput"):  # the one process, or the one that hands the tests to workers
         handle, os.environ[seconds.FILE] = tempfile.mkstemp(prefix="hvd-train-test-seconds-")
         os.close(handle)

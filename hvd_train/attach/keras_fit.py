@@ -21,7 +21,7 @@ from hvd_train.attach.slow import Slow
 from hvd_train.core.agreement import agree, agree_on_weights, collectively, due
 from hvd_train.core.mean import differing, mean, ordered_sum
 from hvd_train.data.order import mix
-from hvd_train.errors import ConfigError, LostRankError
+from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.protocol import Communicator
 
@@ -278,14 +278,13 @@ class Rank:
     def _begin(self, where: str) -> None:
         """All ranks make the same call: what one of them asks for here, another might give for something else."""
         self.pause()
+        fix = "fit, evaluate and predict: call them on all ranks"
         try:
             agree(self.world, {"call": where}, "fit_evaluate_predict")
+        except EndedRankError as error:
+            raise EndedRankError(error.what, where=where, fix=fix) from error
         except LostRankError as error:
-            raise LostRankError(
-                "another rank was lost or has ended",
-                where=where,
-                fix="fit, evaluate and predict: call them on all ranks",
-            ) from error
+            raise LostRankError("another rank was lost or has ended", where=where, fix=fix) from error
         self.share_states(where)
 
     def _check(self, where: str) -> None:

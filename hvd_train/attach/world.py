@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
-from hvd_train.errors import ConfigError, LostRankError, TrainError
+from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.base import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
@@ -99,7 +99,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if isinstance(error, KeyboardInterrupt):
         shutdown.shutdown(130)
-    told = isinstance(error, LostRankError)  # which says what this rank did
+    told = isinstance(error, EndedRankError | LostRankError)  # which say what this rank did
     shutdown.shutdown_with(error if told or not _opened else _opened[0][1].failure(error) or error)
 
 

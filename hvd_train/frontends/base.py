@@ -25,7 +25,7 @@ from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
 from hvd_train.core.state_dict import PIECE_BYTES
 from hvd_train.core.task import Task, refused
-from hvd_train.errors import CommunicationError, ConfigError, LostRankError, TrainError
+from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.launch.environment import ALONE, LAUNCHERS, world
 from hvd_train.launch.slurm import meet
 from hvd_train.protocol import Batch, Build, Communicator, Field, Ops, Sample, Scale, Tree, made_up, one_or_all
@@ -355,7 +355,7 @@ def _failure_of(error: BaseException | None, stalled: str, left: Sequence[int]) 
     if left:
         what = f"rank {', '.join(map(str, left))} came to the end of the script, and this rank waits for it"
         fix = "end the loop at the same step on all ranks: decide by ht.sum or hk.reduce, take as many batches"
-        return CommunicationError(what, fix=fix)
+        return EndedRankError(what, fix=fix)
     return LostRankError("another rank was lost")
 
 

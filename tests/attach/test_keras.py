@@ -323,7 +323,7 @@ def test_the_gpu_is_chosen_as_fit_does(monkeypatch):
 
     chosen = []
     monkeypatch.setattr(hk.keras.backend, "backend", lambda: "torch")
-    monkeypatch.setattr(hk, "world", lambda: World(rank=1, size=2, local_rank=1, local_size=2, launcher="srun"))
+    monkeypatch.setattr(hk, "place", lambda: World(rank=1, size=2, local_rank=1, local_size=2, launcher="srun"))
     for name, value in {"is_available": lambda: True, "device_count": lambda: 1, "set_device": chosen.append}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -372,7 +372,7 @@ def test_evaluate_and_predict_on_one_rank_alone_end(tmp_path, launcher, call):
     run = launch(2, launcher, [str(tmp_path / "script.py")])
     told = run.stdout + run.stderr
     assert run.returncode == 5 and "Traceback" not in told
-    assert f"has ended; model.{call}; fit, evaluate and predict: call them on all ranks" in told
+    assert f"rank 1 came to the end of the script, and this rank waits for it; model.{call}; fit, evaluate" in told
 
 
 def weights(folder: Path, name: str, size: int) -> list[dict]:

@@ -288,7 +288,7 @@ def test_keras_saves_and_loads_the_models(name):
     ("model", "shape", "what"),
     [
         ({"name": "resnet"}, (7, 9, 3), "at least 8 x 8, not 7 x 9"),
-        ({"name": "resnet"}, (64,), "needs images"),
+        ({"name": "resnet"}, (64,), "the model takes images"),
         ({"name": "resnet50"}, (32, 31, 3), "ResNet-50 needs images of at least 32 x 32, not 32 x 31"),
         ({"name": "pyramidnet"}, (3, 8, 3), "PyramidNet needs images of at least 4 x 4, not 3 x 8"),
         ({"name": "thin", "depth": 1}, (4,), "at least 2, not 1"),

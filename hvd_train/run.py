@@ -470,7 +470,7 @@ def train(
     hooks = [*_crowded(job), *hooks]
     trainer = Trainer(config, job.frontend, *data, run_dir, log, taken, hooks, outside, until, snapshots.given())
     notes = trainer.restore(snapshot)
-    log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes]))
+    log.message("\n".join([_banner(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]))
     if communicator.rank == 0 and ":" in config.model.name:
         _look_at_outputs(job, log)
     kept = keep_memory()  # from here on: what the set-up freed has gone back
@@ -571,7 +571,9 @@ def _closing(summary: dict[str, Any], config: Config) -> str:
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
     best = checkpoint.best(run_dir / "checkpoints", *_best(config)) if config.checkpoint.save_top_k else ""
     best = f"; best: {best}" if best else ""
-    return f"{word}: {result}, {summary['samples_per_second']:,.0f} samples/s{best}; run folder {run_dir}"
+    speed = summary["samples_per_second"]
+    speed = f", {speed:,.0f} samples/s" if speed else ""
+    return f"{word}: {result}{speed}{best}; run folder {run_dir}"
 
 
 def trained_config(
@@ -776,7 +778,8 @@ def _made_file(job: Job, names: bool, name: str, output: Path, overwrite: bool) 
     if not isinstance(field, Field) or field.shape:
         what = "the model gives a class for each place of a sample"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
-    return _Classes(output, overwrite, field.names or (), getattr(job.data.parts[job.split], "files", ()))
+    part = job.data.parts[job.split]
+    return _Classes(output, overwrite, field.names or (), getattr(part, "files", ()), getattr(part, "rows", None))
 
 
 def _named(output: Path, name: str) -> Path:
@@ -851,11 +854,14 @@ class _Rows:
 
 class _Classes(_Rows):
     """A CSV file with the class of each sample, by name, and its probability, the softmax of its logit. Rows come in
-    the order of the samples."""
+    the order of the samples. ``rows``: their numbers in the whole data, where they are a held-out part."""
 
-    def __init__(self, output: Path, overwrite: bool, names: Sequence[str], files: Sequence[str]) -> None:
+    def __init__(
+        self, output: Path, overwrite: bool, names: Sequence[str], files: Sequence[str], rows: np.ndarray | None
+    ) -> None:
         super().__init__(output, overwrite)
         self._names, self._files = names, files
+        self._samples: Sequence[str] | np.ndarray | None = files or rows
 
     def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._shape, self._dtype = shape, dtype
@@ -869,7 +875,7 @@ class _Classes(_Rows):
         classes, most = logits.argmax(-1), (powers / powers.sum(-1, keepdims=True)).max(-1)
         try:
             self._write(
-                [self._files[index] if self._files else index, self._title(k), f"{p:.6f}"]
+                [index if self._samples is None else self._samples[index], self._title(k), f"{p:.6f}"]
                 for index, k, p in zip(indices.tolist(), classes.tolist(), most.tolist(), strict=True)
             )
         except OSError as error:

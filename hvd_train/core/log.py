@@ -214,7 +214,7 @@ class RunLog:
         self.check()
         path = self.run_dir / "summary.json"
         try:
-            folder.put(path, values)
+            folder.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
         except OSError as error:
             what = f"the summary cannot be written: {error.strerror}"
             fix = "make room: the run is saved, and --resume auto ends it again"
@@ -315,6 +315,15 @@ class _Terminal:
             sys.stdout.write("\r\x1b[2K")
             sys.stdout.flush()
         self._shown = False
+
+
+def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
+    """The speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(path.read_bytes())
+        if before["weights_sha256"] == values["weights_sha256"]:
+            return {"samples_per_second": float(before["samples_per_second"])}
+    return {}
 
 
 class _Events:

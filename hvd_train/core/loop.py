@@ -223,6 +223,20 @@ class Trainer:
         )
 
     @property
+    def complete(self) -> str:
+        """Why a restored run has nothing left to train; empty where it has."""
+        if self.progress.ending or not self._finished():
+            return ""
+        p, c = self.progress, self.config
+        word = "nothing is left to train"
+        if c.early_stopping and p.stopped and p.waited >= c.early_stopping.patience:
+            return f"{word}: early stopping ended the run; a larger early_stopping.patience, or none, goes on"
+        if p.stopped:
+            return f"{word}: the run was stopped before its end; --overwrite starts it anew"
+        key = "max_steps" if c.max_steps and p.step >= c.max_steps else "max_epochs"
+        return f"{word}: {key} {getattr(c, key)} is reached; a larger one goes on"
+
+    @property
     def paused(self) -> bool:
         """Whether the run has come ``until`` where it is left, and not to its end."""
         return self.until is not None and self.progress.epoch >= self.until and not self._finished()

@@ -268,6 +268,10 @@ def _go_on(trainer: Trainer, progress: Progress, found: dict[str, Any]) -> list[
     if (progress.best is not None or progress.waited) and found["early_stopping"] != rule:
         notes.append(f"early stopping: {found['early_stopping']} -> {rule}; what was best before does not count")
         progress.best, progress.waited, progress.stopped = None, 0, False
+    patience = trainer.config.early_stopping.patience if trainer.config.early_stopping else 0
+    if progress.stopped and 0 < found["patience"] <= progress.waited < patience:
+        notes.append(f"early stopping: patience {found['patience']} -> {patience}, of which {progress.waited} are used")
+        progress.stopped = False
     train = found["data"].get("train")
     other = train is not None and train != trainer.data["train"]
     if progress.consumed and (other or progress.consumed > trainer.train_size):
@@ -323,6 +327,7 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
         "precision": config.precision,
         "task": config.task.model_dump(mode="json"),
         "early_stopping": _rule(config),
+        "patience": config.early_stopping.patience if config.early_stopping else 0,
         "data": snapshot.meta.get("data", {}),
         "neutral": snapshot.meta.get("neutral", False),
         "ranks": len(snapshot.local),

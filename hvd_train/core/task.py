@@ -554,12 +554,20 @@ class Task:
         return values | {"samples": round(samples)}
 
 
+def _shapes(x: Any) -> str:
+    """(32, 10), or {price: (32, 1), sold: (32, 2)}."""
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{name}: {_shapes(value)}' for name, value in x.items())}}}"
+    return str(tuple(getattr(x, "shape", ())))
+
+
 def _called(function: Callable[..., Any], where: str, z: Any, y: Any) -> Given:
     try:
         given = function(z, y)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise refused(f"the function failed: {reason}", where, "it is called with (outputs, labels)") from error
+        fix = f"it is called with outputs {_shapes(z)} and labels {_shapes(y)}"
+        raise refused(f"the function failed: {reason}", where, fix) from error
     values, own = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
     return values, own
 

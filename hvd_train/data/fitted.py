@@ -48,7 +48,7 @@ class Fitted:
     ) -> None:
         self._own, self.sample, self._inputs, self._labels = own, sample, inputs, labels
         self.fingerprint, self.note = own.fingerprint, getattr(own, "note", "")
-        self.files = getattr(own, "files", ())
+        self.files, self.rows = getattr(own, "files", ()), getattr(own, "rows", None)
         self.ordered, self.remarks = getattr(own, "ordered", False), (*getattr(own, "remarks", ()), *remarks)
 
     def __len__(self) -> int:

@@ -39,6 +39,7 @@ BROKEN = (OSError, SyntaxError, ValueError, struct.error, KeyError, IndexError, 
 GRAY = ("L", "1", "LA")
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)  # EXIF: the tag, and values for which height and width change places
 TOLD = 10  # classes that a message names
+BESIDE = "beside the classes"
 TOGETHER = 64  # headers that a thread reads at once
 THREADS = 8  # a network's answer takes longer than reading a header
 
@@ -132,7 +133,8 @@ class Listing:
         told = [f"{name}: {_counted(counts)}" for name, counts in [*self.skipped.items()][:TOLD]]
         told += [f"and {len(self.skipped) - TOLD} more classes"] * (len(self.skipped) > TOLD)
         told += [f"no image in {', '.join(self.empty[:TOLD])}"] * bool(self.empty)
-        return f"not read in {self.where}, as these are not images: {'; '.join(told)}" if told else ""
+        what = "images in class folders" if BESIDE in self.skipped else "images"
+        return f"not read in {self.where}, as these are not {what}: {'; '.join(told)}" if told else ""
 
 
 def _counted(counts: Counter[str]) -> str:
@@ -152,7 +154,7 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
         candidates, held = held, []
     for kind in held:
         if not kind.is_dir():
-            _skip(found, "beside the classes", kind)
+            _skip(found, BESIDE, kind)
             continue
         found.classes.append(kind.name)
         for file in sorted(kind.iterdir()):

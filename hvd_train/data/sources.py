@@ -497,6 +497,9 @@ def _divided(found: Parts, asked: Asked, config: DataConfig) -> dict[str, Source
 def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
     """``data.classes`` are what the labels have, or the kind of data does not take them."""
     labels = joined_samples(parts.values()).labels
+    if config.classes == "auto" and labels and not any(field.names or field.classes for field in labels.values()):
+        what = "auto numbers classes, and labels of these data are not classes (task.loss: cross_entropy makes them so)"
+        raise DataError(what, where="data.classes", fix="leave it out")
     for name, field in labels.items():
         names = Known.of(config).label(name, len(labels) == 1).names
         if names is not None and field.names != names:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet")
 BLOCK = 1 << 20  # pyarrow's own
 LONGEST = 1 << 26  # bytes of a line
+MEND = "mend it, or leave the row or the column out"
+WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
 NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
@@ -155,7 +157,7 @@ class Table:
         if keep_whole and kind.startswith(("int", "uint", "string")) and _castable(found, "int64"):
             return np.asarray(found.cast("int64"))
         if kind == "string":
-            values = self._parsed(name, found, "float64")
+            values = self._parsed(name, found, "float64", WORDS if keep_whole else MEND)
         elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
             values = np.asarray(found.cast("float64", safe=False))  # ids may have more than its 53 bits
         else:
@@ -250,15 +252,15 @@ class Table:
             raise self._fault(name, _first_null(found), None, "has no value")
         return found
 
-    def _parsed(self, name: str, found: ChunkedArray, kind: str) -> np.ndarray:
+    def _parsed(self, name: str, found: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:
         if not _castable(found, kind):
-            raise self._fault(name, _first_bad(found, kind), found, f"is no {NUMBER[kind]}")
+            raise self._fault(name, _first_bad(found, kind), found, f"is no {NUMBER[kind]}", fix)
         return np.asarray(found.cast(kind))
 
-    def _fault(self, name: str, row: int, found: ChunkedArray | None, what: str) -> DataError:
+    def _fault(self, name: str, row: int, found: ChunkedArray | None, what: str, fix: str = MEND) -> DataError:
         cell = f"'{str(found[row].as_py())[:60]}' " if found is not None else ""
         where = f"{self.path}, column '{name}', row {row + 1}"
-        return DataError(f"{cell}{what}", where=where, fix="mend it, or leave the row or the column out")
+        return DataError(f"{cell}{what}", where=where, fix=fix)
 
 
 def _block(path: Path) -> int:

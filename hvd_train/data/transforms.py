@@ -112,6 +112,7 @@ class Transformed:
         self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
         self.note, self.ordered = getattr(own, "note", ""), getattr(own, "ordered", False)
         self.remarks, self.files = getattr(own, "remarks", ()), getattr(own, "files", ())
+        self.rows = getattr(own, "rows", None)
 
     def __len__(self) -> int:
         return len(self._own)

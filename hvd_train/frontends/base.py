@@ -421,7 +421,7 @@ def build_model(
         return build(**given), module, given
     except (ValueError, TypeError, OSError) as error:
         fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
-        fix = fix or IF_IMAGES * may_be_images(sample)
+        fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
         what = f"the model cannot be built: {' '.join(str(error).split())}"
         raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
 
@@ -462,10 +462,17 @@ def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
     if len(sample.inputs) > 1 or any(field.whole for field in sample.inputs.values()):
         fixes.append("whole numbers stay whole: store quantities as float32")
     fixes += [IF_IMAGES] * may_be_images(sample)
-    return ConfigError(what, where=f"model.name: {name}", fix="; ".join(fixes))
+    fix = NO_CLASSES if _wants_classes(sample, error) else "; ".join(fixes)
+    return ConfigError(what, where=f"model.name: {name}", fix=fix)
 
 
 IF_IMAGES = "if they are images, set data.images: true"
+NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.num_classes"
+
+
+def _wants_classes(sample: Sample, error: Exception) -> bool:
+    """Whether a layer was made of ``num_classes=None``: a loss of the user's own does not make labels classes."""
+    return sample.num_classes is None and "None" in str(error)
 
 
 def may_be_images(sample: Sample) -> bool:

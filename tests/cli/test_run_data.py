@@ -45,6 +45,7 @@ def made(tmp_path_factory):
         "test": ["eval", "--run-dir", run, "--split", "test"],
         "numbers": ["predict", *use["new"], "-o", folder / "new.npy"],
         "names": ["predict", *use["new"], "--names", "-o", folder / "new.csv.csv"],
+        "held": ["predict", "--run-dir", run, "--names", "-o", folder / "held.csv"],
         "npy": ["predict", *use["new"], "--names", "-o", folder / "names.npy"],
         "export": ["export", "--run-dir", run, "--to", "safetensors", "-o", folder / "model.safetensors"],
         "again": [*fit(run, "--resume", "auto", sets=sets), "--set", "max_steps=32"],
@@ -145,6 +146,16 @@ def test_predictions_need_no_labels_and_have_names(made):
     told = json.loads((folder / "model.safetensors.json").read_text())
     assert told["classes"] == list(WORDS) and told["columns"] == ["a", "b", "c"]
     assert "model.safetensors.json" in done["export"].out
+
+
+def test_predictions_of_a_held_out_part_have_the_numbers_of_the_rows_of_the_file(made):
+    folder, done = made
+    assert done["held"].code == 0, done["held"].err
+    every, held = (
+        list(csv.reader((folder / name).read_text().splitlines()))[1:] for name in ("new.csv.csv", "held.csv")
+    )
+    rows = [int(row[0]) for row in held]
+    assert rows == sorted(rows) and rows != list(range(len(rows))) and [every[row] for row in rows] == held
 
 
 def test_two_ranks_of_the_other_framework_write_the_same_table(made):

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -498,6 +499,39 @@ def test_another_rule_of_early_stopping_begins_anew(tmp_path, numbers):
     ((notes, summary),) = run_ranks(1, work)
     assert notes == ["early stopping: max of val_accuracy -> min of val_loss; what was best before does not count"]
     assert summary["epochs"] == 9
+
+
+def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
+    slow = {"optim": {"lr": 0.001, "momentum": 0.0}, "max_epochs": 9}
+    rule = {"monitor": "train_loss", "mode": "max", "patience": 2}
+    assert final(1, config(early_stopping=rule, **slow), tmp_path)[0]["epochs"] == 3
+
+    def work(patience, communicator):
+        made = trainer(communicator, config(early_stopping=rule | {"patience": patience}, **slow), tmp_path)
+        notes = made.restore(checkpoint.newest(tmp_path / "checkpoints", pytest.fail))
+        return notes, made.complete, made.fit()["epochs"]
+
+    ((notes, complete, epochs),) = run_ranks(1, partial(work, 2))
+    assert (notes, epochs) == ([], 3) and "early stopping ended the run; a larger early_stopping.patience" in complete
+    ((notes, complete, epochs),) = run_ranks(1, partial(work, 4))
+    assert (notes, complete, epochs) == (["early stopping: patience 2 -> 4, of which 2 are used"], "", 5)
+
+
+def test_a_run_that_has_come_to_its_end_says_so_and_keeps_its_speed(tmp_path):
+    def log():
+        return RunLog(tmp_path, tensorboard=False, total_epochs=2)
+
+    def run(resume):
+        own = log()
+        summary, *_, made = final(1, config(max_epochs=2), tmp_path, log=own, resume=resume)
+        own.summary(summary)
+        own.close()
+        return json.loads((tmp_path / "summary.json").read_text()), made.complete
+
+    first, _ = run(False)
+    again, complete = run(True)
+    assert again == first and first["samples_per_second"] > 0
+    assert complete == "nothing is left to train: max_epochs 2 is reached; a larger one goes on"
 
 
 def test_the_error_of_compression_is_that_of_gradients_as_they_are(tmp_path, monkeypatch):

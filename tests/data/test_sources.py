@@ -633,7 +633,10 @@ def test_all_that_pillow_reads_is_read_and_the_rest_is_told(tmp_path):
     (tmp_path / "labels.csv").write_text("a")
     (tmp_path / "cow" / ".DS_Store").write_text("a")
     (note,) = opened("imagefolder", tmp_path).remarks
-    assert f"not read in {tmp_path}, as these are not images: " in note and "beside the classes: 1 .csv" in note
+    assert (
+        f"not read in {tmp_path}, as these are not images in class folders: " in note
+        and "beside the classes: 1 .csv" in note
+    )
     assert (
         all(word in note for word in ("dog: 2 .svg", "1 .txt", "1 without an ending", "1 .npy", "1 folder"))
         and "cow" not in note

@@ -182,6 +182,12 @@ CSV_FAULTS = {
     "fraction": ("a,y\n1,2.5\n", {"task": TaskConfig()}, ["'2.5' is no whole number", "cross_entropy", "row 1"]),
     "class": ("a,y\n1,2\n1,b\n", {"task": TaskConfig()}, ["'b' is no whole number", "column 'y', row 2"]),
     "negative": ("a,y\n1,2\n1,-1\n", {"task": TaskConfig()}, ["'-1' is no class: 0, 1, 2, ...", "column 'y', row 2"]),
+    "words": (
+        "a,y\n1,b\n1,c\n",
+        {"task": TaskConfig(loss="mine:loss")},
+        ["'b' is no number", "column 'y', row 1", "words are classes under task.loss: cross_entropy alone"],
+    ),
+    "auto": ("a,y\n1,1\n1,7\n", {"classes": "auto", "task": TaskConfig(loss="mine:loss")}, ["labels of these data"]),
     "range": (
         "a,y\n1,2\n1,3\n",
         {"task": TaskConfig(), "num_classes": 3},

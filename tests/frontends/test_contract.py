@@ -700,6 +700,15 @@ def test_models_of_ones_own_that_want_images_hear_how_to_declare_them(framework)
     open_plain(framework, Field((6, 6, 1), "float32"), OWN_IMAGES[framework])
 
 
+@pytest.mark.parametrize(
+    ("framework", "model"), [("pytorch", "pytorch_lazy"), ("pytorch", "frozen"), ("tensorflow", "keras_linear")]
+)
+def test_models_of_classes_and_a_loss_of_ones_own_hear_of_num_classes(framework, model):
+    task = {"loss": "tests.own_models:weighted"}
+    with pytest.raises(ConfigError, match="num_classes is None, as task.loss is not cross_entropy: set data.num_class"):
+        open_plain(framework, Field((6, 6, 1), "float32"), f"tests.own_models:{model}", Field((), "int64"), task=task)
+
+
 def test_samples_of_three_axes_that_are_not_images_give_the_same_in_both_frameworks():
     field = Field((5, 6, 4), "float32", image=False)
     one = batch(shape=field.shape)

@@ -68,7 +68,7 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def ours_alone(paths: Iterable[Path]) -> bool:
-    """Whether all of these belong to this process' user and nobody else can write them. A link counts as foreign."""
+    """Return whether all of these belong to this user and nobody else can write them. A link counts as foreign."""
     try:
         found = [path.lstat() for path in paths]
     except OSError:

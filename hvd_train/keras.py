@@ -179,7 +179,7 @@ def size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and writes files for all."""
+    """Return whether this is rank 0, which prints and writes files for all."""
     return rank() == 0
 
 

@@ -610,8 +610,9 @@ def trained_config(
 
 
 def _is_callers(named: Mapping[str, str], code_dir: str | None, run_dir: Path, place: Path) -> bool:
-    """Whether a run folder, its checkpoint ``place`` and the code that it names belong to the caller alone. A library's
-    function is not the caller's: a folder that was unpacked here could name any of them."""
+    """Return whether a run folder, its checkpoint ``place`` and the code that it names belong to the caller alone.
+
+    A library's function is not the caller's: a folder that was unpacked here could name any of them."""
     look_in(code_dir)
     sources = [source_of(name) for names in named.values() for name in names.split(", ") if ":" in name]
     held = [run_dir, *run_dir.rglob("*"), place, *place.rglob("*")]
@@ -630,7 +631,7 @@ def refuse_foreign(named: Mapping[str, str], run_dir: str) -> None:
 
 
 def _best(config: Config) -> tuple[str, str]:
-    """What makes a checkpoint the best: (monitor, mode)."""
+    """Return what makes a checkpoint the best: (monitor, mode)."""
     return config.checkpoint.monitor, config.mode_of(config.checkpoint)
 
 
@@ -677,7 +678,7 @@ def reopened(config: Config, which: str, split: str | None, verbose: bool, label
 
 
 def _is_own(config: Config, meta: Mapping[str, Any]) -> bool:
-    """Whether these are the data that the run was trained and validated with, by their name and place."""
+    """Return whether these are the data that the run was trained and validated with, by their name and place."""
     before, now = (meta.get("config") or {}).get("data") or {}, config.data
     places = [path and Path(path).expanduser().resolve() for path in (before.get("path"), now.path)]
     same = before.get("name", now.name) == now.name and before.get("options", now.options) == now.options

@@ -96,7 +96,7 @@ def size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and writes files for all."""
+    """Return whether this is rank 0, which prints and writes files for all."""
     return rank() == 0
 
 
@@ -346,7 +346,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
 
 
 def _several(value: Any) -> bool:
-    """Whether it is a tensor or an array, and not of one number."""
+    """Return whether it is a tensor or an array, and not of one number."""
     return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
 
 

@@ -92,7 +92,7 @@ def as_arrays(batch: Any) -> Any:
 
 
 def is_ragged(leaf: Any) -> bool:
-    """Whether it is TensorFlow's array of rows of different lengths."""
+    """Return whether it is TensorFlow's array of rows of different lengths."""
     return hasattr(leaf, "ragged_rank")
 
 
@@ -108,7 +108,7 @@ def take(parts: Any, places: Any) -> Any:
 
 
 def texts(parts: Any) -> Any:
-    """As Keras takes them: tensors for arrays of texts."""
+    """Return them as Keras takes them: tensors for arrays of texts."""
     if keras.backend.backend() != "tensorflow":
         return parts
     import tensorflow as tf
@@ -145,7 +145,7 @@ def digest(parts: Any) -> str:
 
 
 def _of_ragged(x: Any) -> bytes:
-    """What a digest takes of a RaggedTensor, or of its value."""
+    """Return what a digest takes of a RaggedTensor, or of its value."""
     n = int(x.shape[0])
     few = take(x, np.unique(np.linspace(0, n - 1, SAMPLED).astype(np.int64))) if hasattr(x, "numpy") and n else x
     return repr([n, x.dtype, few.to_list()]).encode()
@@ -432,7 +432,7 @@ class Seen:
 
 
 def varies(data: Any) -> bool:
-    """Whether the samples of a tf.data.Dataset may be of different lengths, as texts are."""
+    """Return whether the samples of a tf.data.Dataset may be of different lengths, as texts are."""
     import tensorflow as tf
 
     return any(
@@ -480,7 +480,7 @@ def rows_in(element: Any) -> Any:
 
 
 def paddings(data: Any) -> list[Any]:
-    """What each leaf of a tf.data.Dataset is padded with, as the graph of the data set says. Raises ConfigError where
+    """Return the padding value of each leaf, as the graph of the data set says. Raises ConfigError where
     it does not: what pads other data than those that come out, with other values than zeros."""
     import tensorflow as tf
 
@@ -579,8 +579,9 @@ def steps_of(kind: str, x: Any, batch: int) -> int | None:
 
 
 def _ends(x: Any) -> bool:
-    """Whether a tf.data.Dataset has an end, though its number of batches is known there alone: all ranks go through all
-    of it, and come there in the same step."""
+    """Return whether a tf.data.Dataset has an end, though its number of batches is known there alone.
+
+    All ranks go through all of it, and come there in the same step."""
     return kind_of(x) == "dataset" and int(x.cardinality()) == -2  # tf.data.UNKNOWN_CARDINALITY
 
 

@@ -1,4 +1,4 @@
-"""What layers compute with besides their variables: settings, vocabularies, statistics that ``adapt`` gathers.
+"""The state of layers besides their variables: settings, vocabularies, statistics that ``adapt`` gathers.
 
 Each rank makes its own layers. Where ``adapt`` saw a rank's part of the data, or a vocabulary is a ``list(set(...))``,
 the layers differ, and weights that are equal mean different things. Rank 0's state is sent, as its weights are; other
@@ -127,7 +127,7 @@ def _finalizes(layer: Any) -> bool:
 
 
 def _is_own(layer: Any) -> bool:
-    """Whether the layer's class is the user's, not one of Keras."""
+    """Return whether the layer's class is the user's, not one of Keras."""
     return not type(layer).__module__.startswith("keras.")
 
 
@@ -165,7 +165,7 @@ def _attributes(layer: Any) -> dict[str, str]:
 
 
 def _told(x: Any) -> Any:
-    """What can be compared of a value, in JSON's types; None: nothing."""
+    """Return what can be compared of a value, in JSON's types; None: nothing."""
     if x is None or isinstance(x, bool | int | float):
         return x
     if isinstance(x, str):

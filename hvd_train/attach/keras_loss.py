@@ -185,7 +185,7 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
 
 
 def kind_over_samples(loss: Any, *batch: Any) -> str:
-    """What ``loss``, a function of a batch, is by its values on a whole batch and on two parts of it."""
+    """Classify ``loss``, a function of a batch, by its values on a whole batch and on two parts of it."""
     count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
     if count < 2:
         return "unknown"

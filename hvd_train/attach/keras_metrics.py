@@ -70,7 +70,7 @@ def share_means(model: Any, reduction: Reduction, changes: Changes) -> None:
 
 
 def counts_batches(model: Any) -> bool:
-    """Whether a metric may count batches, so that what is scored must be cut into global ones."""
+    """Return whether a metric may count batches, so that what is scored must be cut into global ones."""
     losses = model._compile_loss
     if losses is None or losses.built:
         several = losses is not None and bool(losses.metrics)

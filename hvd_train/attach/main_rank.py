@@ -1,4 +1,4 @@
-"""What a script's rank 0 does for all ranks: it prints, and shows progress."""
+"""The work of a script's rank 0 for all ranks: it prints, and shows progress."""
 
 from __future__ import annotations
 

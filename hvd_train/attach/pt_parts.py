@@ -29,7 +29,7 @@ ONCE = f"put all parts of a batch but its last into ht.no_sync, or {WHOLE}"
 
 
 class Parts:
-    """What the ranks of ``communicator`` tell one another of the parts of a batch."""
+    """The places at which the ranks of ``communicator`` are in the parts of a batch."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

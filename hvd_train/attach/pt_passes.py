@@ -98,14 +98,14 @@ class Pass:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have unequal numbers of samples of the batch that was given last."""
+        """Return whether ranks have unequal numbers of samples of the batch that was given last."""
         if not (self._counted and self._known):
             return False
         return self._plan.uneven(self._batch) if self._plan else self.weight != 1.0
 
     @property
     def share_of_batch(self) -> int:
-        """How many samples of it this rank has; 0 where that is not known."""
+        """Return this rank's number of samples in it; 0 where that is not known."""
         return len(self.indices())
 
     @property

@@ -309,7 +309,7 @@ class Reducer:
         self._passed(bool(any_asked))
 
     def changed(self) -> bool:
-        """In a batch that is uneven between ranks: whether the script changed gradients since they travelled last."""
+        """Return whether the script changed gradients since they travelled last, in a batch uneven between ranks."""
         left = ((self._gradient(i), self._views[i], version) for i, version in self._left.items())
         return any(g is not None and (g is not view or view._version != version) for g, view, version in left)
 

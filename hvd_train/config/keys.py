@@ -285,7 +285,7 @@ class TaskConfig(Section):
         return loss == "cross_entropy"
 
     def asks_user_code(self, label: str) -> bool:
-        """Whether a loss or metric of the user's own looks at this label."""
+        """Return whether a loss or metric of the user's own looks at this label."""
         loss, metrics = self.terms.get(label) or self.terms.get("") or ("", ())
         return any(":" in name for name in (loss, *metrics))
 
@@ -609,7 +609,7 @@ class Config(Section):
         return self._notes
 
     def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig) -> str:
-        """Whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
+        """Return whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
         return rule.mode if rule.mode != "auto" else self._known(rule) or "min"
 
     def _known(self, rule: CheckpointConfig | EarlyStoppingConfig) -> Literal["min", "max"] | None:
@@ -636,7 +636,7 @@ class Config(Section):
 
     @property
     def restores(self) -> bool:
-        """Whether all weights come from a checkpoint, so that a model function need not load any."""
+        """Return whether all weights come from a checkpoint, so that a model function need not load any."""
         return self._restores
 
     def restoring(self) -> Config:

@@ -230,7 +230,7 @@ def explained(key: str) -> list[tuple[str, str, str, str]]:
 
 
 def _unknown(path: Path_) -> str:
-    """In another section under the same name, or in this one, or anywhere, under a name like it."""
+    """Find the key of this name in another section, or one of a similar name in this section or anywhere."""
     section, last = _section(path[:-1]), str(path[-1])
     leaves = {key.split(".")[-1]: key for key, *_ in reversed(explain())}
     near = nearest(last, section.model_fields) if section else None

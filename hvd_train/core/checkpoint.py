@@ -265,7 +265,7 @@ def told(meta: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def _no_warning(text: str) -> None:
-    """For callers whose user has been warned, or who look at all checkpoints again and again."""
+    """Warn of nothing: the user has been warned, or the caller looks at all checkpoints again and again."""
 
 
 def _ranked(

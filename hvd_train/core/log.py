@@ -56,7 +56,7 @@ class NullLog:
 
 
 class WordLog(NullLog):
-    """What rank 0 says where nothing may be written."""
+    """The messages of rank 0 where nothing may be written."""
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -66,7 +66,7 @@ class WordLog(NullLog):
 
 
 def _cell(value: float | None, width: int) -> str:
-    """With 4 digits behind the point, or as many as the column has room for; at last as a power of ten."""
+    """Format with 4 digits behind the point, or as many as the column has room for; at last as a power of ten."""
     if value is None:
         return f"{'-':>{width}}"
     texts = (f"{value:.{digits}f}" for digits in (4, 3, 2, 1, 0))
@@ -131,7 +131,7 @@ class RunLog:
             self._lock.check()
 
     def incomplete(self) -> bool:
-        """Whether lines are missing in metrics.jsonl, which cannot be written: the run is to be saved and to end."""
+        """Return whether metrics.jsonl lacks lines that cannot be written: the run is to be saved and to end."""
         return self._metrics is not None and self._metrics.incomplete()
 
     def end_incomplete(self, step: int) -> None:
@@ -150,7 +150,7 @@ class RunLog:
             self._without_events(error)
 
     def _show(self, step: int, scalars: dict[str, float]) -> None:
-        """In TensorBoard, as long as its events can be written: metrics.jsonl has the same numbers."""
+        """Write to TensorBoard as long as its events can be written: metrics.jsonl has the same numbers."""
         try:
             if self._events:
                 self._events.scalars(step, scalars)

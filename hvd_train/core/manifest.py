@@ -126,7 +126,7 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def _digest(raw: dict[str, Any]) -> str:
-    """Of what the JSON says, however it is written: spaces and the order of keys do not count."""
+    """Return the digest of what the JSON says: spaces and the order of keys do not count."""
     fields = {name: value for name, value in raw.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

@@ -25,7 +25,7 @@ class MetricsFile:
         self.incomplete()
 
     def incomplete(self) -> bool:
-        """Whether rows are not in the file. Tries to write them."""
+        """Return whether rows are not in the file. Tries to write them."""
         try:
             while self._kept:  # a nearly full disk takes part of a row
                 self._kept = self._kept[self._stream.write(self._kept) :]

@@ -162,14 +162,14 @@ OF_CLASSES = ("cross_entropy", "top5", "accuracy", *AVERAGED)  # metrics that ma
 
 @dataclass(frozen=True)
 class Form:
-    """What labels are: one of ``size`` "classes" (yes or no is one of two), or ``size`` "labels" of yes or no."""
+    """The kind of labels: one of ``size`` "classes" (yes or no is one of two), or ``size`` "labels" of yes or no."""
 
     kind: str
     size: int
 
     @classmethod
     def of(cls, outputs: Sequence[int], labels: Sequence[int]) -> Form:
-        """Of a sample's shapes. Along one axis there are several labels, along more (masks) places of one label."""
+        """Tell it from a sample's shapes. One axis holds several labels, more axes (masks) the places of one label."""
         if len(outputs) == len(labels) + 1 and outputs[-1] > 1:
             return cls("classes", outputs[-1])
         several = len(labels) == 1 and labels[0] > 1
@@ -177,7 +177,7 @@ class Form:
 
 
 def _sums_of(kind: str, form: Form) -> tuple[Callable[..., Tensor], Callable[[np.ndarray], float], int]:
-    """Of a built-in metric that is no mean: (what gives its sums, what becomes of them, how many there are)."""
+    """Return a metric that is not a mean: (function of its sums, function of its result, number of sums)."""
     if kind == "r2":
         return _r2_sums, _r2, 4
     what, average = AVERAGED[kind]
@@ -232,7 +232,7 @@ class Term:
         self.check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
 
     def check_classes(self, count: int) -> None:
-        """What metrics look at: classes or numbers; of more than two classes there is no one AUC."""
+        """Check that metrics fit classes or numbers; of more than two classes there is not one AUC."""
         for kind in self.metrics:
             if not self.own and ":" not in kind and not self.sees(kind):
                 which, other = ("numbers", "classes") if self.loss == "cross_entropy" else ("classes", "numbers")
@@ -243,12 +243,12 @@ class Term:
                 raise refused(f"{count} classes, and it is of two", f"task.metrics: {kind}", fix)
 
     def sees(self, kind: str) -> bool:
-        """Whether a built-in metric can look at what a built-in loss looks at."""
+        """Return whether a built-in metric can look at what a built-in loss looks at."""
         return kind in OF_CLASSES if self.loss == "cross_entropy" else kind not in ("cross_entropy", "top5")
 
     @property
     def form(self) -> Form:
-        """As the data have it; of a loss of the user's own, the outputs tell more."""
+        """The form that the data have; with a user's loss, the outputs tell more."""
         if self.loss == "cross_entropy" and self.field:
             return Form("classes", self.field.classes or 1)
         return Form.of((), self.field.shape if self.field else ())

@@ -118,7 +118,7 @@ class Column:
 
 
 def is_image(shape: tuple[int, ...], kind: np.dtype, alone: bool, images: bool | None) -> bool:
-    """Whether samples of this shape are images: (height, width), of an input that is ``alone``, or with channels.
+    """Return whether samples of this shape are images: (height, width), if ``alone`` as an input, or with channels.
 
     ``images``: what the configuration or the kind of data says; None: bytes are, and what has 1 or 3 channels.
     """

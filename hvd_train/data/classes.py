@@ -47,7 +47,7 @@ def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
 
 
 def by_number(title: str, names: Sequence[str]) -> str:
-    """What a user should know where whole numbers meet classes that have names."""
+    """Return the note for a user where whole numbers meet classes that have names."""
     listed = listing([f"{name} {k}" for k, name in enumerate(names)])
     return f"{title} are whole numbers without names: they are taken as {listed}"
 
@@ -60,7 +60,7 @@ def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) 
 
 @dataclass(frozen=True)
 class Classes:
-    """What is known of a label's classes before it is read.
+    """The classes of a label, as far as they are known before it is read.
 
     count: how many there are. names: in the order of their numbers; (): they have none; None: not known. auto: the
     values that occur are the names. whose: who knows it, for messages. samples: how many other parts of the data hold;
@@ -81,7 +81,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of each label's classes, and of all fields where the data are for a finished run."""
+    """The classes of each label, and all fields where the data are for a finished run."""
 
     default: Classes = Classes()
     each: Mapping[str, Classes] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Known:
         return Known(one(self.default), {name: one(known) for name, known in self.each.items()}, self.run)
 
     def after(self, train: Source) -> Known:
-        """For another part of the data: it keeps to the names of the training part."""
+        """Return the same for another part of the data, which keeps to the names of the training part."""
         labels = train.sample.labels
         own = {}
         for name, found in labels.items():
@@ -157,7 +157,7 @@ class Words:
 
     @classmethod
     def read(cls, values: np.ndarray) -> Words:
-        """Of an array of texts, (n,) or (n, 1)."""
+        """Return the numbers of an array of texts, (n,) or (n, 1)."""
         names, codes = np.unique(values.reshape(-1), return_inverse=True)
         return cls(codes.astype(np.int64), [str(name) for name in names])
 

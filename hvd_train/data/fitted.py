@@ -15,7 +15,7 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 
 @dataclass(frozen=True)
 class Taken:
-    """How a field of the run comes out of the data: ``name``: there; ``order``: of its columns; ``lookup``: from its
+    """The way from the data to a field of the run: ``name``: there; ``order``: of its columns; ``lookup``: from its
     numbers of classes to the run's. None: as it is."""
 
     name: str
@@ -125,7 +125,7 @@ def _scale(field: Field) -> str:
 
 
 def _order(run: Field, own: Field, where: str, remarks: list[str]) -> np.ndarray | None:
-    """Of the run's columns in the data; None: as they stand."""
+    """Return the places of the run's columns in the data; None: as they stand."""
     if run.columns and not own.columns:
         remarks.append(f"the data do not tell the names of columns: they are taken as {listing(run.columns)}")
     if not run.columns or not own.columns or run.columns == own.columns:
@@ -150,7 +150,7 @@ def _classes_of(run: Field, own: Field) -> Field:
 
 
 def _lookup(name: str, run: Field, own: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
-    """From the data's numbers of classes to the run's, which have the same names. A number without a name is called as
+    """Map the data's numbers of classes to the run's of the same names. A number without a name is called as
     it is."""
     if not run.classes or not own.classes:
         return None

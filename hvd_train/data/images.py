@@ -96,7 +96,7 @@ def _holds_images(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Header:
-    """What the first bytes of a file tell: its mode, its size when it stands upright, and whether EXIF turns it."""
+    """The header of an image file: its mode, its size when it stands upright, and whether EXIF turns it."""
 
     mode: str
     size: tuple[int, int]
@@ -209,7 +209,7 @@ def _formats() -> dict[str, str]:
 
 @cache
 def _formats_of(suffix: str) -> tuple[str, ...]:
-    """What a file of this ending may be. One that promises an image may be any; others are what they are called, or
+    """Return the formats of a file with this ending. One that promises an image may be any; others are as named, or
     what their first bytes tell."""
     if suffix in SUFFIXES:
         return tuple(dict.fromkeys((*BY_CONTENT, *_formats().values())))

@@ -1,4 +1,4 @@
-"""How much memory is free, and a clear line before more is taken."""
+"""The amount of free memory, and a clear line before more is taken."""
 
 from __future__ import annotations
 

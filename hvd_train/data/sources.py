@@ -32,7 +32,7 @@ TASK = TaskConfig()
 
 @dataclass(frozen=True)
 class Asked:
-    """What data are opened for.
+    """The request for which data are opened.
 
     run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
     and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def reads_test(self) -> bool:
-        """Whether a test part is opened; training does not look at it."""
+        """Return whether a test part is opened; training does not look at it."""
         return self.test or self.split in ("test", "all")
 
 
@@ -86,7 +86,7 @@ class DataSet:
 
     @property
     def remarks(self) -> list[str]:
-        """What a user should know of all parts, each line once."""
+        """Return the notes for a user of all parts, each line once."""
         return list(dict.fromkeys(line for part in self.parts.values() for line in getattr(part, "remarks", ())))
 
     @property
@@ -410,7 +410,7 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Worl
 
 
 def known(config: DataConfig, asked: Asked, count: int | None = None) -> Known:
-    """What is known of the classes before the data are read; ``count``: of a data set that has always so many."""
+    """Return the classes known before the data are read; ``count``: of a data set that always has so many."""
     return Known.of(config, asked.run).counted(count)
 
 

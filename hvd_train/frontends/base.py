@@ -427,7 +427,7 @@ def build_model(
 
 
 def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:
-    """What a model of the zoo must know of the order of axes; one that takes images alone (``IMAGES``) gets no others.
+    """Return the options that tell a model the order of axes; one of images alone (``IMAGES``) gets no others.
 
     Without it, (height, width, 4) that is not an image would be taken for channels first in PyTorch.
     """
@@ -471,12 +471,12 @@ NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.n
 
 
 def _wants_classes(sample: Sample, error: Exception) -> bool:
-    """Whether a layer was made of ``num_classes=None``: a loss of the user's own does not make labels classes."""
+    """Return whether a layer was made of ``num_classes=None``: a user's loss does not make labels classes."""
     return sample.num_classes is None and "None" in str(error)
 
 
 def may_be_images(sample: Sample) -> bool:
-    """Whether an input that is not an image has the axes of one, so that the user may have meant it."""
+    """Return whether an input that is not an image has the axes of one, so that the user may have meant it."""
     return any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values())
 
 

@@ -260,7 +260,7 @@ class Flat:
         return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
 
     def aligned(self, flat: torch.Tensor) -> torch.Tensor:
-        """What lies as gradients travel, as weights lie; the same tensor where that is the same."""
+        """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
         if self._steps == self._sizes:
             return flat
         found = flat.new_zeros(sum(self._steps))

@@ -25,7 +25,7 @@ def hidden(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
 
 
 def not_part(names: Iterable[str]) -> str:
-    """What is wrong with the layers that ``hidden`` names."""
+    """Describe what is wrong with the layers that ``hidden`` names."""
     return f"the layers in {', '.join(names)} are not part of the model: a Python list or dict hides them"
 
 

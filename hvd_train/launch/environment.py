@@ -88,9 +88,10 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _typed_in_a_step(environ: Mapping[str, str]) -> bool:
-    """Whether a user typed this command in the shell of ``srun --pty``. Only a shell at a terminal gives each command a
-    process group of its own. The task at the terminal leads its session, and a script's commands stay in its group; the
-    other tasks have no terminal."""
+    """Return whether a user typed this command in the shell of ``srun --pty``.
+
+    Only a shell at a terminal gives each command a process group of its own. The task at the terminal leads its
+    session, and a script's commands stay in its group. The other tasks have no terminal."""
     terminal = any(os.isatty(descriptor) for descriptor in (0, 1, 2))
     return "SLURM_PTY_PORT" in environ and terminal and os.getpgrp() != os.getsid(0)
 
@@ -126,7 +127,7 @@ def _above(environ: Mapping[str, str], name: str, least: int, beside: str = "") 
 
 
 def _tasks(config: str) -> int:
-    """How many processes of TensorFlow's TF_CONFIG would train."""
+    """Count the processes of TensorFlow's TF_CONFIG that would train."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         cluster = json.loads(config)["cluster"]
         return sum(len(cluster.get(kind, [])) for kind in ("chief", "master", "worker"))

@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class Children:
-    """What one process starts, and how it ends. ``host``: the name of this one where there are several."""
+    """The ranks that one process starts, and their end. ``host``: the name of this one where there are several."""
 
     def __init__(self, host: str = "") -> None:
         self._host, self._asked = host, False
@@ -94,7 +94,7 @@ class Children:
             child.signal(number)
 
     def heed_signals(self) -> None:
-        """From here on this process hands its signals on; before, it ends, and ranks end with their launcher."""
+        """Hand signals on from here. Before, a signal ends this process, and ranks end with their launcher."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signal(number))
 
@@ -122,13 +122,13 @@ class Children:
 
 
 def variables(place: Place, address: str, port: int, token: str, network: str) -> dict[str, str]:
-    """What horovodrun sets in a rank; ``network``: the interface of its traffic, empty where Gloo is to choose."""
+    """Return horovodrun's variables of a rank; ``network``: its interface, empty where Gloo is to choose."""
     found = over_gloo(World(*place.world), place.host, place.cross, address, port, token)
     return found | ({"HOROVOD_GLOO_IFACE": network, "NCCL_SOCKET_IFNAME": network} if network else {})
 
 
 def places(slots: Mapping[str, int], size: int) -> list[Place]:
-    """Of each rank, with hosts filled one after the other."""
+    """Return each rank's place, with hosts filled one after the other."""
     counts: dict[str, int] = {}
     for host, count in slots.items():
         counts[host] = min(count, size - sum(counts.values()))
@@ -167,7 +167,7 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is this host's."""
+    """Return whether a name is this host's."""
     if host in ("localhost", platform.node()):
         return True
     with suppress(OSError):
@@ -177,7 +177,7 @@ def is_here(host: str) -> bool:
 
 
 def _addresses(networks: Sequence[str]) -> list[str]:
-    """Where other hosts may reach this one, IPv4."""
+    """Return the IPv4 addresses at which other hosts may reach this one."""
     import psutil
 
     found = [
@@ -190,7 +190,7 @@ def _addresses(networks: Sequence[str]) -> list[str]:
 
 
 def _interface_to(hosts: Sequence[str]) -> str:
-    """By which this host reaches the others; nothing is sent."""
+    """Return the interface by which this host reaches the others; nothing is sent."""
     for host in hosts:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(host), 9))

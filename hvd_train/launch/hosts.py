@@ -114,7 +114,7 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
 
 
 def options(launcher: str, hosts: Hosts) -> list[str]:
-    """What ``mpirun``, or ``launch/gloo.py``, is told of the hosts."""
+    """Return the options of ``mpirun``, or of ``launch/gloo.py``, that name the hosts."""
     if launcher == "mpirun":
         # Names alone: their values, and variables of Open MPI, travel by themselves.
         own = [word for name in travelling(os.environ) for word in ("-x", name)]

@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def ignored(number: int) -> bool:
-    """Whether the user lets this process outlive its terminal (nohup)."""
+    """Return whether the user lets this process outlive its terminal (nohup)."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 

@@ -80,7 +80,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Met:
-    """Where the desk is. ``interface``: by which the others reach this rank; empty: Gloo takes the host name's;
+    """The place of the desk. ``interface``: by which others reach this rank; empty: Gloo takes the host name's;
     ``cross``: (place among the ranks with this local rank, their number)."""
 
     world: World
@@ -168,7 +168,7 @@ def _receive(here: World, step: Step, seconds: int) -> Met:
 
 
 def _cross(here: World, locals_: list[int]) -> tuple[int, int]:
-    """From the local rank of each rank. Horovod ends the process where these places are not in the order of ranks."""
+    """Return Horovod's cross rank and size from all local ranks. They must follow the order of ranks, or it ends."""
     return locals_[: here.rank].count(here.local_rank), locals_.count(here.local_rank)
 
 
@@ -271,7 +271,7 @@ def placed() -> World | None:
 
 
 def _address(step: Step) -> str:
-    """Of the first node, IPv4, for this rank."""
+    """Return the first node's IPv4 address, for this rank."""
     return LOOPBACK if step.own == step.host else _resolve(step.host)
 
 
@@ -364,7 +364,7 @@ def open_desk(here: World) -> Desk:
 
 
 def _open_signpost(here: World) -> None:
-    """Of the first rank on the first node of a step, if that is not rank 0."""
+    """Open the signpost of the first rank on a step's first node, if that is not rank 0."""
     global _signpost
     step = Step.of(os.environ)
     if step.own == step.host and _signpost is None:
@@ -493,11 +493,11 @@ class Desk(ThreadingHTTPServer):
 
     @property
     def settled(self) -> bool:
-        """Whether the ranks have met, or never will."""
+        """Return whether the ranks have met, or never will."""
         return self._verdict is not None
 
     def join(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
-        """For a rank that came from ``peer`` by that address of ours: HTTP's status and the verdict, when there is
+        """Answer a rank that came from ``peer`` by that address of ours: HTTP's status and the verdict, when there is
         one. 410: it has come before, in an earlier command of this step."""
         with self._changed:
             if rank in self._came or not 0 < rank < self.size:
@@ -603,7 +603,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def is_desk(address: str, port: int, token: str) -> bool:
-    """Whether a desk answers there that knows the token."""
+    """Return whether a desk answers there that knows the token."""
     nonce = secrets.token_hex(16)
     try:
         connection = http.client.HTTPConnection(address, port, timeout=ANSWER_SECONDS)

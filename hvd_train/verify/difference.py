@@ -114,7 +114,7 @@ def _odd(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
 
 
 def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NORM_FIX) -> list[str]:
-    """What differs, causes before consequences: the first line tells where to look. Empty: they are equal.
+    """List the differences, causes before consequences: the first line tells where to look. Empty: equal.
 
     ``norm_fix``: what to do about batch normalization over each rank's own samples.
     """

@@ -37,7 +37,7 @@ def none_tells_a_secret() -> Iterator[dict[str, str]]:
     finally:
         ended.set()
         thread.join()
-    assert any(b"hvd_train" in line for line in seen)
+    assert any(re.search(rb"hvd[-_]train", line) for line in seen)  # ranks were there to be read
     for secret in (*(value.encode() for value in secrets.values()), *tokens):
         told = [line.replace(b"\0", b" ") for line in seen if secret in line]
         assert not told, f"{secret!r} stands in {told}"

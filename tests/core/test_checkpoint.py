@@ -567,5 +567,6 @@ def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
     for rule, step in (({}, 3), ({"monitor": "val_accuracy"}, 2)):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
         monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)
-        found = run._find_snapshot(SimpleNamespace(config=config), "best", ["data"])
+        job = SimpleNamespace(config=config, given=config, data=SimpleNamespace(sample=Sample({}, {}), vocabulary=""))
+        found = run._find_snapshot(job, "best", ["data"])
         assert found.step == step

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_train import run
 from hvd_train.attach.world import open_world
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import GIVEN, look_in
@@ -19,6 +18,9 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
+from hvd_train.jobs.fit import locked_run_folder, train
+from hvd_train.jobs.job import build_job, failures_explained
+from hvd_train.jobs.resume import data_as_before
 from hvd_train.protocol import Build
 
 STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder, or the current one of a notebook and of python -m
@@ -76,17 +78,17 @@ def fit(
         raise ConfigError(f"{strange} is no hook", where="hooks", fix="derive it from hvd_train.Hook; give an object")
     with ExitStack() as stack:
         settled = stack.enter_context(_settled(config, model, data, loss, metrics))
-        lock = stack.enter_context(run.locked(settled, resume, overwrite))
+        lock = stack.enter_context(locked_run_folder(settled, resume, overwrite))
         look_in(settled.code_dir)
         opened = open_data(settled.data, settled.task, None if isinstance(data, str) else data)
         rank = settle(settled.framework, settled.threads, verbose)
         rank.module.configure(rank.threads)
         # Kept open: a launched world cannot be opened twice.
         communicator = open_world(settled.framework) if rank.world.launcher else Serial()
-        stack.enter_context(run.telling(communicator))
-        opened = run.as_before(settled, communicator, opened, resume, None if isinstance(data, str) else data)
-        job = run.open_job(settled, rank.module, communicator, opened, rank.settings)
-        return Summary(run.train(job, resume, allow_change, overwrite, lock, hooks))
+        stack.enter_context(failures_explained(communicator))
+        opened = data_as_before(settled, communicator, opened, resume, None if isinstance(data, str) else data)
+        job = build_job(settled, rank.module, communicator, opened, rank.settings)
+        return Summary(train(job, resume, allow_change, overwrite, lock, hooks))
 
 
 @contextmanager

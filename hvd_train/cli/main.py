@@ -244,14 +244,12 @@ def fit(
     _prepare()
     if check:
         forget()
-        sys.exit(_run().check(config, resume, allow_change, overwrite, verbose))
-    sys.exit(_run().fit(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
+        from hvd_train.jobs.check import check as try_once
 
+        sys.exit(try_once(config, resume, allow_change, overwrite, verbose))
+    from hvd_train.jobs.fit import fit as train
 
-def _run() -> Any:
-    from hvd_train import run
-
-    return run
+    sys.exit(train(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
 
 
 def _within_a_world() -> bool:
@@ -627,9 +625,12 @@ def evaluate(
     hvd-train eval --run-dir runs/cnn --set data.path=new.csv             (all samples of other data)
     hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
     """
-    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
-    _run().refuse_foreign({} if trust else named, run_dir)
-    _launch_or(num_proc, launcher, verbose, lambda: _run().evaluate(config, checkpoint, split, verbose))
+    from hvd_train.jobs.evaluate import evaluate
+    from hvd_train.jobs.trained_run import refuse_foreign, trained_config
+
+    config, named = trained_config(path, sets, run_dir, checkpoint)
+    refuse_foreign({} if trust else named, run_dir)
+    _launch_or(num_proc, launcher, verbose, lambda: evaluate(config, checkpoint, split, verbose))
 
 
 @cli.command()
@@ -663,13 +664,16 @@ def predict(
     hvd-train predict --run-dir runs/cnn -o predictions.npy -np 2
     hvd-train predict --run-dir runs/cnn --set data.path=photos --names -o photos.csv
     """
-    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
-    _run().refuse_foreign({} if trust else named, run_dir)
-    _run().check_output(config, output, overwrite)
+    from hvd_train.jobs.predict import check_names, check_output, predict
+    from hvd_train.jobs.trained_run import refuse_foreign, trained_config
+
+    config, named = trained_config(path, sets, run_dir, checkpoint)
+    refuse_foreign({} if trust else named, run_dir)
+    check_output(config, output, overwrite)
     if names:
-        _run().check_names(config, output)
+        check_names(config, output)
     work = (config, checkpoint, output, split, verbose, overwrite, names)
-    _launch_or(num_proc, launcher, verbose, lambda: _run().predict(*work))
+    _launch_or(num_proc, launcher, verbose, lambda: predict(*work))
 
 
 @cli.command()
@@ -762,10 +766,11 @@ def export(
     hvd-train export --run-dir runs/cnn --to onnx -o cnn.onnx --checkpoint best
     hvd-train export --run-dir runs/cnn --to safetensors   weights alone, under names that both frameworks share
     """
-    from hvd_train import export as exporting
+    from hvd_train.jobs.export import export
+    from hvd_train.jobs.trained_run import trained_config
 
-    config, named = _run().trained_config(path, sets, run_dir, checkpoint)
-    sys.exit(exporting.export(config, checkpoint, to, output, overwrite, verbose, {} if trust else named))
+    config, named = trained_config(path, sets, run_dir, checkpoint)
+    sys.exit(export(config, checkpoint, to, output, overwrite, verbose, {} if trust else named))
 
 
 @cli.command()

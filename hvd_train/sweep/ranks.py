@@ -12,7 +12,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from hvd_train import run as jobs
 from hvd_train.config.own import look_in
 from hvd_train.core.log import warn
 from hvd_train.data.sources import open_data
@@ -20,6 +19,8 @@ from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, mpi_world
 from hvd_train.frontends.rank import Rank, settle
 from hvd_train.frontends.serial import Serial
+from hvd_train.jobs.fit import locked_run_folder, train
+from hvd_train.jobs.job import build_job, failures_explained
 from hvd_train.launch.environment import LAUNCHERS, World
 from hvd_train.launch.outside import Ears
 from hvd_train.protocol import Communicator
@@ -104,13 +105,13 @@ def _run(
         run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / LOG if part.rank == 0 else os.devnull, "w") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            with jobs.locked(trial.config, "auto", False) as lock:
+            with locked_run_folder(trial.config, "auto", False) as lock:
                 look_in(trial.config.code_dir)
                 data = open_data(trial.config.data, trial.config.task)
                 settings = rank.settings | {"ranks": part.size}
-                with jobs.telling(communicator):
-                    job = jobs.open_job(trial.config, rank.module, communicator, data, settings)
-                    jobs.train(job, "auto", (), False, lock, outside=ears, until=until)
+                with failures_explained(communicator):
+                    job = build_job(trial.config, rank.module, communicator, data, settings)
+                    train(job, "auto", (), False, lock, outside=ears, until=until)
         except Interrupted as caught:
             ears.ended = True
             return caught.exit_code, True

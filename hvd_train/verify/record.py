@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, Taken
 from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.state_dict import pack, unpack
 from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.jobs import job as jobs
+from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
 
 STAGES = ("first", "last")
@@ -56,13 +57,13 @@ class Recorder(Hook):
 def record(folder: Path, verbose: bool) -> int:
     """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
     paths = sorted(folder.glob("*.yaml"))
-    with run.opened(load_config(paths[0]), verbose) as first:
+    with jobs.opened_job(load_config(paths[0]), verbose) as first:
         module = FRAMEWORKS[first.config.framework].load()
         for path in paths:
             config = load_config(path)
-            job = first if path == paths[0] else run.open_job(config, module, first.communicator, first.data)
+            job = first if path == paths[0] else jobs.build_job(config, module, first.communicator, first.data)
             job.frontend.without_dropout()
-            run.connect(job, "none")
+            connect(job, "none")
             hooks = [Recorder(path.with_suffix(""))]
             trainer = Trainer(config, job.frontend, job.data.train, job.data.val, folder, NullLog(), hooks=hooks)
             trainer.restore(None)

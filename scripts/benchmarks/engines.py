@@ -86,11 +86,12 @@ def settings(framework: str, model: str, exchange: dict) -> dict:
 
 def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto") -> None:
     """The product's own loop."""
-    from hvd_train import run
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
+    from hvd_train.jobs.connect import connect
+    from hvd_train.jobs.job import opened_job
     from hvd_train.launch.environment import keep_memory
 
     class Counting(Hook):
@@ -109,8 +110,8 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
         return frontend.task.results(frontend.ops.to_numpy(own))["loss"]
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
-    with run.opened(config, False) as job:
-        run.connect(job, config.exchange.compression)
+    with opened_job(config, False) as job:
+        connect(job, config.exchange.compression)
         trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), NullLog(), hooks=[Counting()])
         keep_memory()
         trainer.fit()

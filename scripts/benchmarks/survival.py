@@ -42,12 +42,13 @@ class Enough(BaseException):
 
 def work(framework: str, part: str, pairs: int, file: Path) -> None:
     """One rank: trains, and on rank 0 writes the seconds of each block."""
-    from hvd_train import run
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
     from hvd_train.core.meeting import Outside
+    from hvd_train.jobs.connect import connect
+    from hvd_train.jobs.job import opened_job
     from hvd_train.launch import peers
     from hvd_train.launch.environment import keep_memory
     from hvd_train.launch.outside import listen
@@ -91,8 +92,8 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
 
     rule = {"every_n_epochs": 0, "save_last": part == "saves", "save_top_k": 0}
     config = Config.model_validate(settings(framework, model, {}) | {"run_dir": str(file.parent), "checkpoint": rule})
-    with run.opened(config, False) as job:
-        run.connect(job, "none")
+    with opened_job(config, False) as job:
+        connect(job, "none")
         ears = listen()
         ears.seen = peers.watch(job.communicator, config.watchdog_s)
         given = job.frontend, job.data.train, job.data.val, file.parent, NullLog()

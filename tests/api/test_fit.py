@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import hvd_train
-from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.config.own import own_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
+from hvd_train.jobs.evaluate import evaluate
 
 CLASSES = 3
 rng = np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_a_run_of_a_version_that_took_sequences_for_images_goes_on(tmp_path, cap
     summary = hvd_train.fit(given | {"data": data}, resume="auto")
     assert summary.epochs == 2
     assert "note: samples of (4, 5) are images, as when the run began (data.images: true)" in capfd.readouterr().err
-    run.evaluate(load_config(base=given | {"data": data}), "last", "val", False)
+    evaluate(load_config(base=given | {"data": data}), "last", "val", False)
     assert "are images, as when the run was trained" in capfd.readouterr().err
 
 

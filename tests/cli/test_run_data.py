@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.data.sources import DataSet
 from hvd_train.errors import DataError
+from hvd_train.jobs.trained_run import check_vocabulary
 from tests.cli.test_commands import ROOT, SECONDS
 from tests.cli.test_run_folder import commands, fit
 from tests.data.test_run_data import WORDS, X, table
@@ -85,8 +85,8 @@ def test_a_text_is_read_by_the_runs_vocabulary(made):
     settings, found = load_config(), DataSet("masked_text", {}, "{}")
     for known, what in (("", "did not keep its vocabulary"), ("[]", "another vocabulary than the run's")):
         with pytest.raises(DataError, match=what):
-            run._check_vocabulary(settings, found, own=False, meta={"vocabulary": known})
-    run._check_vocabulary(settings, found, own=True, meta={"vocabulary": ""})
+            check_vocabulary(settings, found, same_data=False, meta={"vocabulary": known})
+    check_vocabulary(settings, found, same_data=True, meta={"vocabulary": ""})
 
 
 def result(done):

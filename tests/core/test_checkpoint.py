@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train import run
 from hvd_train.config import Config
 from hvd_train.core import checkpoint
 from hvd_train.core.checkpoint import Progress, Snapshot
 from hvd_train.core.manifest import encode, read
 from hvd_train.errors import CheckpointError
+from hvd_train.jobs import resume
+from hvd_train.jobs.trained_run import choose_checkpoint, trained_config
 from hvd_train.protocol import Field, Sample
 
 TREE = {
@@ -512,7 +513,7 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
         config = Config.model_validate({"model": {"name": name}}).model_dump(mode="json")
         meta = {"monitor": {}, "progress": {"step": 1}, "config": config}
         checkpoint.save(folder / "checkpoints", Snapshot(1, 1, 32, TREE, [], meta))
-        return run.trained_config(None, [], str(folder), "last")[1]
+        return trained_config(None, [], str(folder), "last")[1]
 
     assert named() == {} and named("parts:network") == {"model.name": "parts:network"}, "there is no such module"
     for library in ("os:system", "numpy:load", "torch.hub:load"):
@@ -523,16 +524,16 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
             named()
             before = path.stat().st_mode
             path.chmod(before | mode)
-            assert run.trained_config(None, [], str(folder), "last")[1], (path, mode)
+            assert trained_config(None, [], str(folder), "last")[1], (path, mode)
             path.chmod(before)
     named()
-    assert run.trained_config(None, [], str(folder), "last")[1] == {}
+    assert trained_config(None, [], str(folder), "last")[1] == {}
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: 12345)
-        assert run.trained_config(None, [], str(folder), "last")[1], "they belong to another user"
+        assert trained_config(None, [], str(folder), "last")[1], "they belong to another user"
     shutil.move(folder / "checkpoints", tmp_path / "elsewhere")
     (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    assert run.trained_config(None, [], str(folder), "last")[1], "a link may lead to another's"
+    assert trained_config(None, [], str(folder), "last")[1], "a link may lead to another's"
 
 
 def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, capsys):
@@ -543,8 +544,8 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
         meta["config"] = saved.model_dump(mode="json")
         checkpoint.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
     for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
-        config, _ = run.trained_config(None, sets, str(tmp_path), "best")
-        assert run.chosen(config, "best").step == step and config.restores
+        config, _ = trained_config(None, sets, str(tmp_path), "best")
+        assert choose_checkpoint(config, "best").step == step and config.restores
         told = capsys.readouterr().err
         assert told.count("\n") == lines and ("takes the smallest val_accuracy as best" in told) == bool(lines)
 
@@ -563,10 +564,10 @@ def test_a_damaged_best_is_told(tmp_path):
 def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
     for step, loss, accuracy in ((1, 0.3, 0.8), (2, 0.2, 0.9), (3, 0.1, 0.7)):
         checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
-    monkeypatch.setattr(run, "changed", lambda before, now: [])
+    monkeypatch.setattr(resume, "changed", lambda before, now: [])
     for rule, step in (({}, 3), ({"monitor": "val_accuracy"}, 2)):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
         monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)
-        job = SimpleNamespace(config=config, given=config, data=SimpleNamespace(sample=Sample({}, {}), vocabulary=""))
-        found = run._find_snapshot(job, "best", ["data"])
+        data = SimpleNamespace(sample=Sample({}, {}), vocabulary="")
+        found = resume.find_checkpoint(config, config, data, "best", ["data"])
         assert found.step == step

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train import run
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.hooks import Hook
@@ -27,6 +26,9 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
+from hvd_train.jobs import fit
+from hvd_train.jobs.connect import connect
+from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
 from tests.seconds import counted
 
@@ -35,7 +37,7 @@ SECONDS = 120  # of one case
 
 def job_of(case, module, communicator):
     config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in case["config"].items()])
-    return run.open_job(config, module, communicator, open_data(config.data, config.task))
+    return build_job(config, module, communicator, open_data(config.data, config.task))
 
 
 class Apart(Hook):
@@ -49,7 +51,7 @@ def train(case, module, communicator, folder):
     """Trains as ``fit`` does; the final tree and the summary are the result."""
     job = job_of(case, module, communicator)
     hooks = [Apart()] if case.get("apart") else []
-    summary = run.train(job, case.get("resume"), case.get("allow", ()), hooks=hooks)
+    summary = fit.train(job, case.get("resume"), case.get("allow", ()), hooks=hooks)
     metrics = Path(job.config.run_dir) / "metrics.jsonl"
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -63,7 +65,7 @@ def train(case, module, communicator, folder):
 
 def connected(case, module, communicator):
     job = job_of(case, module, communicator)
-    run.connect(job, "none")
+    connect(job, "none")
     return job
 
 
@@ -95,7 +97,7 @@ def adasum(case, module, communicator, folder):
     """Of two known vectors; and the error where it cannot be."""
     ops, x = module.cpu_ops(), np.array([[1.0, 2.0, 3.0], [-2.0, 0.5, 4.0]])[communicator.rank % 2]
     try:
-        run.connect(job_of(case, module, communicator), "none")
+        connect(job_of(case, module, communicator), "none")
     except TrainError as error:
         return {"text": str(error), "common": error.common}
     total = communicator.synchronize(communicator.allreduce_async(ops.from_numpy(x), "adasum", "adasum"))

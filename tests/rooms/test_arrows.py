@@ -15,7 +15,7 @@ PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
     "errors": 0, "files": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2,
-    "launch": 3, "report": 3, "frontends": 4, "run": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6, "export": 6,
+    "launch": 3, "report": 3, "frontends": 4, "jobs": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6,
     "sweep": 6, "torch": 6, "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
@@ -93,7 +93,7 @@ def loaded(code: str) -> set[str]:
     "code",
     [
         "import hvd_train",
-        "import hvd_train.run, hvd_train.core.loop, hvd_train.launch, hvd_train.report.plots",
+        "import hvd_train.jobs.fit, hvd_train.core.loop, hvd_train.launch, hvd_train.report.plots",
         "from hvd_train.config import load_config; load_config()",
         "from hvd_train.cli.main import cli; cli(['fit', '--help'], standalone_mode=False)",
         "from hvd_train.cli.main import cli; cli(['models'], standalone_mode=False)",

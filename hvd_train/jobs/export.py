@@ -19,9 +19,9 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
 from hvd_train.frontends.rank import settle
+from hvd_train.jobs.trained_run import choose_checkpoint, refuse_foreign
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Sample, one_or_all
-from hvd_train.run import chosen, refuse_foreign
 
 OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in OWN.items()}
@@ -60,7 +60,7 @@ def export(
     output = output or Path(config.run_dir) / f"model{ENDINGS[to]}"
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
-    snapshot = chosen(config, which)
+    snapshot = choose_checkpoint(config, which)
     opens = sample_of(snapshot.meta) is None
     used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)

@@ -1,0 +1,1 @@
+"""The jobs of the command line: fit, check, evaluate, predict, export."""

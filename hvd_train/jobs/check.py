@@ -1,0 +1,59 @@
+"""``fit --check``: all that comes before a training, then one step and one batch of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import Config
+from hvd_train.core import checkpoint, folder
+from hvd_train.core.agreement import collectively
+from hvd_train.core.log import NullLog, WordLog
+from hvd_train.core.loop import Trainer
+from hvd_train.core.saving import check_tree
+from hvd_train.core.state_dict import without_slots
+from hvd_train.jobs import messages
+from hvd_train.jobs.connect import connect
+from hvd_train.jobs.job import opened_job
+from hvd_train.jobs.resume import find_checkpoint
+from hvd_train.launch.environment import world
+
+
+def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
+    """Do what comes before a training, then one step and one batch of an evaluation; write nothing."""
+    run_dir = Path(config.run_dir)
+    if world().rank == 0:
+        folder.check_free(run_dir, resume, overwrite)
+    with opened_job(config, verbose) as job:
+        communicator, first = job.communicator, job.communicator.rank == 0
+        log = WordLog() if first else NullLog()
+
+        def find() -> checkpoint.Snapshot | None:
+            snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
+            if snapshot:
+                check_tree(without_slots(job.frontend.state()), without_slots(snapshot.tree))
+            return snapshot
+
+        snapshot = collectively(communicator, find)
+        connect(job, config.exchange.compression)
+        data: dict[str, Any] = config.model_dump(mode="json")
+        data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
+        data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None}
+        trainer = Trainer(Config.model_validate(data), job.frontend, job.data.train, job.data.val, run_dir, log)
+        trainer.restore(None)
+        log.message("\n".join([messages.start(job, trainer, None), *config.notes]))
+        if first and ":" in config.model.name:
+            messages.warn_of_softmax(job, log)
+        summary = trainer.fit()
+        resumed = f", checkpoint {snapshot.path.name} to go on from" if snapshot else ""
+        log.message(f"checked: configuration, data, model{resumed}; {_steps(summary)}")
+        log.message(f"nothing was written; without --check the run folder will be {run_dir}")
+    return 0
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    loss, val = summary["train_loss"], summary["val_loss"]
+    step = f"one step of {summary['train_samples']:,} samples, forward, backward and update"
+    step += " left out for its gradients" if loss is None else f" (loss {loss:.4f})"
+    return f"{step}; one validation batch" + ("" if val is None else f" (loss {val:.4f})")

@@ -1,0 +1,53 @@
+"""The gradient exchange of a job, put between its front-end and the network."""
+
+from __future__ import annotations
+
+from hvd_train.compression import make
+from hvd_train.core import auto, synchronizers
+from hvd_train.core.exchange import Clip, Exchange
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.jobs.job import Job
+from hvd_train.protocol import Communicator, Compressor
+
+
+def connect(job: Job, compression: str) -> str:
+    """Build the exchange and hand it to the front-end; return the compression, which is measured where ``auto``."""
+    config, frontend, communicator = job.config, job.frontend, job.communicator
+    options, specs = config.exchange, frontend.specs()
+
+    def compressor(name: str) -> Compressor:
+        return make(name, communicator.size, **options.options(name))
+
+    if options.op == "adasum":
+        _check_adasum(communicator)
+    if compression == "auto":
+        compression, seconds = auto.choose(specs, frontend.packing, compressor, communicator, frontend.ops)
+        if communicator.rank == 0 and seconds:
+            listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
+            print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
+
+    def build(over: Communicator) -> Exchange:
+        return Exchange(
+            specs,
+            frontend.packing,
+            compressor(compression),
+            over,
+            frontend.ops,
+            Clip(config.gradient_clip_val, config.gradient_clip_algorithm),
+            op="adasum" if options.op == "adasum" else "sum",
+            world=communicator,
+        )
+
+    frontend.connect(synchronizers.make(options).exchange(build, communicator, Serial()))
+    return compression
+
+
+def _check_adasum(communicator: Communicator) -> None:
+    where = "exchange.op: adasum"
+    if communicator.size & (communicator.size - 1):
+        what = f"adasum joins 2, 4, 8, ... ranks, not {communicator.size}"
+        raise ConfigError(what, where=where, fix="change -np, or set exchange.op: average", common=True)
+    if communicator.size > 1 and not communicator.mpi:
+        what = "adasum needs MPI, and this world was started with Gloo"
+        raise ConfigError(what, where=where, fix="start with mpirun, or set exchange.op: average", common=True)

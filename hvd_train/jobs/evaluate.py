@@ -1,0 +1,21 @@
+"""The scores of a checkpoint: ``hvd-train eval``."""
+
+from __future__ import annotations
+
+import json
+
+from hvd_train.config import Config
+from hvd_train.core.evaluation import evaluate as evaluate_batches
+from hvd_train.jobs.trained_run import trained_job
+
+
+def evaluate(config: Config, which: str, split: str | None, verbose: bool) -> int:
+    """Score a checkpoint over every sample of a split, exactly once; rank 0 prints one line of JSON.
+
+    Without ``split``: the validation part of the run's data, and all samples of other data.
+    """
+    with trained_job(config, which, split, verbose) as job:
+        result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
+        if job.communicator.rank == 0:
+            print(json.dumps({"split": job.split, **result}), flush=True)
+    return 0

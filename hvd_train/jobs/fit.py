@@ -1,0 +1,137 @@
+"""Training: the run folder, the checkpoint to go on from, the loop, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import Config, resolved_yaml
+from hvd_train.core import faults, folder
+from hvd_train.core.agreement import collectively
+from hvd_train.core.checkpoint import Snapshot
+from hvd_train.core.hooks import Crowded, Hook
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.loop import Trainer
+from hvd_train.core.meeting import Outside
+from hvd_train.errors import Interrupted
+from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.jobs import messages
+from hvd_train.jobs.connect import connect
+from hvd_train.jobs.job import Job, opened_job, versions
+from hvd_train.jobs.resume import find_checkpoint
+from hvd_train.launch import peers, snapshots
+from hvd_train.launch.environment import keep_memory, world
+from hvd_train.launch.outside import Ears
+
+
+def fit(
+    config: Config,
+    resume: str | None,
+    allow_change: tuple[str, ...],
+    overwrite: bool,
+    verbose: bool,
+    ears: Ears,
+    until: int | None = None,
+) -> int:
+    """Train, and leave a run folder on rank 0; return the exit code."""
+    code, ears.run_dir = 0, Path(config.run_dir)
+    faults.arm(world().rank)
+    with locked_run_folder(config, resume, overwrite) as lock, opened_job(config, verbose, resume) as job:
+        if not ears.told and job.communicator.size > 1:
+            ears.seen = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
+        if lock:
+            ears.leaving.append(lock.release)
+        ears.leaving.append(snapshots.forget)
+        try:
+            train(job, resume, allow_change, overwrite, lock, outside=ears, until=until)
+        except Interrupted as error:
+            code = error.exit_code
+        ears.leave(code)  # the ranks leave one by one, and launchers signal the last
+    ears.end(code=code)
+    return code
+
+
+@contextmanager
+def locked_run_folder(config: Config, resume: str | None, overwrite: bool) -> Iterator[folder.Lock | None]:
+    """Lock the run folder on rank 0, if it is free for this run."""
+    if world().rank:
+        yield None
+        return
+    run_dir = Path(config.run_dir)
+    with folder.Lock(run_dir) as lock:
+        folder.bring_back(run_dir)
+        folder.check_free(run_dir, resume, overwrite)
+        yield lock
+
+
+def train(
+    job: Job,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    overwrite: bool = False,
+    lock: folder.Lock | None = None,
+    hooks: Sequence[Hook] = (),
+    outside: Outside | None = None,
+    until: int | None = None,
+) -> dict[str, Any]:
+    """Train an opened job, to its end or to epoch ``until``; return the summary, equal on all ranks.
+
+    Everything is read and checked, on all ranks, before anything of the run folder is changed. Raises Interrupted.
+    """
+    config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
+    log: RunLog | NullLog = NullLog()
+    if communicator.rank == 0:
+        log = RunLog(run_dir, tensorboard=config.tensorboard, total_epochs=config.max_epochs, lock=lock)
+
+    def find() -> Snapshot | None:
+        if communicator.rank:
+            return None
+        return find_checkpoint(config, job.user_config, job.data, resume, allow_change)
+
+    snapshot = collectively(communicator, find)
+    # ``auto`` keeps to what the run began with: the link may look different today.
+    compression: str = config.exchange.compression
+    if snapshot and compression == "auto":
+        compression = snapshot.meta.get("compression") or compression
+    compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
+    data = job.data.train, job.data.val
+    hooks = [*_thread_check(job), *hooks]
+    trainer = Trainer(config, job.frontend, *data, run_dir, log, compression, hooks, outside, until, snapshots.given())
+    notes = trainer.restore(snapshot)
+    start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]
+    log.message("\n".join(start))
+    if communicator.rank == 0 and ":" in config.model.name:
+        messages.warn_of_softmax(job, log)
+    keeps_memory = keep_memory()  # only now: the memory that setting up freed has gone back
+    if isinstance(log, RunLog):
+        about = {"versions": versions(config), **job.settings}
+        about |= {"compression": compression, "keeps_freed_memory": keeps_memory}
+        log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
+        if job.data.vocabulary:
+            log.files[folder.VOCABULARY] = job.data.vocabulary
+        log.resumed_at = None if resume is None else trainer.progress.step
+        log.evaluates_again = trainer.progress.ending
+        log.replace = overwrite and not folder.goes_on(run_dir, resume)
+    faults.at("start")
+    try:
+        summary = trainer.fit()
+    except Interrupted as error:
+        log.message(str(error))
+        collectively(communicator, lambda: log.close(trainer.progress.step))
+        raise
+    collectively(communicator, lambda: log.summary(summary))
+    if communicator.rank == 0:
+        log.message(messages.end(summary, config))
+    log.close()
+    return summary
+
+
+def _thread_check(job: Job) -> list[Hook]:
+    """Return the hook that tries whether one thread is faster, where ``auto`` chose several."""
+    threads = job.settings.get("threads", 1)
+    by = job.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
+    chosen = job.config.threads == "auto" and by == "hvd_train" and job.config.device != "cuda"
+    alone = job.communicator.size == 1 and threads > 1 and FRAMEWORKS[job.config.framework].threads_wait
+    return [Crowded(threads)] if chosen and alone else []

@@ -1,0 +1,91 @@
+"""The lines that a training prints at its start and its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core import checkpoint
+from hvd_train.core.log import NullLog, RunLog
+from hvd_train.core.loop import Trainer
+from hvd_train.data.classes import listing
+from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.jobs.job import Job
+from hvd_train.jobs.resume import best_rule
+from hvd_train.protocol import Batch, Sample, one_or_all
+
+
+def start(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:
+    """Describe the model, the data, the world and, where a run goes on, the place it goes on from."""
+    c, count, size = job.config, sum(spec.size for spec in job.frontend.specs()), job.communicator.size
+    steps = f"{trainer.steps_per_epoch} steps per epoch"
+    if trainer.limit < trainer.steps_per_epoch:
+        samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
+        steps = f"{trainer.limit} of {steps}, {samples} (limit_train_batches)"
+    if c.limit_val_batches and (scored := c.limit_val_batches * trainer.val_loader.length * size) < trainer.val_size:
+        steps += f"; an evaluation takes {scored:,} of {trainer.val_size:,} samples (limit_val_batches)"
+    lines = [
+        f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "
+        f"{len(job.data.val):,} validation samples",
+        f"{size} rank{'s' * (size > 1)}, global batch {trainer.global_batch}, {steps}",
+    ]
+    lines.append(f"the model gets {_inputs(job)}")
+    notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
+    lines += dict.fromkeys(line for part in notes for line in part)
+    lines += [*_classes(job.data.sample), *job.data.remarks]
+    if snapshot:
+        p = trainer.progress
+        lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
+    return "\n".join(lines)
+
+
+def _inputs(job: Job) -> str:
+    """Describe a sample in the framework's order of axes, as "images (1, 28, 28) float32"."""
+    first = FRAMEWORKS[job.config.framework].channels_first
+    weights = "float64" if job.config.precision == "64" else "float32"
+    listed = []
+    for name, field in job.data.sample.inputs.items():
+        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.shape
+        kind = ("bool" if field.dtype == "bool" else "int64") if field.whole else weights
+        title = [name] * (len(job.data.sample.inputs) > 1) + ["images"] * bool(field.image)
+        listed.append(" ".join([*title, f"{shape} {kind}"]))
+    return ", ".join(listed)
+
+
+def _classes(sample: Sample) -> list[str]:
+    """List the names of the classes and their numbers, a line for each label."""
+    rows = {name: [f"{one} {k}" for k, one in enumerate(field.names or ())] for name, field in sample.labels.items()}
+    return [f"classes{f' of {name}' * (len(rows) > 1)}: {listing(row)}" for name, row in rows.items() if row]
+
+
+def end(summary: dict[str, Any], config: Config) -> str:
+    """Describe the result, the speed, the best checkpoint and the run folder in one line."""
+    run_dir = Path(config.run_dir)
+    scores = {name[4:]: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
+    listed = ", ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in scores.items() if x is not None)
+    result = f"validation {listed}" if listed else "no evaluation"
+    at = summary.get("paused_at")
+    word = f"left after epoch {at}, --resume auto goes on" if at else "done"
+    best = checkpoint.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
+    best = f"; best: {best}" if best else ""
+    speed = summary["samples_per_second"]
+    speed = f", {speed:,.0f} samples/s" if speed else ""
+    return f"{word}: {result}{speed}{best}; run folder {run_dir}"
+
+
+def warn_of_softmax(job: Job, log: RunLog | NullLog) -> None:
+    """Warn where a user's model ends in softmax, which the loss applies again: it would learn, but slowly and worse."""
+    if job.config.task.loss != "cross_entropy":
+        return
+    indices = np.arange(min(8, len(job.data.train)))
+    inputs, labels = job.data.train.fetch(indices)
+    batch = Batch(inputs, labels, np.ones(len(indices), np.float32), indices)
+    outputs = job.frontend.predict(job.frontend.to_device(batch))
+    logits = one_or_all(outputs) if isinstance(outputs, dict) else outputs
+    sums = np.sum(logits, axis=-1, dtype=np.float64)
+    if logits.shape[-1] > 1 and (logits >= 0).all() and np.abs(sums - 1).max() < 0.01:
+        what = "the model gives probabilities (its outputs are not negative and sum to 1), and the loss applies softmax"
+        log.warning(f"{what} again; model.name: {job.config.model.name}; leave its last softmax out")

@@ -1,0 +1,105 @@
+"""A model's predictions as a file: ``hvd-train predict``."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core.agreement import collectively
+from hvd_train.errors import ConfigError
+from hvd_train.jobs.job import Job
+from hvd_train.jobs.prediction_files import ArrayFile, ClassTable
+from hvd_train.jobs.trained_run import trained_job
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Batch, Communicator, Field, one_or_all
+
+
+def check_output(config: Config, output: Path, overwrite: bool) -> None:
+    """Refuse files that exist already, before any work, on the rank that writes."""
+    names = [name for name in config.task.terms if name]
+    existing = [path for path in map(partial(_file_of, output), names or [""]) if path.exists()]
+    if existing and not overwrite and world().rank == 0:
+        fix = "give --overwrite, or another place with -o"
+        raise ConfigError("the file exists already", where=str(existing[0]), fix=fix)
+
+
+def check_names(config: Config, output: Path) -> None:
+    """Refuse ``--names`` without classes or without a CSV file."""
+    other = {name: loss for name, (loss, _) in config.task.terms.items() if loss != "cross_entropy"}
+    if other:
+        what = f"task.loss: {', '.join(other.values())} has no classes"
+        raise ConfigError(what, where="--names", fix="leave it out: what the model gives is written as .npy")
+    if output.suffix != ".csv":
+        raise ConfigError("a table of classes is a CSV file", where=f"-o {output}", fix="end its name in .csv")
+
+
+def predict(
+    config: Config,
+    which: str,
+    output: Path,
+    split: str | None,
+    verbose: bool,
+    overwrite: bool = False,
+    names: bool = False,
+) -> int:
+    """Write the model's outputs, (samples, ...) in the data set's order, as .npy; N ranks share the work.
+
+    Several outputs are a file each, OUTPUT.NAME.npy. Labels are not needed, unless they decide which samples are held
+    out. ``names``: write a table of each sample's class and its probability instead.
+    """
+    with trained_job(config, which, split, verbose, labels=False) as job:
+        communicator, split = job.communicator, job.split
+        total = len(job.data.parts[split])
+        files: dict[str, ArrayFile] = {}
+        try:
+            for batch in job.loader(split).evaluation():
+                outputs = job.frontend.predict(job.frontend.to_device(batch))
+                for name, rows in (outputs if isinstance(outputs, dict) else {"": outputs}).items():
+                    if name not in files:
+                        files[name] = _new_file(job, names, name, _file_of(output, name), overwrite)
+                    _write_rows(files[name], rows, batch, communicator, total)
+            for file in files.values():
+                collectively(communicator, file.close)
+        except BaseException:
+            for file in files.values():
+                file.discard()
+            raise
+        if communicator.rank == 0:
+            listed = ", ".join(str(_file_of(output, name)) for name in files)
+            print(f"{total:,} predictions of the {split} split: {listed}", flush=True)
+    return 0
+
+
+def _new_file(job: Job, names: bool, name: str, output: Path, overwrite: bool) -> ArrayFile:
+    """Make the file of the output ``name``."""
+    labels = job.data.sample.labels
+    field = labels.get(name) or one_or_all(labels)
+    if not names:
+        return ArrayFile(output, overwrite)
+    if not isinstance(field, Field) or field.shape:
+        what = "the model gives a class for each place of a sample"
+        raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
+    part = job.data.parts[job.split]
+    return ClassTable(output, overwrite, field.names or (), getattr(part, "files", ()), getattr(part, "rows", None))
+
+
+def _file_of(output: Path, name: str) -> Path:
+    return output.with_name(f"{output.stem}.{name}{output.suffix}") if name else output
+
+
+def _write_rows(file: ArrayFile, rows: np.ndarray, batch: Batch, communicator: Communicator, total: int) -> None:
+    """Write the rows that all ranks computed for their parts of a batch, on rank 0."""
+    rows = rows[: batch.count]  # (samples of this rank, ...): padding is cut off
+    parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(rows).tobytes())
+    if communicator.rank:
+        return
+    shape, dtype = rows.shape[1:], rows.dtype
+    file.open((total, *shape), dtype)
+    width = 8 + dtype.itemsize * math.prod(shape)  # an int64 index, then a row
+    for part in parts:
+        count = len(part) // width
+        file.put(np.frombuffer(part, np.int64, count), part[8 * count :])

@@ -1,0 +1,111 @@
+"""The files of ``hvd-train predict``, written in any order of whole parts."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.files import Aside
+
+
+class ArrayFile:
+    """A .npy file, written in parts of consecutive rows.
+
+    An error is raised by ``close`` alone, for other ranks wait in between. The file is written and not mapped: a mapped
+    file on a full disk ends the process by a signal.
+    """
+
+    def __init__(self, output: Path, overwrite: bool) -> None:
+        self.output, self._overwrite = output, overwrite
+        self._file: Aside | None = None
+        self._failure: OSError | None = None
+        self._start = self._width = 0
+
+    def open(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        if self._file or self._failure:
+            return
+        try:
+            if self.output.exists() and not self._overwrite:  # its name depends on the model's outputs
+                raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._file = Aside(self.output)
+            self.header(shape, dtype)
+            self._start, self._width = self._file.stream.tell(), dtype.itemsize * math.prod(shape[1:])
+        except OSError as error:
+            self._failure = error
+
+    def put(self, indices: np.ndarray, rows: bytes) -> None:
+        """Write the rows of consecutive ``indices``."""
+        if self._file is None or self._failure or not len(indices):
+            return
+        try:
+            self._file.stream.seek(self._start + int(indices[0]) * self._width)
+            self._file.stream.write(rows)
+        except OSError as error:
+            self._failure = error
+
+    def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_2_0(self._file.stream, header)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        try:
+            if self._failure:
+                raise self._failure
+            if self._file:
+                self._file.close()
+        except OSError as error:
+            what = f"the predictions cannot be written: {error.strerror}"
+            raise ConfigError(what, where=str(self.output)) from error
+
+    def discard(self) -> None:
+        if self._file:
+            self._file.forget()
+
+
+class ClassTable(ArrayFile):
+    """A CSV file with the class of each sample, by name, and its probability, the softmax of its logit.
+
+    Rows come in the order of the samples. ``rows``: their numbers in the whole data, where they are a held-out part.
+    """
+
+    def __init__(
+        self, output: Path, overwrite: bool, names: Sequence[str], files: Sequence[str], rows: np.ndarray | None
+    ) -> None:
+        super().__init__(output, overwrite)
+        self._names, self._files = names, files
+        self._samples: Sequence[str] | np.ndarray | None = files or rows
+
+    def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._write([["file" if self._files else "sample", "class", "probability"]])
+
+    def put(self, indices: np.ndarray, rows: bytes) -> None:
+        if self._file is None or self._failure or not len(indices):
+            return
+        logits = np.frombuffer(rows, self._dtype).reshape(-1, *self._shape[1:]).astype(np.float64)  # (samples, classes)
+        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        classes, most = logits.argmax(-1), (powers / powers.sum(-1, keepdims=True)).max(-1)
+        try:
+            self._write(
+                [index if self._samples is None else self._samples[index], self._title(k), f"{p:.6f}"]
+                for index, k, p in zip(indices.tolist(), classes.tolist(), most.tolist(), strict=True)
+            )
+        except OSError as error:
+            self._failure = error
+
+    def _title(self, number: int) -> str | int:
+        return self._names[number] if number < len(self._names) else number
+
+    def _write(self, rows: Iterable[Sequence[Any]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        self._file.stream.write(text.getvalue().encode())  # type: ignore[union-attr]

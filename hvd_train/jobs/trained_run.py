@@ -1,0 +1,176 @@
+"""A trained run opened again, for eval, predict and export: its configuration, its code, its weights, its data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import Config, load_config
+from hvd_train.config.own import look_in, source_of
+from hvd_train.core import checkpoint
+from hvd_train.core.agreement import collectively
+from hvd_train.core.log import warn
+from hvd_train.core.manifest import sample_of
+from hvd_train.core.saving import check_tree, data_facts
+from hvd_train.core.state_dict import broadcast, without_slots
+from hvd_train.data.classes import listing
+from hvd_train.data.sources import Asked, DataSet, open_data
+from hvd_train.errors import ConfigError, DataError
+from hvd_train.files import ours_alone
+from hvd_train.frontends.rank import settle
+from hvd_train.jobs.connect import connect
+from hvd_train.jobs.job import Job, build_job, failures_explained
+from hvd_train.jobs.resume import best_rule, changed_parts, saved_vocabulary
+from hvd_train.protocol import Field, Sample, one_or_all
+
+
+def trained_config(
+    path: Path | None, sets: Sequence[str], run_dir: str | None, which: str
+) -> tuple[Config, dict[str, str]]:
+    """Read the configuration saved with the checkpoint ``which`` of a run folder, unless a file is named.
+
+    Also return the keys that name code which the caller has not named, where folder and code are not the caller's
+    alone.
+    """
+    if path is not None:
+        return load_config(path, sets, run_dir=run_dir).restoring(), {}
+    if run_dir is None:
+        raise ConfigError(
+            "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
+        )
+    folder = Path(run_dir)
+    if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").exists():
+        raise ConfigError("is no run folder: it holds no checkpoints and no config.yaml", where=run_dir)
+
+    def saved(place: Path) -> Config:
+        return load_config(None, sets, base=checkpoint.config_of(place), run_dir=run_dir).restoring()
+
+    # "best" is a matter of the configuration, which is that of the newest one as long as none is chosen.
+    place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
+    config = saved(place) if place else None
+    if which != "last":
+        place = checkpoint.resolve(folder, which, *best_rule(config or Config()))
+        config = saved(place)
+    assert config is not None and place is not None
+    named_keys = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
+    code = {key: name for key, name in config.user_code.items() if not named_keys & {key, key.partition(".")[0]}}
+    if not code and "code_dir" not in named_keys:
+        # The caller names all code: it is the caller's, and not what lies in a folder that the run names.
+        config = config.model_copy(update={"code_dir": None})
+    return config, {} if code and _is_callers(code, config.code_dir, folder, place) else code
+
+
+def _is_callers(code: Mapping[str, str], code_dir: str | None, run_dir: Path, place: Path) -> bool:
+    """Return whether a run folder, its checkpoint ``place`` and the code that it names belong to the caller alone.
+
+    A library's function is not the caller's: a folder that was unpacked here could name any of them.
+    """
+    look_in(code_dir)
+    sources = [source_of(name) for names in code.values() for name in names.split(", ") if ":" in name]
+    held = [run_dir, *run_dir.rglob("*"), place, *place.rglob("*")]
+    return all(sources) and ours_alone([*held, *(file for files in sources for file in files)])
+
+
+def refuse_foreign(code: Mapping[str, str], run_dir: str | None) -> None:
+    """Refuse the code that a run folder names: it is code of whoever made the folder."""
+    if code:
+        listed = ", ".join(f"{key}: {json.dumps(name)[:200]}" for key, name in code.items())
+        sets = " ".join(f"--set {key}=..." for key in code)
+        what = f"the run folder names code of its own, which would be imported and run ({listed})"
+        own = "a folder and code that belong to you, which nobody else can write (chmod -R go-w), need neither"
+        fix = f"if you trust it: --trust, or name it yourself with {sets} or -c FILE; {own}"
+        raise ConfigError(what, where=run_dir or "", fix=fix)
+
+
+def choose_checkpoint(config: Config, which: str) -> checkpoint.Snapshot:
+    """Read and verify the checkpoint that --checkpoint names."""
+    if which == "best":
+        for note in config.notes:
+            warn(note)
+    return checkpoint.choose(Path(config.run_dir), which, *best_rule(config), warn)
+
+
+@contextmanager
+def trained_job(config: Config, which: str, split: str | None, verbose: bool, labels: bool = True) -> Iterator[Job]:
+    """Open a job with the weights and statistics of the checkpoint ``which``, over data read as the run knows them.
+
+    Rank 0 reads the checkpoint. ``labels``: whether labels are read where no split needs them.
+    """
+    look_in(config.code_dir)
+    rank = settle(config.framework, config.threads, verbose, lean=True)
+    rank.module.configure(rank.threads)
+    communicator = rank.communicator()
+    communicator.open()
+    with failures_explained(communicator):
+        snapshot = collectively(communicator, lambda: None if communicator.rank else choose_checkpoint(config, which))
+        meta = {key: x for key, x in snapshot.meta.items() if key != "progress"} if snapshot else {}
+        vocabulary = collectively(
+            communicator, lambda: "" if communicator.rank else saved_vocabulary(Path(config.run_dir))
+        )
+        meta["vocabulary"] = vocabulary
+        meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
+        same, run = _same_data(config, meta), sample_of(meta)
+        split = split or ("val" if same else "all")
+        asked = Asked(run, split, labels or run is None or split in ("train", "val"), vocabulary=meta["vocabulary"])
+        data = collectively(communicator, lambda: open_data(config.data, config.task, asked=asked))
+        collectively(communicator, lambda: check_vocabulary(config, data, same, meta))
+        job = build_job(config, rank.module, communicator, data, rank.settings, split)
+        if communicator.rank == 0:
+            _print_notes(job, run, same, meta.get("data") or {})
+        connect(job, "none")
+        tree = without_slots(snapshot.tree) if snapshot else {}
+        collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
+        for piece in broadcast(communicator, tree):
+            job.frontend.load(piece)
+        yield job
+        communicator.barrier()
+    communicator.close()
+
+
+def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:
+    """Return whether these are the data that the run was trained and validated with, by their name and place."""
+    before, now = (meta.get("config") or {}).get("data") or {}, config.data
+    places = [path and Path(path).expanduser().resolve() for path in (before.get("path"), now.path)]
+    same = before.get("name", now.name) == now.name and before.get("options", now.options) == now.options
+    return same and (not before or places[0] == places[1])
+
+
+def check_vocabulary(config: Config, data: DataSet, same_data: bool, meta: Mapping[str, Any]) -> None:
+    """Refuse text whose words may have other numbers than in the run. An older run did not keep its vocabulary."""
+    if not data.vocabulary or (config.data.vocabulary and not meta["vocabulary"]):
+        return
+    if meta["vocabulary"]:
+        if json.loads(meta["vocabulary"]) != json.loads(data.vocabulary):
+            what = "the text was numbered by another vocabulary than the run's"
+            fix = "number it by vocabulary.json of the run, with data.vocabulary"
+            raise DataError(what, where=config.data.path or "data", fix=fix)
+        return
+    parted = data.parts.keys() >= {"train", "val"}
+    facts = data_facts(data.parts["train"], data.parts["val"]) if parted else {}
+    if not same_data or (facts and changed_parts(meta.get("data") or {}, facts)):
+        what = "the run is of an older version and did not keep its vocabulary, and this text is not the run's"
+        raise DataError(what, where="data.vocabulary", fix="take the run's own text, or train again")
+
+
+def _print_notes(job: Job, run: Sample | None, same_data: bool, before: Mapping[str, Any]) -> None:
+    """Print how the data differ from the run's. ``before``: the facts of the run's parts, from the checkpoint."""
+    lines, labels, parts = job.data.remarks, job.data.sample.labels, job.data.parts
+    if same_data and job.split in ("train", "val") and parts.keys() >= {"train", "val"}:
+        rows = changed_parts(before, data_facts(parts["train"], parts["val"]))
+        if rows:
+            change = f"the data changed since the training ({'; '.join(rows)})"
+            lines.append(f"{change}: the {job.split} part may hold other samples than it did (--split all takes all)")
+    for name, field in run.labels.items() if run else ():
+        label = labels.get(name) or one_or_all(labels)
+        if field.names is None and isinstance(label, Field) and label.names:
+            listed = listing([f"{one} {k}" for k, one in enumerate(label.names)])
+            lines.append(f"the checkpoint is of an older version and does not tell its classes: they are {listed}")
+    if not same_data and job.split == "all":
+        count = len(job.data.parts["all"])
+        lines.append(f"the data are not those of the run: all {count:,} samples are taken (--split takes a part)")
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr, flush=True)

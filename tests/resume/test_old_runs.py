@@ -1,0 +1,109 @@
+"""Runs, checkpoints and saved models of commit 62bf91a go on, and are evaluated, as the code of that commit does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_train.launch.local import environment
+from tests.ranks.conftest import world_command
+from tests.resume.old_runs import END, EVALUATED, FRAMEWORKS, RESUMED, config_of
+
+HERE = Path(__file__).parent
+SECONDS = 300  # of a world of some ten short runs
+TOLERANCE = 1e-9  # relative, in float64: another kind of CPU adds in another order
+RESULTS = json.loads((HERE / "old_results.json").read_text())
+SCRIPTS = {"pytorch": ("torch_script", "ckpt"), "tensorflow": ("keras_script", "keras")}
+WORLDS = [(framework, ranks) for framework in FRAMEWORKS for ranks in (2, 1)]
+# TensorFlow traces each case on each rank.
+LONG = pytest.mark.long("read by the same code in both frameworks; PyTorch runs these in every run")
+LONG_RUNS = {"tensorflow": ("plain", "partial", "regression", "npz"), "pytorch": ()}
+KEPT_APART = "what each rank kept to itself (residuals) is left behind: ranks 2 -> 1"
+
+
+def cases(names, worlds) -> list:
+    """(name, framework, ...) of each pair; some are long."""
+    return [
+        pytest.param(name, *world, marks=LONG if name in LONG_RUNS[world[0]] else ())
+        for name in names
+        for world in worlds
+    ]
+
+
+def work_of(framework: str, ranks: int) -> list[dict]:
+    kind, suffix = SCRIPTS[framework]
+    script = {"kind": kind, "name": "script", "load": f"{framework}/script.{suffix}"}
+    work = [script | {"save": f"{framework}/again.{suffix}"}]
+    for name in RESUMED:
+        work.append({"kind": "fit", "name": name, "config": config_of(framework, name, END), "resume": "last"})
+    if ranks == 1:
+        work += [{"kind": "evaluate", "name": name, "run_dir": f"{framework}/{name}"} for name in EVALUATED]
+    return work
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, request):
+    """Results of a framework on so many ranks, by the name of the run; each world is started once."""
+    done: dict[tuple[str, int], dict[str, dict]] = {}
+
+    def get(framework: str, ranks: int) -> dict[str, dict]:
+        if (framework, ranks) not in done:
+            folder = tmp_path_factory.mktemp(f"{framework}-{ranks}")
+            with tarfile.open(HERE / "old_runs.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+            skipped = () if request.config.getoption("--long") else LONG_RUNS[framework]
+            work = [case for case in work_of(framework, ranks) if case["name"] not in skipped]
+            (folder / "work.json").write_text(json.dumps({framework: work}))
+            line = world_command(ranks, "mpirun", [str(HERE / "world.py"), framework, str(folder)])
+            run = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+            assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+            places = {case["name"]: folder / f"results/{framework}-{case['name']}.json" for case in work}
+            done[framework, ranks] = {name: json.loads(place.read_text()) for name, place in places.items()}
+        return done[framework, ranks]
+
+    return get
+
+
+def assert_equal(result: dict, expected: dict) -> None:
+    assert result["tensors"].keys() == expected["tensors"].keys()
+    for name, measures in expected["tensors"].items():
+        size = max(measures[0], 1e-12)
+        assert np.allclose(result["tensors"][name], measures, rtol=0, atol=TOLERANCE * size), name
+    for key in expected.keys() - {"tensors", "weights_sha256"}:
+        assert result[key] == close_to(expected[key]), key
+
+
+def close_to(value):
+    return value if isinstance(value, str) else pytest.approx(value, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "framework", "ranks"), cases(RESUMED, WORLDS))
+def test_an_old_run_goes_on(results, name, framework, ranks):
+    result, expected = results(framework, ranks)[name], RESULTS[f"{framework} {name} {ranks}"]
+    assert result["steps"] == END
+    assert_equal(result, expected)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_on_other_ranks_tells_that_residuals_are_dropped(results, framework):
+    for ranks, times in ((2, 0), (1, 1)):
+        for name in ("topk", "local_sgd"):
+            assert results(framework, ranks)[name]["output"].count(KEPT_APART) == times, (ranks, name)
+    plain = results(framework, 1).get("plain", {"output": ""})
+    assert KEPT_APART not in plain["output"], "nothing was kept"
+
+
+@pytest.mark.parametrize(("name", "framework"), cases(EVALUATED, [(framework,) for framework in FRAMEWORKS]))
+def test_an_old_run_is_evaluated(results, name, framework):
+    result, expected = results(framework, 1)[name], RESULTS[f"{framework} {name} 1"]
+    assert {key: result[key] for key in expected} == {key: close_to(value) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize(("framework", "ranks"), WORLDS)
+def test_a_script_goes_on_from_its_old_checkpoint(results, framework, ranks):
+    assert_equal(results(framework, ranks)["script"], RESULTS[f"{framework} script {ranks}"])

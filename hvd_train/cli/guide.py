@@ -10,8 +10,9 @@ from hvd_train.errors import ConfigError
 
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
-    "first-run", "clusters", "hosts", "slurm", "containers", "model-and-data", "packing", "sweep", "own-loss",
-    "own-script", "python-api", "results", "performance", "errors", "how-it-is-built", "extending",
+    "first-run", "model-and-data", "images", "tables", "own-loss", "resume", "results", "verify", "sweep", "packing",
+    "python-api", "own-script", "pytorch-script", "keras-script", "migrate", "clusters", "hosts", "slurm", "containers",
+    "performance", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
 

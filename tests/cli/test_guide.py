@@ -28,6 +28,7 @@ PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) f
 LAUNCHERS = {"mpirun", "horovodrun", "srun", "apptainer", "docker"}
 THEIRS = (
     "srun -N 2 --ntasks-per-node 4 python train.py",
+    "mpirun -np 2 python train.py",
     "sbatch job.sbatch",
     "apt install dataset-fashion-mnist",
     "source .venv/bin/activate",
@@ -141,9 +142,9 @@ def test_commands_run(tmp_path, page):
     assert done
 
 
-def write_photos(folder):
+def write_photos(folder, classes=None):
     for k, (image, label) in enumerate(zip(*(x[:40] for x in formats.read_digits()), strict=True)):
-        path = folder / str(label) / f"{k}.png"
+        path = folder / (classes[label % len(classes)] if classes else str(label)) / f"{k}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((image * 15).astype(np.uint8)).convert("RGB").save(path)
 
@@ -163,7 +164,7 @@ def fits():
         for k, block in enumerate(blocks(text, "yaml")):
             if not re.search(r"^(model|data|task):", block, re.MULTILINE):
                 continue
-            always = page in ("model-and-data", "own-loss") and k == 0
+            always = page in ("model-and-data", "own-loss", "tables") and k == 0
             marks = () if always else pytest.mark.long("the first example of each page runs each time")
             short = ["--set", "max_epochs=1"] if "max_epochs: 20" in block else []
             yield pytest.param(page, block, short, marks=marks, id=f"{page} {k}")
@@ -181,7 +182,7 @@ def test_configurations_train(tmp_path, page, block, words):
     (tmp_path / "mine.py").write_text("\n".join(code) if "mine:" in PAGES[page] else "")
     (tmp_path / "job.yaml").write_text(block)
     if "photos" in block or "packed" in block:
-        write_photos(tmp_path / "photos")
+        write_photos(tmp_path / "photos", ["cat", "dog", "bird"] if "cat" in block else None)
     if "packed" in block:
         as_typed(["hvd-train", "data", "pack", "photos", "packed", "--set", "data.image_size=64"], tmp_path)
     rows = [f"{k % 7 / 7},{k % 97 / 97},{k % 31 / 31},{k % 7 / 7 + k % 97 / 97}" for k in range(60)]
@@ -258,10 +259,11 @@ loss, count = 2.0, 8
 """,
 }
 BEFORE["README"] = BEFORE["own-script"]
+BEFORE["pytorch-script"] = "# anew\n" + BEFORE["own-script"]
 AFTER = {"model-and-data": "network((1, 8, 8), 4)(torch.from_numpy(squares()[0][0][:2]).permute(0, 3, 1, 2))"}
 KERAS = """
 import hvd_train.keras as hk
-import keras, numpy as np
+import keras, numpy as np, tensorflow as tf
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 x, y, xv, yv = np.zeros((8, 3)), np.zeros((8, 2)), np.zeros((4, 3)), np.zeros((4, 2))
 """

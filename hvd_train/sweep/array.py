@@ -23,12 +23,15 @@ WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")
 
 
 def of(folder: Path, trials: Sequence[Trial]) -> Sweep:
+    """Make a sweep without rungs: the tasks of a job array do not wait for one another."""
     return Sweep(folder, trials, ladder(trials, None))
 
 
 def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:
-    """sbatch's: a task for each trial that is not done, at most ``at_once`` at a time; each prints into its trial's
-    folder."""
+    """Return the options of sbatch: a task for each trial that is not done, at most ``at_once`` at a time.
+
+    Each task prints into the folder of its trial.
+    """
     numbers = [trial.number for trial in sweep.trials if state(sweep, trial).word != "done"]
     if not numbers:
         raise ConfigError("all trials are done", where=str(sweep.folder), fix="see hvd-train sweep --collect")
@@ -39,12 +42,12 @@ def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:
 
 
 def line(folder: Path) -> str:
-    """What tells a task its trial."""
+    """Return the line of the batch script that sets the folder of the task's trial."""
     return f'trial={shlex.quote(str(folder))}/trial-$(printf %03d "$SLURM_ARRAY_TASK_ID")'
 
 
 def submit(sweep: Sweep, text: str, resume: bool) -> str:
-    """The job's number. What Slurm refuses leaves no plan behind."""
+    """Submit the job and return its number. If Slurm refuses it, the plan is removed again."""
     begin(sweep, resume)
     try:
         return jobs.submit(text)
@@ -55,7 +58,7 @@ def submit(sweep: Sweep, text: str, resume: bool) -> str:
 
 
 def ended(run_dir: Path, code: int) -> int:
-    """A task's last word: its ranks have ended with ``code``. Returns the task's exit code."""
+    """Record that the ranks of a task ended with ``code``. Return the exit code of the task."""
     sweep = load(run_dir.parent)
     trial = next(trial for trial in sweep.trials if trial.name == run_dir.name)
     if code not in STOPPED and state(sweep, trial).word != "done":

@@ -1,6 +1,6 @@
 """A sweep's folder: sweep.json (the plan), a run folder for each trial, and rungs.json (which trials went on).
 
-What a trial came to stands in its own folder, so whoever looks, a later ``--resume`` too, sees the same.
+The result of a trial stands in its folder, so that every reader sees the same, also a later ``--resume``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PLAN, DECIDED, CONFIG, FAILED, LOG = "sweep.json", "rungs.json", "trial.yaml", "
 
 @dataclass(frozen=True)
 class Sweep:
+    """The folder of a sweep, its trials and its rungs."""
+
     folder: Path
     trials: Sequence[Trial]
     rungs: Sequence[Rung]
@@ -44,7 +46,10 @@ class State:
 
 
 def begin(sweep: Sweep, resume: bool) -> None:
-    """Writes the plan; with ``resume`` it must be the one that is there. Forgets what had failed, to try it again."""
+    """Write the plan of a new sweep, or compare it with the one that is there (``resume``).
+
+    With ``resume`` failures are removed, so that these trials run again. Raises ConfigError and CheckpointError.
+    """
     path = sweep.folder / PLAN
     trials = [{"values": dict(trial.values), "config": digest(trial.config)} for trial in sweep.trials]
     content = {"trials": trials, "rungs": sweep.rungs}
@@ -71,7 +76,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
 
 
 def load(folder: Path) -> Sweep:
-    """The sweep that a folder holds, wherever it lies now."""
+    """Read the sweep of a folder. The folder may have been moved."""
     path = folder / PLAN
     try:
         content = json.loads(path.read_bytes())
@@ -87,6 +92,7 @@ def load(folder: Path) -> Sweep:
 
 
 def state(sweep: Sweep, trial: Trial) -> State:
+    """Read how far a trial has come from its folder."""
     run_dir, summary, rung = Path(trial.config.run_dir), {}, 0
     with suppress(OSError, ValueError):
         summary = json.loads((run_dir / "summary.json").read_bytes())
@@ -104,15 +110,16 @@ def state(sweep: Sweep, trial: Trial) -> State:
 
 
 def fail(trial: Trial, error: str, code: int) -> None:
+    """Record in the folder of a trial that it failed, with its error and exit code."""
     run_dir = Path(trial.config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     put(run_dir / FAILED, json.dumps({"error": error, "code": code}).encode())
 
 
 def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
-    """(the trials that are to run next, the epoch at which they are left); no trials: the sweep has ended.
+    """Return (the trials to run next, the epoch at which they pause). No trials: the sweep has ended.
 
-    Decides where a rung has ended; to be called by one process.
+    If a rung has ended, this decides which trials continue. Call it in one process only.
     """
     while True:
         rung, going = _going(sweep)
@@ -128,25 +135,27 @@ def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
 
 
 def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
-    """By ``checkpoint.monitor`` at the end of what each has trained; of equal ones the earlier first. Those that have
-    no result are left out."""
-    found = []
+    """Sort trials by ``checkpoint.monitor`` at the end of what each has trained, equal ones by number.
+
+    Trials without a result are left out.
+    """
+    ranked = []
     for trial in trials:
         one, rule = state(sweep, trial), trial.config.checkpoint
         value: Any = one.summary.get(rule.monitor)
         if isinstance(value, int | float) and math.isfinite(value):
-            found.append((value if trial.config.mode_of(rule) == "min" else -value, trial.number))
-    return [sweep.trials[number] for _, number in sorted(found)]
+            ranked.append((value if trial.config.mode_of(rule) == "min" else -value, trial.number))
+    return [sweep.trials[number] for _, number in sorted(ranked)]
 
 
 def _going(sweep: Sweep) -> tuple[int, Sequence[Trial]]:
-    """(how many rungs are decided, the trials that went on from them)."""
+    """Return (how many rungs are decided, the trials that continue after them)."""
     decided = _decided(sweep)
     return len(decided), [sweep.trials[number] for number in decided[-1]] if decided else sweep.trials
 
 
 def _decided(sweep: Sweep) -> list[list[int]]:
-    """The numbers of the trials that went on from each rung that has ended."""
+    """Read the numbers of the trials that continue, for each rung that has ended."""
     with suppress(OSError, ValueError):
         return json.loads((sweep.folder / DECIDED).read_bytes())
     return []

@@ -23,9 +23,10 @@ class Rung(NamedTuple):
 
 
 def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
-    """As many rungs as there are trials and epochs for, each eta times as long as the one before; without eta, one.
+    """Make as many rungs as there are trials and epochs for, each ``eta`` times as long as the one before.
 
-    A trial is left only where it is evaluated anyway: an evaluation more would not leave its bits alone.
+    Without ``eta`` there is one rung. A rung ends only where a trial is evaluated anyway, because one more evaluation
+    would change the bits of the run.
     """
     if eta is None:
         return [Rung(None, len(trials))]
@@ -49,8 +50,8 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
     return [Rung(end, len(trials) // eta**k) for k, end in enumerate([*ends, None])]
 
 
-def told(rungs: Sequence[Rung]) -> str:
-    """``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
+def describe(rungs: Sequence[Rung]) -> str:
+    """Describe the rungs: ``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
     return ", ".join(
         f"{rung.size}{' trials' * (k == 0)} to {f'epoch {rung.end}' if rung.end else 'the end'}"
         for k, rung in enumerate(rungs)

@@ -1,4 +1,4 @@
-"""Trials one after the other on this host, each a command of its own."""
+"""Run trials one after the other on this host, each as a separate command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPPED = (75, 130, 143)
 
 
 def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:
-    """Runs what has not ended; 0, or the code of what stopped the sweep."""
+    """Run the trials that have not ended. Return 0, or the exit code of the signal that stopped the sweep."""
     while True:
         trials, until = turn(sweep)
         if not trials:
@@ -47,7 +47,7 @@ def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -
 
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            # A session of its own: Ctrl-C reaches it once, from here.
+            # In a new session, so that Ctrl-C reaches the trial once, from here.
             child = subprocess.Popen(
                 line, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=end_with_parent
             )
@@ -62,7 +62,7 @@ def _run(trial: Trial, until: int | None, num_proc: int | None, launcher: str) -
 
 
 def reason(log: Path, code: int) -> str:
-    """The first error that a trial's command told."""
+    """Return the first error line in the log of a trial."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    found = re.findall(r"^error[^:]*: (.*)$", text, re.MULTILINE)
-    return found[0][:300] if found else f"ended with code {code}; see {log}"
+    errors = re.findall(r"^error[^:]*: (.*)$", text, re.MULTILINE)
+    return errors[0][:300] if errors else f"ended with code {code}; see {log}"

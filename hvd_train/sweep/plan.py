@@ -1,4 +1,4 @@
-"""Which trials a sweep has: a grid of listed values, or random draws."""
+"""Plan the trials of a sweep: a grid of listed values, or random draws."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ class Range:
     high: float
     log: bool
 
-    def draw(self, chance: random.Random) -> float:
+    def draw(self, generator: random.Random) -> float:
         if self.log:
-            found = math.exp(chance.uniform(math.log(self.low), math.log(self.high)))
+            value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         elif isinstance(self.low, int) and isinstance(self.high, int):
-            return chance.randint(self.low, self.high)
+            return generator.randint(self.low, self.high)
         else:
-            found = chance.uniform(self.low, self.high)
-        return float(f"{found:.6g}")
+            value = generator.uniform(self.low, self.high)
+        return float(f"{value:.6g}")
 
 
 @dataclass(frozen=True)
 class Trial:
+    """One training of a sweep: its number from 0, its values of the parameters and its whole configuration."""
+
     number: int
     values: Mapping[str, Any]
     config: Config  # its run folder is the trial's
@@ -50,36 +52,41 @@ class Trial:
         return Path(self.config.run_dir).name
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
+        """The values as text: ``optim.lr=0.1, batch_size=32``."""
         return ", ".join(f"{key}={json.dumps(value)}" for key, value in self.values.items())
 
 
 def plan(
     path: Path | None, sets: Sequence[str], params: Sequence[str], draws: int | None, seed: int, folder: Path
 ) -> list[Trial]:
-    """All trials, their configurations checked. Every rank makes the same."""
+    """Make all trials and check their configurations. Every rank makes the same ones.
+
+    ``draws``: the number of random trials; None: the whole grid. Raises ConfigError.
+    """
     spaces = dict(_parsed(param, draws is not None) for param in params)
     if not spaces:
         raise ConfigError("no parameter is given", where="sweep", fix="for example --param optim.lr=0.1,0.01")
     if len(spaces) < len(params):
         raise ConfigError("a parameter stands twice", where="--param", fix="list all its values in one")
-    chance, found = random.Random(seed), []
+    generator = random.Random(seed)
+    trials: list[Trial] = []
     if draws is None:
         listed = [space for space in spaces.values() if isinstance(space, list)]
         combinations = [dict(zip(spaces, values, strict=True)) for values in itertools.product(*listed)]
     else:
-        combinations = [{key: _draw(space, chance) for key, space in spaces.items()} for _ in range(draws)]
+        combinations = [{key: _draw(space, generator) for key, space in spaces.items()} for _ in range(draws)]
     for number, values in enumerate(combinations):
-        own = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         try:
-            config = load_config(path, [*sets, *own], run_dir=str(folder / f"trial-{number:03d}"))
+            config = load_config(path, [*sets, *settings], run_dir=str(folder / f"trial-{number:03d}"))
         except ConfigError as error:
             text = str(error)
-            for setting in own:
+            for setting in settings:
                 text = text.replace(f"--set {setting}", f"--param {setting}")
             raise ConfigError(text) from error
-        found.append(Trial(number, values, config))
-    return found
+        trials.append(Trial(number, values, config))
+    return trials
 
 
 def _parsed(param: str, random_: bool) -> tuple[str, list[Any] | Range]:
@@ -106,9 +113,9 @@ def yaml_number(text: str) -> int | float:
 
 
 def _number_or(value: Any) -> Any:
-    """YAML 1.1 takes 1e-5 for a word."""
+    """Turn words that are numbers into numbers: YAML 1.1 reads 1e-5 as a word."""
     return float(value) if isinstance(value, str) and re.fullmatch(NUMBER, value) else value
 
 
-def _draw(space: list[Any] | Range, chance: random.Random) -> Any:
-    return space.draw(chance) if isinstance(space, Range) else chance.choice(space)
+def _draw(space: list[Any] | Range, generator: random.Random) -> Any:
+    return space.draw(generator) if isinstance(space, Range) else generator.choice(space)

@@ -1,4 +1,4 @@
-"""What a sweep came to: the table, results.csv, results.png, best.yaml."""
+"""The results of a sweep: the table, results.csv, results.png, best.yaml."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hvd_train.sweep.plan import Trial
 
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
-    """The table of all trials: their values, how they stand, and what they came to."""
+    """Return (header, rows) of the table of all trials: their values, states and results."""
     trials = sweep.trials
     states = [state(sweep, trial) for trial in trials]
     halved = ["rung"] if len(sweep.rungs) > 1 else []
-    told = list(dict.fromkeys(key for one in states for key in one.summary if _metric(key)))
-    header = ["trial", *trials[0].values, "state", *halved, *told, "samples_per_second"]
-    found = []
+    metrics = list(dict.fromkeys(key for one in states for key in one.summary if _metric(key)))
+    header = ["trial", *trials[0].values, "state", *halved, *metrics, "samples_per_second"]
+    lines = []
     for trial, one in zip(trials, states, strict=True):
         values = [
             value if isinstance(value, int | float | str) else json.dumps(value) for value in trial.values.values()
         ]
         word = one.word if one.word != "failed" else f"failed: {one.error}"
         rung = [one.rung] * len(halved)
-        found.append([trial.name, *values, word, *rung, *(one.summary.get(key) for key in (*told, header[-1]))])
-    return header, found
+        lines.append([trial.name, *values, word, *rung, *(one.summary.get(key) for key in (*metrics, header[-1]))])
+    return header, lines
 
 
 def _metric(key: str) -> bool:
@@ -39,10 +39,11 @@ def _metric(key: str) -> bool:
 
 
 def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    header, found = rows(sweep)
+    """Return (header, rows) as text for the terminal, numbers rounded."""
+    header, lines = rows(sweep)
     digits = {header[-1]: ",.0f"}
     at = header.index("state")
-    cells = [[_cell(name, x, digits) for name, x in zip(header, row, strict=True)] for row in found]
+    cells = [[_cell(name, x, digits) for name, x in zip(header, row, strict=True)] for row in lines]
     return header, [[*row[:at], row[at].partition(":")[0], *row[at + 1 :]] for row in cells]
 
 
@@ -54,25 +55,28 @@ def _cell(name: str, value: Any, digits: dict[str, str]) -> str:
 
 
 def best(sweep: Sweep) -> Trial | None:
-    """Of the trials that trained longest."""
+    """Return the best of the trials that trained longest, or None."""
     states = [state(sweep, trial) for trial in sweep.trials]
     last = max(one.rung for one in states)
-    found = best_first(sweep, [t for t, one in zip(sweep.trials, states, strict=True) if one.rung == last])
-    return found[0] if found else None
+    ranked = best_first(sweep, [t for t, one in zip(sweep.trials, states, strict=True) if one.rung == last])
+    return ranked[0] if ranked else None
 
 
 def left(sweep: Sweep) -> int:
-    """How many trials ``--resume`` would run."""
+    """Count the trials that ``--resume`` would run."""
     return sum(state(sweep, trial).word in ("waiting", "running", "paused") for trial in sweep.trials)
 
 
 def finish(sweep: Sweep) -> str:
-    """Writes results.csv, results.png and best.yaml; gives the table and what is best, or raises if all failed."""
+    """Write results.csv, results.png and best.yaml; return the table with the best trial.
+
+    Raises ConfigError if all trials failed.
+    """
     folder, trials = sweep.folder, sweep.trials
     states = [state(sweep, trial) for trial in trials]
-    header, found = rows(sweep)
+    header, body = rows(sweep)
     text = io.StringIO()
-    csv.writer(text).writerows([header, *found])
+    csv.writer(text).writerows([header, *body])
     put(folder / "results.csv", text.getvalue().encode())
     failed = [one for one in states if one.word == "failed"]
     if len(failed) == len(trials):
@@ -87,7 +91,7 @@ def finish(sweep: Sweep) -> str:
         put(folder / "best.yaml", resolved_yaml(chosen).encode())
         picture(folder / "results.png", sweep, first)
         value = state(sweep, first).summary[monitor]
-        lines.append(f"best: {first.name} ({first.told}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
+        lines.append(f"best: {first.name} ({first.description}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
     if left(sweep):
         lines.append(f"{left(sweep)} of {len(trials)} trials have not ended; --resume runs them")
     if failed:
@@ -96,7 +100,7 @@ def finish(sweep: Sweep) -> str:
 
 
 def picture(path: Path, sweep: Sweep, first: Trial) -> None:
-    """The monitored value over each parameter, the best trial marked; those that were stopped early are hollow."""
+    """Draw the monitored value over each parameter. The best trial is marked; trials stopped early are hollow."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -20,7 +20,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.local import environment
 from hvd_train.sweep import array, results
 from hvd_train.sweep import folder as sweeps
-from hvd_train.sweep.halving import ladder, told
+from hvd_train.sweep.halving import describe, ladder
 from hvd_train.sweep.plan import plan
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_the_best_trial_has_the_largest_accuracy(tmp_path):
 )
 def test_rungs(sets, trials, eta, what):
     lengths = ",".join(str(0.1 / (k + 1)) for k in range(trials))
-    assert told(ladder(plan(TINY, sets, [f"optim.lr={lengths}"], None, 0, Path("s")), eta)) == what
+    assert describe(ladder(plan(TINY, sets, [f"optim.lr={lengths}"], None, 0, Path("s")), eta)) == what
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""``hvd-train doctor``: is this host fit to train, and are these hosts together."""
+"""``hvd-train doctor``: check this host, or several hosts together, before a training."""

@@ -1,6 +1,6 @@
-"""One TCP connection between two hosts: the time of a round trip, bytes/s, and how far their clocks are apart.
+"""Measure one TCP connection between two hosts: round trip, bytes/s, and how far their clocks are apart.
 
-The answering host waits at a port of its own for whoever names the token, which travels with Horovod.
+The answering host listens on a free port. A client must send the token, which the ranks exchange over Horovod.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ PINGS, STREAM_SECONDS, ANSWER_SECONDS, PIECE = 50, 0.3, 3.0, 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """To the ``interface`` of the answering host with this IPv4 address. ``error``: why the rest is not known;
-    ``round_trip`` and ``offset`` (this host's clock less the other's): s; ``speed``: bytes/s to the other host."""
+    """The connection to one interface of the answering host, by its IPv4 address.
+
+    ``error``: why the rest is unknown. ``round_trip`` in s. ``offset``: this host's clock minus the other's, in s.
+    ``speed``: bytes/s to the other host.
+    """
 
     interface: str
     address: str
@@ -33,7 +36,7 @@ class Link:
 
 
 class _Answers(socketserver.StreamRequestHandler):
-    """The token, then pings, each answered with this host's clock, then bytes to the end, answered with their count."""
+    """Read the token; answer pings with this host's clock; then count bytes to the end and answer with their number."""
 
     timeout, disable_nagle_algorithm = ANSWER_SECONDS, True
 
@@ -49,13 +52,13 @@ class _Answers(socketserver.StreamRequestHandler):
             while data := self.rfile.read1(PIECE):
                 count += len(data)
             self.wfile.write(struct.pack("<q", count))
-        except OSError:  # the other side tells
+        except OSError:  # the other side reports it
             return
 
 
 @contextmanager
 def answering(token: bytes) -> Iterator[int]:
-    """The port at which this host answers, on all its interfaces, until the block ends."""
+    """Answer on all interfaces until the block ends; gives the port."""
     with socketserver.ThreadingTCPServer(("", 0), _Answers) as server:
         server.daemon_threads, server.token = True, token  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
@@ -66,7 +69,7 @@ def answering(token: bytes) -> Iterator[int]:
 
 
 def measure(interface: str, address: str, port: int, token: bytes) -> Link:
-    """Asks the host that is ``answering`` there."""
+    """Measure the connection to a host that is ``answering`` there."""
     try:
         with socket.create_connection((address, port), timeout=ANSWER_SECONDS) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,7 +81,7 @@ def measure(interface: str, address: str, port: int, token: bytes) -> Link:
                 link.sendall(b"?")
                 (theirs,) = struct.unpack("<d", answers.read(8))
                 took = time.perf_counter() - begun
-                if took < best:  # the less time it took, the less is unknown of when the other looked at its clock
+                if took < best:  # the shorter the round trip, the better known is when the other read its clock
                     best, offset = took, wall + took / 2 - theirs
             begun, piece = time.perf_counter(), bytes(PIECE)
             while time.perf_counter() < begun + STREAM_SECONDS:

@@ -11,7 +11,7 @@ from hvd_train.errors import CheckpointError
 
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
-    """(epoch numbers from 1, mean of ``value`` in each): lines weigh as many samples as they cover."""
+    """Return (epoch numbers from 1, mean of ``value`` in each). A line counts by the samples that it covers."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if row["event"] == event and _is_number(row.get(value)) and _is_number(row.get("samples")):
@@ -21,13 +21,13 @@ def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list
 
 
 def steps(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
-    """(last step of each line, its ``value``)."""
-    found = [(row["step"], row[value]) for row in rows if row["event"] == event and _is_number(row.get(value))]
-    return [step for step, _ in found], [number for _, number in found]
+    """Return (last step of each line, its ``value``)."""
+    points = [(row["step"], row[value]) for row in rows if row["event"] == event and _is_number(row.get(value))]
+    return [step for step, _ in points], [number for _, number in points]
 
 
 def _is_number(value: object) -> bool:
-    """Not of an evaluation without samples, whose loss is null, nor of a damaged line."""
+    """False for the null loss of an evaluation without samples, and for a damaged line."""
     return isinstance(value, int | float)
 
 
@@ -36,7 +36,7 @@ COLUMNS = 3
 
 
 def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
-    """Loss and metrics of all runs, per epoch or per line of the log; training dashed and validation drawn through."""
+    """Draw loss and metrics of all runs, by epoch or by line of the log; training dashed, validation solid."""
     import matplotlib
 
     matplotlib.use("Agg")

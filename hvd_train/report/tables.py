@@ -16,7 +16,7 @@ SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "step
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table as text; on a pipe one line per row, so that grep and cut work."""
+    """Return a table as text; on a pipe one line per row, so that grep and cut work."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -32,7 +32,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def explanations(rows: Sequence[tuple[str, str, str, str]]) -> str:
-    """(key, type, default, meaning) rows as text: wrapped to a terminal's width, on a pipe one line per row."""
+    """Return (key, type, default, meaning) rows as text, wrapped to the terminal; on a pipe one line per row."""
     if not sys.stdout.isatty():
         return aligned(["key", "type", "default", "meaning"], rows)
     width = shutil.get_terminal_size().columns
@@ -45,18 +45,18 @@ def explanations(rows: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table of one line per row, however wide."""
+    """Return a table of one line per row, however wide."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """``summary.json`` of a finished run."""
+    """Read ``summary.json`` of a finished run. Raises CheckpointError."""
     path = run_dir / "summary.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {**found, **{name: kind(found[name]) for name, kind in SHOWN.items()}}
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {**values, **{name: kind(values[name]) for name, kind in SHOWN.items()}}
     except FileNotFoundError as error:
         what = "holds no finished run" if run_dir.is_dir() else "there is no such run folder"
         raise CheckpointError(what, where=str(run_dir)) from error
@@ -67,14 +67,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def side_by_side(run_dirs: Sequence[Path]) -> str:
-    """The results of finished runs, a row each."""
+    """Return a table of the results of finished runs, one row each."""
     runs = [summary(run_dir) for run_dir in run_dirs]
-    told = dict.fromkeys(key for run in runs for key in run if key.startswith("val_") and key != "val_samples")
+    metrics = dict.fromkeys(key for run in runs for key in run if key.startswith("val_") and key != "val_samples")
     header = ["run folder", "framework", "model", "ranks", "epochs", "steps"]
-    header += [*(key.replace("_", " ") for key in told), "samples/s"]
+    header += [*(key.replace("_", " ") for key in metrics), "samples/s"]
     rows = []
     for run_dir, run in zip(run_dirs, runs, strict=True):
         row = [str(run_dir), *(run[key] for key in ("framework", "model", "world_size", "epochs", "steps"))]
-        row += [f"{run[key]:.4f}" if isinstance(run.get(key), int | float) else "-" for key in told]
+        row += [f"{run[key]:.4f}" if isinstance(run.get(key), int | float) else "-" for key in metrics]
         rows.append([*row, f"{run['samples_per_second']:,.0f}"])
     return table(header, rows)

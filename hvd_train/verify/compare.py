@@ -1,6 +1,7 @@
 """``hvd-train verify``: the same few steps on N ranks and on one, in both frameworks, compared in 64 bits.
 
-Each world is a launched job of its own on the product's own path (``record.py``); this process reads their records.
+Each world is launched as a separate job, on the same path as a training (``record.py``). This process reads their
+records.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ REASON = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two worlds held against each other: the rows in 64 bits and, row by row, in the user's precision."""
+    """Two worlds compared: rows in 64 bits and, row by row, in the precision of the configuration."""
 
     title: str
     rows: list[Row]
-    own: list[Row]
+    native_rows: list[Row]
     findings: list[str]
 
 
@@ -47,7 +48,9 @@ def verify(
     verbose: bool = False,
     module: str = "hvd_train",
 ) -> int:
-    """Runs, compares, prints; returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
+    """Run the worlds, compare them and print the result.
+
+    Returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
 
     ``module``: what the workers run; its command line is that of ``hvd_train``.
     """
@@ -76,22 +79,24 @@ def verify(
     )
     print("\n".join(text(head, notes, comparisons, config.precision)), flush=True)
     if report is not None:
-        curves = {runs.title: (runs.training.losses, own.losses if own else None) for runs, own in worlds.values()}
+        curves = {
+            runs.title: (runs.training.losses, native.losses if native else None) for runs, native in worlds.values()
+        }
         report_page(report, head, notes, comparisons, curves, config.precision)
     return int(any(c.findings for c in comparisons))
 
 
 def _frameworks(config: Config) -> tuple[list[str], list[str]]:
-    """(what to compare, notes): the configuration's framework, and all others that are installed and have the model."""
-    own, name = FRAMEWORKS[config.framework], config.model.name
+    """Return (frameworks to compare, notes): the configuration's, and all other installed ones that have the model."""
+    chosen, name = FRAMEWORKS[config.framework], config.model.name
     if config.task.own:
-        return [own.name], [f"task names functions for {own.name}: only the ranks are compared"]
-    others = [other for other in FRAMEWORKS.values() if other is not own and own.has(name) and other.has(name)]
-    found = [own.name, *(other.name for other in others if other.installed())]
-    rest = "" if len(found) > 1 else ": only the ranks are compared"
+        return [chosen.name], [f"task names functions for {chosen.name}: only the ranks are compared"]
+    others = [other for other in FRAMEWORKS.values() if other is not chosen and chosen.has(name) and other.has(name)]
+    installed = [chosen.name, *(other.name for other in others if other.installed())]
+    rest = "" if len(installed) > 1 else ": only the ranks are compared"
     if not others:
-        return found, [f"the model is in {own.name} alone{rest}"]
-    return found, [f"{other.name} is not installed{rest}" for other in others if not other.installed()]
+        return installed, [f"the model is in {chosen.name} alone{rest}"]
+    return installed, [f"{other.name} is not installed{rest}" for other in others if not other.installed()]
 
 
 def _notes(config: Config) -> list[str]:
@@ -103,7 +108,7 @@ def _notes(config: Config) -> list[str]:
 
 
 def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Path) -> dict[str, Config]:
-    """{name: configuration} of a world's runs: the training in 64 bits and in its own precision, one plain step."""
+    """Make {name: configuration} of a world's runs: the training in 64 bits and as configured, and one plain step."""
     data: dict[str, Any] = config.model_dump(mode="json")
     data |= {
         "framework": framework,
@@ -141,20 +146,20 @@ def _title(framework: str, size: int) -> str:
 def _comparisons(
     worlds: dict[tuple[str, int], tuple[Runs, Record | None]], frameworks: list[str], num_proc: int
 ) -> Iterator[Comparison]:
-    """N ranks against one in each framework, then one framework against the other."""
+    """Compare N ranks with one in each framework, then one framework with the other."""
     pairs = [((framework, 1), (framework, num_proc)) for framework in frameworks]
     pairs += [((frameworks[0], 1), (other, 1)) for other in frameworks[1:]]
     for first, second in pairs:
-        (a, own_a), (b, own_b) = worlds[first], worlds[second]
-        own = rows(Runs(a.title, own_a), Runs(b.title, own_b)) if own_a and own_b else []
-        yield Comparison(f"{b.title} against {a.title}", rows(a, b), own, findings(a, b))
+        (a, native_a), (b, native_b) = worlds[first], worlds[second]
+        native = rows(Runs(a.title, native_a), Runs(b.title, native_b)) if native_a and native_b else []
+        yield Comparison(f"{b.title} against {a.title}", rows(a, b), native, findings(a, b))
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
-    """The table's rows: what, where, the difference in 64 bits and in the user's own precision, if that is another."""
-    own = {row.what: f"{row.difference:.1e}" for row in comparison.own}
+    """Make the rows of a table: what, where, the difference in 64 bits and in the configured precision, if not 64."""
+    native = {row.what: f"{row.difference:.1e}" for row in comparison.native_rows}
     return [
-        [row.what, row.place, f"{row.difference:.1e}", *([own.get(row.what, "-")] if own else [])]
+        [row.what, row.place, f"{row.difference:.1e}", *([native.get(row.what, "-")] if native else [])]
         for row in comparison.rows
     ]
 

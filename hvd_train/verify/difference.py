@@ -1,4 +1,4 @@
-"""Two records of the same training laid side by side: how far apart, where, and what differed first."""
+"""Compare two records of the same training: how far they are apart, where, and what differed first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from hvd_train.verify.record import Record
 
 TOLERANCE = 1e-9
 NORM_FIX = "sync_batchnorm: true makes it independent of the ranks"  # in a configuration
-FLOOR = 1e-4  # of the largest entry of its kind: what a tensor is measured against that is all rounding (1e-13 of it)
+# A tensor is measured against at least this share of the largest entry of its kind. Tensors that are nothing but
+# rounding are about 1e-13 of it.
+FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Runs:
     gradient: Record | None = None
 
     def first_gradient(self) -> Tree:
+        """Return the gradient of step 1 by the names of the weights, from the plain step; {} if not recorded."""
         if self.gradient is None:
             return {}
         first, last, rate = self.gradient.trees["first"], self.gradient.trees["last"], self.gradient.rates[0, 0]
@@ -45,13 +48,13 @@ class Runs:
 
 
 def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, str]:
-    """(largest |a - b| / max(largest |a|, floor), its index); infinite where the shapes or a NaN differ."""
+    """Return (largest |a - b| / max(largest |a|, floor), its index). Infinite where the shapes or a NaN differ."""
     if a.shape != b.shape:
         return math.inf, f"shape {a.shape} against {b.shape}"
     a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of two infinities
-        away = np.abs(a - b)
-    gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(away, nan=0.0, posinf=math.inf), math.inf)
+    with np.errstate(invalid="ignore"):  # infinity - infinity
+        distance = np.abs(a - b)
+    gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(distance, nan=0.0, posinf=math.inf), math.inf)
     if not gap.size or not gap.max():
         return 0.0, "-"
     at = np.unravel_index(int(gap.argmax()), gap.shape)
@@ -60,23 +63,23 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
 
 
 def _trees(a: Tree, b: Tree) -> list[Row]:
-    """A row for each tensor; the floor is that of its kind, the key less its last part."""
+    """Make a row for each tensor. The floor is that of its kind: the key without its last part."""
     largest: dict[str, float] = {}
     for key, x in a.items():
         kind = key.rpartition("/")[0]
         largest[kind] = max(largest.get(kind, 0.0), float(np.abs(x).max(initial=0.0)))
-    found = []
+    result = []
     for key in dict.fromkeys([*a, *b]):
         if key in a and key in b:
             difference, place = farthest(a[key], b[key], FLOOR * largest[key.rpartition("/")[0]])
-            found.append(Row(key, place, difference))
+            result.append(Row(key, place, difference))
         else:
-            found.append(Row(key, "only in one of them", math.inf))
-    return found
+            result.append(Row(key, "only in one of them", math.inf))
+    return result
 
 
 def rows(a: Runs, b: Runs) -> list[Row]:
-    """Loss, learning rate, samples, then each tensor: of the gradient of step 1, and of the state after the last."""
+    """Make a row for loss, learning rate and samples, then for each tensor of the first gradient and the last state."""
     one, two = a.training, b.training
     return [
         Row("loss", *_step(farthest(one.losses, two.losses))),
@@ -87,8 +90,8 @@ def rows(a: Runs, b: Runs) -> list[Row]:
     ]
 
 
-def _step(found: tuple[float, str]) -> tuple[str, float]:
-    difference, place = found
+def _step(farthest_entry: tuple[float, str]) -> tuple[str, float]:
+    difference, place = farthest_entry
     return (f"step {int(place.strip('[]').split(',')[-1]) + 1}" if difference and "[" in place else place), difference
 
 
@@ -97,16 +100,16 @@ def _rates(one: Record, two: Record) -> tuple[float, str]:
 
 
 def _samples(one: Record, two: Record) -> tuple[str, float]:
-    """The first step whose samples differ, and the share of its samples that do."""
+    """Return the first step whose samples differ, and the share of its samples that do."""
     for step, (a, b) in enumerate(zip(one.samples, two.samples, strict=True)):
         if not np.array_equal(a, b):
-            twice, left = _odd(a, b)
-            return f"step {step + 1}", max(twice, left) / max(len(a), 1)
+            extra, missing = _surplus(a, b)
+            return f"step {step + 1}", max(extra, missing) / max(len(a), 1)
     return "-", 0.0
 
 
-def _odd(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
-    """(samples of b beyond those of a, counted as often as they stand there; samples of a that b lacks)."""
+def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
+    """Count (samples of b beyond those of a, with repeats; samples of a that are missing in b)."""
     values = np.union1d(a, b)
     count = [np.bincount(np.searchsorted(values, x), minlength=len(values)) for x in (a, b)]
     more = count[1] - count[0]
@@ -118,25 +121,25 @@ def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NOR
 
     ``norm_fix``: what to do about batch normalization over each rank's own samples.
     """
-    found = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)
-    equal = not found
-    found += _which_rate(a, b, tolerance)
-    if equal:
-        found += _first_loss(a, b, tolerance, norm_fix)
-    found += _gradient(a, b, tolerance)
-    found += _weights_apart(b, "last", "end")
-    found += _no_numbers(a, b)
+    lines = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)
+    same_start = not lines
+    lines += _which_rate(a, b, tolerance)
+    if same_start:
+        lines += _first_loss(a, b, tolerance, norm_fix)
+    lines += _gradient(a, b, tolerance)
+    lines += _weights_apart(b, "last", "end")
+    lines += _not_finite(a, b)
     beyond = [row for row in rows(a, b) if not row.difference <= tolerance]
     state = [row for row in beyond if row.what.split("/")[0] in ("weights", "statistics", "slots")]
     if state:
         worst = max(state, key=lambda row: row.difference)
         steps = len(a.training.losses)
-        found.append(
+        lines.append(
             f"after {steps} step{'s' * (steps > 1)} {worst.what} differs by {worst.difference:.1e} at {worst.place}"
         )
-    if beyond and not found:
-        found.append(f"{beyond[0].what} differs by {beyond[0].difference:.1e} at {beyond[0].place}")
-    return found
+    if beyond and not lines:
+        lines.append(f"{beyond[0].what} differs by {beyond[0].difference:.1e} at {beyond[0].place}")
+    return lines
 
 
 def _weights_apart(runs: Runs, stage: str, verb: str) -> list[str]:
@@ -158,7 +161,7 @@ def _first_weights(a: Runs, b: Runs, tolerance: float) -> list[str]:
 
 def _which_samples(a: Runs, b: Runs) -> list[str]:
     for step, (one, two) in enumerate(zip(a.training.samples, b.training.samples, strict=True)):
-        more, less = _odd(one, two)
+        more, less = _surplus(one, two)
         if more or less:
             again = int(len(two) - len(np.unique(two)))
             what = [f"{again} seen twice"] * bool(again) + [f"{less} left out"] * bool(less)
@@ -177,17 +180,17 @@ def _which_rate(a: Runs, b: Runs, tolerance: float) -> list[str]:
 
 
 def _first_loss(a: Runs, b: Runs, tolerance: float, norm_fix: str) -> list[str]:
-    """With equal weights and samples the forward pass itself depends on the ranks."""
+    """Compare the first losses. With equal weights and samples a difference lies in the forward pass itself."""
     one, two = (float(runs.training.losses[0]) for runs in (a, b))
     if abs(one - two) <= tolerance * abs(one):
         return []
     normalized = any(key.startswith("statistics/") for key in a.training.trees["first"])
-    told = f"the loss of step 1 is {two:.6g} against {one:.6g} with equal weights and samples"
+    message = f"the loss of step 1 is {two:.6g} against {one:.6g} with equal weights and samples"
     if a.training.size == b.training.size:
-        return [told]
+        return [message]
     if normalized:
-        return [f"unsynchronized batch norm: {told}; {norm_fix}"]
-    return [f"{told}: something in the forward pass depends on the rank (random numbers, statistics of a batch?)"]
+        return [f"unsynchronized batch norm: {message}; {norm_fix}"]
+    return [f"{message}: something in the forward pass depends on the rank (random numbers, statistics of a batch?)"]
 
 
 def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
@@ -208,8 +211,8 @@ def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
     return [f"the gradient of step 1 differs: {worst.what} by {worst.difference:.1e} at {worst.place}"]
 
 
-def _no_numbers(a: Runs, b: Runs) -> list[str]:
-    """What is no number on either side looks equal, and is not compared."""
+def _not_finite(a: Runs, b: Runs) -> list[str]:
+    """Name NaN and infinity that stand on both sides: they look equal and are not compared."""
     one, two = a.training, b.training
     if one.losses.shape == two.losses.shape:
         for step in np.flatnonzero(~np.isfinite(one.losses) & ~np.isfinite(two.losses))[:1]:

@@ -1,9 +1,11 @@
-"""The pages of ``hvd_train/guide``: Markdown in the package, so that they are where the program is."""
+"""``hvd-train guide``: its pages are Markdown in the package, so that they are where the program is."""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
+
+import click
 
 import hvd_train
 from hvd_train.errors import ConfigError
@@ -14,6 +16,21 @@ ORDER = (
     "python-api", "own-script", "pytorch-script", "keras-script", "migrate", "clusters", "hosts", "slurm", "containers",
     "performance", "errors", "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
+
+
+@click.command()
+@click.argument("topic", required=False)
+def guide(topic: str | None) -> None:
+    """Read the guide: a page, or the list of them.
+
+    hvd-train guide first-run
+    """
+    from hvd_train.report.tables import table
+
+    if topic is None:
+        click.echo(table(["hvd-train guide", "what"], [[name, title(name)] for name in ORDER]))
+    else:
+        show(page(topic))
 
 
 def title(topic: str) -> str:
@@ -29,7 +46,7 @@ def page(topic: str) -> str:
 
 
 def show(text: str) -> None:
-    """As the terminal can; a pipe gets plain text."""
+    """Print Markdown as the terminal can show it; a pipe gets plain text."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -10,7 +10,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.outside import JOB_END
@@ -22,11 +26,61 @@ SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)
 # Nothing where the job's time has no end; a rank then waits for the signal.
 END_LINE = f'export {JOB_END}=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)'
 POLL_SECONDS = 2.0
+HERE = (sys.executable, "-m", "hvd_train")
+OPTIONS = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account")
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
 
 class Shell(str):
     """A word that the shell is to read as it is."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job of Slurm. ``settings``: section ``slurm`` of the configuration, with what the command line changes."""
+
+    settings: Mapping[str, Any]
+    name: str
+    output: str | None
+
+    @cached_property
+    def container(self) -> list[str]:
+        return contained(self.settings["container"])
+
+    def hvd_train(self, words: Sequence[str]) -> list[str]:
+        """Return the command ``hvd-train WORDS``, for the container where there is one: Python lies elsewhere there."""
+        return ["hvd-train", *words] if self.container else [*HERE, *words]
+
+    def script(
+        self,
+        command: Sequence[str],
+        run_dir: str | None = None,
+        options: Mapping[str, object] = MappingProxyType({}),
+        first: Sequence[str] = (),
+        then: Sequence[Sequence[str]] = (),
+    ) -> str:
+        """Return the batch script that runs ``command`` on all ranks, and starts it again where that is asked for.
+
+        ``run_dir`` is where ``requeue`` finds what a run has come to; the others are as in ``script``.
+        """
+        settings, times = self.settings, self.settings["requeue"]
+        every = {"job-name": self.name, **{key.replace("_", "-"): settings[key] for key in OPTIONS}}
+        every |= {"output": self.output, **options}
+        if times:
+            every |= {"requeue": True, "signal": f"USR1@{settings['save_before']}", "open-mode": "append"}
+            again = [*HERE, "requeue", "--times", str(times), *(["--run-dir", run_dir] if run_dir else [])]
+            first, then = [starts(times), *first, END_LINE], [again, *then]
+        else:
+            every["no-requeue"] = True  # a second start would find a run folder in use, and its output overwritten
+        return script([*self.container, *command], every, settings["modules"], then, settings["lines"], first)
+
+
+def check_requeue(times: int | None, resume: str | None, overwrite: bool) -> None:
+    """Refuse to start a job again and again from its beginning."""
+    anew = "--overwrite" if overwrite else "--resume" if resume not in (None, "auto", "last") else ""
+    if times and anew:
+        fix = "give another --run-dir, or remove the folder" if overwrite else "give --resume auto"
+        raise ConfigError("each start of the job would begin anew", where=f"submit: --requeue {anew}", fix=fix)
 
 
 def script(

@@ -46,6 +46,17 @@ def line(folder: Path) -> str:
     return f'trial={shlex.quote(str(folder))}/trial-$(printf %03d "$SLURM_ARRAY_TASK_ID")'
 
 
+def script(batch: jobs.Batch, sweep: Sweep, at_once: int | None) -> str:
+    """Return the batch script of every task."""
+    return batch.script(
+        batch.hvd_train(WORDS),
+        run_dir=TRIAL,
+        options=options(sweep, at_once),
+        first=[line(sweep.folder)],
+        then=[[*jobs.HERE, "ended", TRIAL]],
+    )
+
+
 def submit(sweep: Sweep, text: str, resume: bool) -> str:
     """Submit the job and return its number. If Slurm refuses it, the plan is removed again."""
     begin(sweep, resume)

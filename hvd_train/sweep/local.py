@@ -9,10 +9,20 @@ import sys
 from pathlib import Path
 
 from hvd_train.launch.local import end_with_parent, environment
-from hvd_train.sweep.folder import CONFIG, LOG, Sweep, fail, state, turn
+from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state, turn
 from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.results import report
+from hvd_train.sweep.table import live
 
 STOPPED = (75, 130, 143)
+
+
+def train_trials(sweep: Sweep, num_proc: int | None, launcher: str, resume: bool) -> int:
+    """Train the trials of a sweep, and print its results; return the exit code."""
+    begin(sweep, resume)
+    with live(sweep):
+        code = run(sweep, num_proc, launcher)
+    return report(sweep, code)
 
 
 def run(sweep: Sweep, num_proc: int | None, launcher: str) -> int:

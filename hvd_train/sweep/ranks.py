@@ -8,24 +8,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvd_train.config.own import look_in
 from hvd_train.core.log import warn
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
-from hvd_train.frontends.mpi import Counter, can_meet, mpi_world
+from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
 from hvd_train.frontends.rank import Rank, settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
 from hvd_train.launch.environment import LAUNCHERS, World
-from hvd_train.launch.outside import Ears
+from hvd_train.launch.outside import Ears, listen
 from hvd_train.protocol import Communicator
-from hvd_train.sweep.folder import LOG, Sweep, fail, turn
+from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
 from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.results import report
+from hvd_train.sweep.table import live
 
 PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
 
@@ -46,6 +48,17 @@ def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tupl
     rank = settle(config.framework, config.threads, verbose)
     rank.module.configure(rank.threads)
     return rank, mpi_world(here)
+
+
+def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bool) -> NoReturn:
+    """Train the trials of a sweep on groups of ``each`` ranks; rank 0 prints the results. Exits with the code."""
+    rank, mpi = join(sweep.trials, each, here, verbose)
+    if mpi.rank == 0:
+        begin(sweep, resume)
+    mpi.Barrier()
+    with nullcontext() if mpi.rank else live(sweep):
+        code = run(sweep, each, here, rank, mpi, listen())
+    leave(code if here.rank else report(sweep, code))
 
 
 def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, ears: Ears) -> int:

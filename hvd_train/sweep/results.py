@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def best(sweep: Sweep) -> Trial | None:
 def left(sweep: Sweep) -> int:
     """Count the trials that ``--resume`` would run."""
     return sum(state(sweep, trial).word in ("waiting", "running", "paused") for trial in sweep.trials)
+
+
+def report(sweep: Sweep, code: int = 0) -> int:
+    """Print the results of a sweep, or that ``code`` stopped it; return the exit code."""
+    if code:
+        print("stopped; --resume goes on", file=sys.stderr, flush=True)
+        return code
+    print(finish(sweep), flush=True)
+    return 5 if left(sweep) else 0
 
 
 def finish(sweep: Sweep) -> str:

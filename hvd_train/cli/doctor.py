@@ -1,0 +1,60 @@
+"""``hvd-train doctor``, and a rank of its allreduce."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from hvd_train.cli import options
+from hvd_train.cli.launching import rank_words
+from hvd_train.errors import ConfigError
+from hvd_train.frameworks import FRAMEWORKS
+
+
+@click.command()
+@options.hosts
+@options.any_launcher
+@options.verbose
+def doctor(
+    hosts: str | None, hostfile: Path | None, network_interfaces: str | None, launcher: str, verbose: bool
+) -> None:
+    """What is built, what is missing and how to get it; then a 2-rank allreduce in each framework, with its speed.
+
+    Over several hosts: a row for each, the speed between them, and in what they differ (exit code 1).
+
+    \b
+    hvd-train doctor -H node1:2,node2:2             as fit is started, with one rank on each host
+    mpirun -np 2 --hostfile hosts.txt hvd-train doctor
+    srun -N 2 hvd-train doctor
+    """
+    from hvd_train.launch.environment import world
+    from hvd_train.launch.hosts import Hosts, parse
+
+    where, started = parse(hosts, hostfile, network_interfaces), world().launcher
+    if (where or launcher != "auto") and started:
+        raise ConfigError("the ranks are started already", where=f"by {started}", fix="leave out --hosts, --launcher")
+    if started:
+        from hvd_train.doctor import hosts as job
+
+        sys.exit(job.hosts())
+    if where:
+        from hvd_train.launch import launch
+
+        one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
+        sys.exit(launch(len(one_each.slots), launcher, rank_words(), verbose, hosts=one_each))
+    if launcher != "auto":
+        raise ConfigError("of which hosts", where="--launcher", fix="give --hosts too, or leave it out: all are tried")
+    from hvd_train.doctor import host
+
+    sys.exit(host.doctor(verbose))
+
+
+@click.command(hidden=True)
+@click.option("--framework", type=click.Choice(list(FRAMEWORKS)), required=True)
+def probe(framework: str) -> None:
+    """One rank of the doctor's allreduce."""
+    from hvd_train.doctor import host
+
+    sys.exit(host.probe(framework))

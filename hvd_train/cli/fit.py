@@ -1,0 +1,131 @@
+"""``hvd-train fit``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from hvd_train.cli import options
+from hvd_train.cli.launching import prepare_rank, rank_words
+
+starting = options.together(
+    click.option(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="With -np: start all ranks again from the newest checkpoint when one dies, at most so often.",
+    ),
+    click.option(
+        "--min-np",
+        type=click.IntRange(min=1),
+        help="With --max-restarts: start again without the rank that was lost, down to so many ranks; else on as many.",
+    ),
+    click.option(
+        "--spares",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="With --max-restarts: keep a process that has loaded the framework, from which so many ranks start again.",
+    ),
+    options.hosts,
+    click.option("--nnodes", type=click.IntRange(min=1), help="The first of these hosts, or so many of Slurm's."),
+    click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each host, instead of -np."),
+)
+
+
+@click.command()
+@options.configuration
+@options.num_proc
+@options.launcher(["auto", "horovodrun", "mpirun", "srun"], " srun: within an allocation of Slurm.")
+@click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder: config, metrics, checkpoints, events.")
+@click.option(
+    "--resume",
+    metavar="auto|last|best|PATH",
+    help="Go on from a checkpoint: auto (newest, or from the start if there is none), last (newest), best (by "
+    "checkpoint.monitor), or a folder.",
+)
+@click.option(
+    "--allow-change", metavar="KEY", multiple=True, help="Let this key differ from the resumed run's; repeatable."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the run that the run folder holds.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of first weights, sample order and dropout.")
+@click.option(
+    "--until-epoch",
+    type=click.IntRange(min=1),
+    help="Leave the run there, saved; --resume auto goes on to the bits of a run that nobody left.",
+)
+@starting
+@click.option(
+    "--dry-run", is_flag=True, help="Print the launcher's command, or without -np the configuration; start nothing."
+)
+@click.option(
+    "--check", is_flag=True, help="Open data and model, take one step and one validation batch; write nothing."
+)
+@options.verbose
+def fit(
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int | None,
+    launcher: str,
+    run_dir: str | None,
+    resume: str | None,
+    allow_change: tuple[str, ...],
+    overwrite: bool,
+    seed: int | None,
+    until_epoch: int | None,
+    max_restarts: int,
+    min_np: int | None,
+    spares: int,
+    hosts: str | None,
+    hostfile: Path | None,
+    network_interfaces: str | None,
+    nnodes: int | None,
+    nproc_per_node: int | None,
+    dry_run: bool,
+    check: bool,
+    verbose: bool,
+) -> None:
+    """Train a model.
+
+    \b
+    hvd-train fit -c job.yaml                       one rank
+    hvd-train fit -np 2 -c job.yaml                 two ranks on this host
+    mpirun -np 2 hvd-train fit -c job.yaml          the same, started by mpirun
+    hvd-train fit -np 2 -c job.yaml --resume auto   go on where the last run stopped
+    hvd-train fit -np 2 -c job.yaml --max-restarts 3
+    hvd-train fit -np 2 -c job.yaml --check         try all of it with one step, and write nothing
+    """
+    from hvd_train.config import load_config, resolved_yaml
+    from hvd_train.launch.environment import world
+    from hvd_train.launch.hosts import parse
+    from hvd_train.launch.outside import forget, listen
+    from hvd_train.launch.start import Restarts, plan
+
+    config = load_config(path, sets, run_dir=run_dir, seed=seed)
+    where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)
+    ranks = plan(num_proc, launcher, where, nnodes, nproc_per_node, restarts, dry_run)
+    if dry_run and ranks:
+        click.echo(shlex.join(ranks.command(rank_words())))
+    elif dry_run:
+        if (here := world()).rank == 0:
+            begun = f"{here.size} ranks, started by {here.launcher}" if here.launcher else "1 rank, this process"
+            click.echo(f"# {begun}. It would train with this configuration:")
+            click.echo(resolved_yaml(config), nl=False)
+    elif ranks:
+        forget()
+        sys.exit(ranks.run(rank_words(), config, verbose, once=check))
+    elif check:
+        from hvd_train.jobs.check import check as check_run
+
+        prepare_rank()
+        forget()
+        sys.exit(check_run(config, resume, allow_change, overwrite, verbose))
+    else:
+        from hvd_train.jobs.fit import fit as train
+
+        prepare_rank()
+        sys.exit(train(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))

@@ -1,0 +1,52 @@
+"""Starting a command again on several ranks: with the same words, except those that start ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+WITH_VALUE = (
+    "-np", "--num-proc", "--launcher", "--max-restarts", "--min-np", "--spares", "-H", "--hosts", "--hostfile",
+    "--network-interfaces", "--nnodes", "--nproc-per-node",
+)  # fmt: skip
+# As in -np2, -Hhost:4, --hosts=host:4.
+JOINED = ("-np", "-H", *(f"{option}=" for option in WITH_VALUE if option.startswith("--")))
+
+
+def rank_words() -> list[str]:
+    """Return this command's words without those that start ranks."""
+    words, value = [], False
+    for word in sys.argv[1:]:
+        if value:
+            value = False
+        elif word in WITH_VALUE:
+            value = True
+        elif word != "--dry-run" and not word.startswith(JOINED):
+            words.append(word)
+    return words
+
+
+def start_ranks(num_proc: int, launcher: str, verbose: bool) -> NoReturn:
+    """Start this command on ``num_proc`` ranks of this host, and exit with their code."""
+    from hvd_train.launch import launch
+
+    sys.exit(launch(num_proc, launcher, rank_words(), verbose))
+
+
+def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job: Callable[[], int]) -> NoReturn:
+    """Run ``job`` in this process, or start this command on the ranks of ``-np``; exit with the code."""
+    from hvd_train.launch.start import starts_ranks
+
+    if starts_ranks(num_proc):
+        start_ranks(num_proc or 1, launcher, verbose)
+    prepare_rank()
+    sys.exit(job())
+
+
+def prepare_rank() -> None:
+    """Let a rank that srun started find the others."""
+    from hvd_train.launch import slurm
+    from hvd_train.launch.environment import world
+
+    slurm.prepare(world())

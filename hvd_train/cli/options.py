@@ -1,0 +1,97 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from hvd_train.errors import ConfigError
+
+LAUNCHER = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."
+
+
+def together(*options: Callable) -> Callable:
+    """Join options to one decorator; help lists them in this order."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def launcher(names: list[str], more: str = "") -> Callable:
+    return click.option(
+        "--launcher", type=click.Choice(names), default="auto", show_default=True, help=f"{LAUNCHER}{more}"
+    )
+
+
+config_file = click.option(
+    "-c",
+    "--config",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="YAML file; 'hvd-train config' prints one.",
+)
+set_keys = click.option(
+    "--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key, for example optim.lr=0.1; repeatable."
+)
+configuration = together(config_file, set_keys)
+
+num_proc = click.option(
+    "-np",
+    "--num-proc",
+    type=click.IntRange(min=1),
+    help="Start this many ranks on this host (without: this process alone).",
+)
+any_launcher = launcher(["auto", "horovodrun", "mpirun"])
+hosts = together(
+    click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts of the ranks, over ssh (fit: of -np)."),
+    click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each."),
+    click.option("--network-interfaces", metavar="NAME,...", help="With several hosts: the networks between them."),
+)
+verbose = click.option(
+    "-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs."
+)
+
+trained_run = click.option(
+    "--run-dir",
+    type=click.Path(file_okay=False),
+    help="Run folder of the training; the configuration saved with the checkpoint is used.",
+)
+checkpoint = click.option(
+    "--checkpoint", default="last", show_default=True, metavar="last|best|PATH", help="Which checkpoint to load."
+)
+trust = click.option(
+    "--trust", is_flag=True, help="Import the code (package.module:function) that the run folder names."
+)
+split = click.option(
+    "--split",
+    type=click.Choice(["train", "val", "test", "all"]),
+    help="Part of the data (without: val of the run's own data, all of others).",
+)
+inference = together(trained_run, configuration, checkpoint, trust, split, num_proc, any_launcher, verbose)
+
+trials = together(
+    click.option(
+        "--param",
+        "params",
+        metavar="KEY=VALUE,...",
+        multiple=True,
+        help="A key and its values; with --random also a range, 8..64 or log:1e-4..1e-1; repeatable.",
+    ),
+    click.option(
+        "--random", "draws", type=click.IntRange(min=1), help="Draw this many trials (without: all combinations)."
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Seed of the draws of --random (0)."),
+)
+
+
+def seed_of_draws(draws: int | None, seed: int | None) -> int:
+    if seed is not None and draws is None:
+        fix = f"give --random, or --set seed={seed} for the seed of the training"
+        raise ConfigError("is of the draws of --random", where="--seed", fix=fix)
+    return seed or 0

@@ -1,0 +1,60 @@
+"""``hvd-train verify``, and a rank of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from hvd_train.cli import options
+from hvd_train.errors import ConfigError
+
+
+@click.command()
+@options.configuration
+@click.option("-np", "--num-proc", type=click.IntRange(min=2), required=True, help="Ranks that are held against one.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to train.")
+@options.any_launcher
+@click.option(
+    "--report", metavar="FILE.html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with curves."
+)
+@options.verbose
+@click.argument("program", metavar="[-- python SCRIPT.py ...]", nargs=-1, type=click.UNPROCESSED)
+def verify(
+    program: tuple[str, ...],
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int,
+    steps: int,
+    launcher: str,
+    report: Path | None,
+    verbose: bool,
+) -> None:
+    """Train a few steps on N ranks and on one, in PyTorch and in Keras, and compare everything.
+
+    \b
+    hvd-train verify -c job.yaml -np 2                      exit code 0: all equal, 1: something differs
+    hvd-train verify -c job.yaml -np 3 --report proof.html  with the loss curves drawn over each other
+    hvd-train verify -np 2 -- python train.py --lr 0.1      a script of your own, with hvd_train.torch or .keras
+    """
+    if program:
+        from hvd_train.verify.script import verify_script
+
+        if path or sets:
+            raise ConfigError("a script has no configuration", where="verify", fix="leave out -c and --set")
+        sys.exit(verify_script(program, num_proc, steps, launcher, report, verbose))
+    from hvd_train.config import load_config
+    from hvd_train.verify import compare
+
+    sys.exit(compare.verify(load_config(path, sets), num_proc, steps, launcher, report, verbose))
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@options.verbose
+def record(folder: Path, verbose: bool) -> None:
+    """One rank of verify."""
+    from hvd_train.verify import record as job
+
+    sys.exit(job.record(folder, verbose))

@@ -1,0 +1,40 @@
+"""Packed data sets: ``hvd-train data pack`` and ``data check``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import Config
+from hvd_train.config.own import look_in
+from hvd_train.data import packing, sources
+from hvd_train.launch.environment import world
+
+
+def pack(config: Config, folder: Path) -> None:
+    """Write the data of ``config`` into ``folder``; the ranks of an MPI launcher share the work."""
+    began = time.monotonic()
+    look_in(config.code_dir)
+    ranks = _ranks()
+    manifest = sources.pack(config.data, config.task, folder, ranks)
+    if ranks.rank == 0:
+        took = f"{time.monotonic() - began:.1f} s, {ranks.size} rank{'s' * (ranks.size > 1)}"
+        print(f"packed {packing.facts(manifest)}: {folder} ({took})", flush=True)
+
+
+def check(folder: Path) -> None:
+    """Compare all checksums of a packed data set; raise DataError at the first file that is damaged."""
+    ranks = _ranks()
+    manifest = packing.check(folder, ranks)
+    if ranks.rank == 0:
+        print(f"as it was written: {packing.facts(manifest)}: {folder}", flush=True)
+
+
+def _ranks() -> Any:
+    here = world()
+    if here.size == 1:
+        return packing.Alone()
+    from hvd_train.frontends.mpi import mpi_world
+
+    return mpi_world(here)

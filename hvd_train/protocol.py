@@ -185,6 +185,19 @@ class Communicator(Protocol):
     def allgather_async(self, x: Tensor, name: str) -> Handle:
         """Starts a concatenation over ranks along axis 0, in rank order; lengths may differ."""
 
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        """Start sending ``sizes[k]`` consecutive entries of the flat ``x`` to rank k, for every rank k.
+
+        ``synchronize`` gives what all ranks sent to this one, flat and in rank order. Sizes may differ between ranks.
+        """
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        """Start a sum of the flat ``x`` over ranks, of which rank k gets the k-th part, ``sizes[k]`` entries.
+
+        Ranks are added in rank order, so the result has the same bits in every run and over every transport. ``sizes``
+        must be equal on all ranks; ``x`` is not changed.
+        """
+
     def synchronize(self, handle: Handle) -> Tensor: ...
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes: ...

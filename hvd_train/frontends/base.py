@@ -28,7 +28,20 @@ from hvd_train.core.task import Task, refused
 from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.launch.environment import ALONE, LAUNCHERS, world
 from hvd_train.launch.slurm import meet
-from hvd_train.protocol import Batch, Build, Communicator, Field, Ops, Sample, Scale, Tree, made_up, one_or_all
+from hvd_train.protocol import (
+    Batch,
+    Build,
+    Communicator,
+    Field,
+    Handle,
+    Ops,
+    Sample,
+    Scale,
+    Tensor,
+    Tree,
+    made_up,
+    one_or_all,
+)
 
 
 def checksum(x: np.ndarray) -> int:
@@ -251,6 +264,26 @@ def guarded(transfer: Callable) -> Callable:
     return call
 
 
+@dataclass(frozen=True)
+class RankParts:
+    """A reduce-scatter under way: ``ranks`` parts of ``length`` entries travel to the rank that adds them.
+
+    Horovod's own reduce-scatter adds in an order that depends on transport and world size. Over Gloo its halving and
+    doubling may also overwrite a buffer that is still being sent (pytorch/gloo issue 303).
+    """
+
+    transfer: Handle
+    ranks: int
+    length: int
+
+    def add(self, received: Tensor) -> Tensor:
+        """Add the parts in rank order; ``received``: (ranks * length,), whose memory may be taken."""
+        total = received[: self.length]
+        for rank in range(1, self.ranks):
+            total += received[rank * self.length : (rank + 1) * self.length]
+        return total
+
+
 class HorovodCommunicator(ABC):
     """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework, each one ``guarded``."""
 
@@ -305,6 +338,12 @@ class HorovodCommunicator(ABC):
                 stalled.restype = ctypes.c_char_p
             self._failure = _failure_of(error, stalled().decode() if stalled else "", self.left())
         return self._failure
+
+    @abstractmethod
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle: ...
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> RankParts:
+        return RankParts(self.alltoall_async(x, sizes, name), self.size, sizes[self.rank])
 
     @abstractmethod
     def _broadcast(self, data: np.ndarray, root: int, name: str) -> np.ndarray: ...

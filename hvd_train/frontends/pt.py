@@ -21,6 +21,7 @@ from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends import pt_batchnorm, pt_optimizers
 from hvd_train.frontends.base import (
     HorovodCommunicator,
+    RankParts,
     StateTree,
     build_model,
     checked,
@@ -191,8 +192,15 @@ class HorovodTorch(HorovodCommunicator):
         return self.hvd.allgather_async(x, name=name)
 
     @guarded
+    def alltoall_async(self, x, sizes, name) -> int:
+        return self.hvd.alltoall_async(x, splits=list(sizes), name=name)
+
+    @guarded
     def synchronize(self, handle) -> torch.Tensor:
-        return self.hvd.synchronize(handle)
+        parts = handle if isinstance(handle, RankParts) else None
+        result = self.hvd.synchronize(parts.transfer if parts else handle)
+        received = result[0] if isinstance(result, tuple) else result  # an alltoall gives the received sizes, too
+        return parts.add(received) if parts else received
 
     @guarded
     def _broadcast(self, data, root, name) -> np.ndarray:

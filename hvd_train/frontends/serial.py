@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvd_train.protocol import Tensor
 
 
@@ -21,6 +23,12 @@ class Serial:
         return x
 
     def allgather_async(self, x: Tensor, name: str) -> Tensor:
+        return x
+
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
+        return x
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Tensor:
         return x
 
     def synchronize(self, handle: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends import keras_optimizers, tf_batchnorm
 from hvd_train.frontends.base import (
     HorovodCommunicator,
+    RankParts,
     StateTree,
     build_model,
     checked,
@@ -208,8 +209,13 @@ class HorovodTensorFlow(HorovodCommunicator):
     def allgather_async(self, x, name) -> tf.Tensor:
         return self.hvd.allgather(x, name=name, ignore_name_scope=True)
 
+    @guarded
+    def alltoall_async(self, x, sizes, name) -> tf.Tensor:
+        return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True)[0]
+
     def synchronize(self, handle) -> tf.Tensor:
-        return handle
+        # In a graph nobody but us knows how much was received.
+        return tf.reshape(handle.add(handle.transfer), (handle.length,)) if isinstance(handle, RankParts) else handle
 
     @guarded
     def _broadcast(self, data, root, name) -> np.ndarray:

@@ -96,6 +96,14 @@ class Network:
         """``down``: the network does not reach it any more; ``up``."""
         _ip("link", "set", self._links[self.hosts.index(host)], state)
 
+    def slow(self, host: str) -> None:
+        """0.1 Gbit/s for what a host sends, until ``fast``."""
+        rate = ("rate", "100mbit", "burst", "64kb", "latency", "400ms")
+        _ip("netns", "exec", host, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
+
+    def fast(self, host: str) -> None:
+        _ip("netns", "exec", host, "tc", "qdisc", "del", "dev", "eth0", "root")
+
     def only_ssh(self, host: str) -> None:
         """Drop all that comes to a host but for ssh, until ``all_ports``."""
         rules = "type filter hook input priority 0; policy drop;\niifname lo accept\ntcp dport 22 accept\n"
@@ -134,7 +142,7 @@ class Network:
 
 def missing() -> str:
     """Why there can be no such hosts here; empty: nothing is missing."""
-    tools = [name for name in ("ip", "ssh", "ssh-keygen", "unshare") if shutil.which(name) is None]
+    tools = [name for name in ("ip", "tc", "ssh", "ssh-keygen", "unshare") if shutil.which(name) is None]
     if not (shutil.which("sshd") or Path("/usr/sbin/sshd").exists()):
         tools.append("sshd")
     if tools:

@@ -119,6 +119,39 @@ def test_two_hosts_give_the_weights_of_one(network, expected, tmp_path, name, fr
     assert not network.left()
 
 
+@pytest.mark.parametrize(
+    ("framework", "name", "mib"),
+    [
+        ("pytorch", "gloo", 4),
+        *(
+            pytest.param(framework, name, 64, marks=pytest.mark.long("64 MiB take 10 seconds over such a link"))
+            for framework in ("pytorch", "tensorflow")
+            for name in ("gloo", "mpirun --hostfile")
+        ),
+    ],
+)
+def test_sums_of_parts_are_right_over_a_slow_link(network, tmp_path, framework, name, mib):
+    """Parts are still being sent when others arrive."""
+    tensors = [("float32", (mib << 18) + 3), ("float64", 1 << 17), ("float32", 7)]
+    case = {"name": "shards", "kind": "shards", "tensors": tensors, "traced": False}
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    if name == "gloo":
+        a, b, _ = network.hosts
+        line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "-H", f"{a}:1,{b}:1"]
+    else:
+        line = way(name, network, tmp_path)[:-2]
+    for host in network.hosts:
+        network.slow(host)
+    try:
+        done = network.run([*line, sys.executable, "-m", "tests.ranks.worker", framework, str(tmp_path)], **ROOTED)
+    finally:
+        for host in network.hosts:
+            network.fast(host)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"shards.{rank}.json").read_text()) == {"wrong": [], "tensors": len(tensors)}
+
+
 @pytest.mark.long("Gloo and Open MPI need 40 seconds to give a silent host up")
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path, launcher):

@@ -141,8 +141,16 @@ CHANGING.pop("model.hidden")
 # the mean alone, whoever made it.
 LARGEST = {"pytorch": 4, "tensorflow": 3}
 EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
-EVERY_SIZE += ["evaluation", "verbs", "average", "adasum-verb"]
+EVERY_SIZE += ["evaluation", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
 EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
+
+
+def shards(framework: str, size: int, everything: bool) -> dict[str, dict]:
+    """Tensors to divide over the ranks, up to 64 MiB, eagerly and in a graph."""
+    small = [(kind, n) for kind in ("float16", "float32", "float64") for n in (0, 1, 7, 1000, (1 << 18) + 3)]
+    large = [("float32", 16 << 20)] if size < 3 or everything else []
+    made = {"shards": {"tensors": [*small, *large], "traced": False}}
+    return made | ({"shards-traced": {"tensors": small, "traced": True}} if framework == "tensorflow" else {})
 
 
 def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dict]:
@@ -199,6 +207,7 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
     made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})
     made.append({"name": "dropout-rest", "kind": "train", "config": cut, "resume": "last"})
     made.append({"name": "masks", "kind": "masks", "config": own("masks", DROPOUT | {"optim": {"lr": 1e-12}})})
+    made += [{"name": name, "kind": "shards", **one} for name, one in shards(framework, size, everything).items()]
     made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
     if size > 1:
         made += [

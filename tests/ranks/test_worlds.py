@@ -173,6 +173,14 @@ def test_average_of_named_weights(worlds, framework, launcher, size):
         assert result["others"] == 0
 
 
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *WORLDS])
+def test_parts_go_to_their_ranks_and_are_added_in_rank_order(worlds, framework, launcher, size):
+    """In uneven parts, up to 64 MiB; 3 and 4 ranks take the largest with --long."""
+    for name in ["shards", "shards-traced"] if framework == "tensorflow" else ["shards"]:
+        for out in worlds(framework, launcher, size).json(name):
+            assert out["tensors"] >= 15 and not out["wrong"]
+
+
 # ---- compression
 
 

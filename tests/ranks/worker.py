@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -124,6 +125,42 @@ def verbs(case, module, communicator, folder):
     return out
 
 
+def shards(case, module, communicator, folder):
+    """``alltoall`` and ``reduce_scatter`` against NumPy, bit for bit; returns what was wrong."""
+    ops, rank, size, wrong = module.cpu_ops(), communicator.rank, communicator.size, []
+    run = lambda work: work  # noqa: E731
+    if case["traced"]:
+        import tensorflow as tf
+
+        run = lambda work: tf.function(work, autograph=False).get_concrete_function()  # noqa: E731
+    for kind, length in case["tensors"]:
+        sizes = unequal(length, size)
+        ends = np.cumsum(sizes)
+        ranks = [np.random.default_rng([length, r]).random(length, np.float32).astype(kind) for r in range(size)]
+        wanted = functools.reduce(np.add, [x[ends[rank] - sizes[rank] : ends[rank]] for x in ranks])
+        sent = ops.from_numpy(ranks[rank])
+        name = f"scatter.{kind}.{length}"
+        scatter = run(lambda: communicator.synchronize(communicator.reduce_scatter_async(sent, sizes, name)))  # noqa: B023
+        if not np.array_equal(ops.to_numpy(scatter()), wanted):
+            wrong.append(name)
+        every = [[sizes[(k + r) % size] for k in range(size)] for r in range(size)]  # of each rank, to each rank
+        starts = [sum(row[:rank]) for row in every]
+        parts = [x[s : s + row[rank]] for x, s, row in zip(ranks, starts, every, strict=True)]
+        name = f"alltoall.{kind}.{length}"
+        exchange = run(lambda: communicator.synchronize(communicator.alltoall_async(sent, every[rank], name)))  # noqa: B023
+        if not np.array_equal(ops.to_numpy(exchange()), np.concatenate(parts)):
+            wrong.append(name)
+        if not np.array_equal(ops.to_numpy(sent), ranks[rank]):
+            wrong.append(f"{name} changed its input")
+    return {"wrong": wrong, "tensors": len(case["tensors"])}
+
+
+def unequal(length, size):
+    """Parts in the ratio 0 : 1 : 2 : ..., the rest with the last; all of it where there is one rank."""
+    shares = [length * k // max(sum(range(size)), 1) for k in range(size)]
+    return [*shares[:-1], length - sum(shares[:-1])]
+
+
 def own_mean(communicator, ops, kind):
     """[names that differ, whether equal entries kept their bits, the mean of the ranks' numbers]."""
     limits, equal = np.finfo(kind), np.random.default_rng(0).normal(size=999).astype(kind)
@@ -196,7 +233,20 @@ def masks(case, module, communicator, folder):
 
 KINDS = {
     f.__name__: f
-    for f in (masks, train, overflow, calls, adasum, verbs, disagree, one_fails, same_facts, evaluation, average)
+    for f in (
+        masks,
+        train,
+        overflow,
+        calls,
+        adasum,
+        verbs,
+        shards,
+        disagree,
+        one_fails,
+        same_facts,
+        evaluation,
+        average,
+    )
 }
 
 

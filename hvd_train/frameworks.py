@@ -13,15 +13,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvd_train.protocol import FrontEndModule
+    from hvd_train.protocol import Communicator, FrontEndModule
 
 
 @dataclass(frozen=True)
 class Framework:
     """All that is known of a framework before it is loaded.
 
-    ``module``: its front-end, a ``protocol.FrontEndModule``; ``horovod``: Horovod's module for it; ``packages``: what
-    must be installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
+    ``module``: its front-end, a ``protocol.FrontEndModule``; ``communicator``: the module that carries its tensors
+    between ranks, a ``protocol.CommunicatorModule``; ``horovod``: Horovod's module for it; ``packages``: what must be
+    installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
     ``channels_first``: so it takes images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent; ``beside``:
@@ -31,6 +32,7 @@ class Framework:
 
     name: str
     module: str
+    communicator: str
     horovod: str
     packages: tuple[str, ...]
     zoo: str = ""
@@ -48,6 +50,10 @@ class Framework:
         """The front-end; loads the framework, which reads ``settings`` then; ``lean``: and without ``beside``."""
         with swift(self.beside if lean else ()):
             return importlib.import_module(self.module)
+
+    def make_communicator(self, expected_size: int) -> Communicator:
+        """Make the communicator of ``expected_size`` ranks, not yet opened; the framework must be loaded."""
+        return importlib.import_module(self.communicator).make_communicator(expected_size)
 
     def installed(self) -> bool:
         return all(find_spec(package) for package in self.packages)
@@ -96,11 +102,12 @@ def version(package: str) -> str | None:
 PYTORCH = register(
     Framework(
         "pytorch",
-        module="hvd_train.frontends.pt",
+        module="hvd_train.frontends.pytorch.model",
+        communicator="hvd_train.frontends.pytorch.communicator",
         horovod="horovod.torch",
         packages=("torch",),
         zoo="pt_models",
-        exporter="hvd_train.frontends.pt_export",
+        exporter="hvd_train.frontends.pytorch.export",
         format="pytorch",
         ending=".pt",
         channels_first=True,
@@ -113,11 +120,12 @@ KERNELS = {"TF_ENABLE_ONEDNN_OPTS": "1"} if platform.machine() == "x86_64" else 
 TENSORFLOW = register(
     Framework(
         "tensorflow",
-        module="hvd_train.frontends.tf",
+        module="hvd_train.frontends.tensorflow.model",
+        communicator="hvd_train.frontends.tensorflow.communicator",
         horovod="horovod.tensorflow",
         packages=("tensorflow", "keras"),
         zoo="tf_models",
-        exporter="hvd_train.frontends.tf_export",
+        exporter="hvd_train.frontends.tensorflow.export",
         format="keras",
         ending=".keras",
         loads_by_ending=True,

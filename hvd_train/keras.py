@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from hvd_train.frameworks import KERNELS
-from hvd_train.frontends.base import gpu_index
+from hvd_train.frontends.devices import gpu_index
 from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 
 os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there

@@ -437,13 +437,17 @@ class FrontEndModule(Protocol):
     def open_frontend(self, config: Any, communicator: Communicator, sample: Sample) -> FrontEnd:
         """``config``: a ``Config``, which itself asks what frameworks there are."""
 
-    def horovod(self, expected_size: int) -> Communicator:
-        """Not yet opened; ``expected_size``: the ranks that the launcher started."""
-
     def cpu_ops(self) -> Ops: ...
 
     def gpus(self) -> int:
         """How many the framework sees."""
+
+
+class CommunicatorModule(Protocol):
+    """The module that carries a framework's tensors between ranks, named by the framework's record."""
+
+    def make_communicator(self, expected_size: int) -> Communicator:
+        """Not yet opened; ``expected_size``: the ranks that the launcher started."""
 
 
 class Exchange(Protocol):

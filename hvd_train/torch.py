@@ -42,10 +42,10 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.mean import WIDE, sums
 from hvd_train.data.order import mix
 from hvd_train.errors import CheckpointError, ConfigError
-from hvd_train.frontends import pt_batchnorm
-from hvd_train.frontends.base import gpu_index, overlaps
-from hvd_train.frontends.pt import TorchOps
-from hvd_train.frontends.pt_hidden import HIDDEN_FIX, hidden, not_part
+from hvd_train.frontends.devices import gpu_index, overlaps
+from hvd_train.frontends.pytorch import batchnorm as pt_batchnorm
+from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
+from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.launch.environment import keep_memory, threads, world
 from hvd_train.protocol import Communicator
 

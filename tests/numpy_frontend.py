@@ -317,10 +317,10 @@ def open_frontend(config, communicator, sample):
     return NumpyFrontEnd(communicator, math.prod(sample.input_shape), sample.num_classes, config.optim.momentum)
 
 
-def horovod(expected_size):
+def make_communicator(expected_size):
     import torch
 
-    from hvd_train.frontends.pt import HorovodTorch
+    from hvd_train.frontends.pytorch.communicator import HorovodTorch
 
     class HorovodNumpy(HorovodTorch):
         def allreduce_async(self, x, name, op="sum"):

@@ -82,7 +82,9 @@ class OnTensorFlow:
     def __init__(self) -> None:
         import tensorflow as tf
 
-        from hvd_train.frontends.tf import TensorFlowOps, awaited, packing, seconds_waited
+        from hvd_train.frontends.tensorflow.graphs import awaited, seconds_waited
+        from hvd_train.frontends.tensorflow.model import packing
+        from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 
         self.tf, self._awaited = tf, awaited
         if OnTensorFlow._waits is None:
@@ -148,7 +150,8 @@ class OnTorch:
     def __init__(self) -> None:
         import torch
 
-        from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps
+        from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+        from hvd_train.frontends.pytorch.ops import TorchOps
 
         self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing

@@ -10,7 +10,7 @@ import torch
 
 from hvd_train.attach import pt_passes
 from hvd_train.attach.recorded import SEED, Recording
-from hvd_train.frontends.pt import PyTorchFrontEnd
+from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.protocol import Communicator, Tree
 
 _names: dict[int, str] = {}  # of parameters

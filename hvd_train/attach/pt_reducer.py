@@ -18,7 +18,9 @@ from hvd_train.attach.world import Named
 from hvd_train.core.agreement import agree_on_weights, due
 from hvd_train.core.exchange import Exchange, Overlap
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.frontends.pt import PyTorchFrontEnd, TorchOps, users
+from hvd_train.frontends.pytorch.buckets import users
+from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator, Compressor, TensorSpec
 
 # Behind the flags of the parameters; on how many ranks:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from hvd_train.config import load_config
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
-from hvd_train.frontends.base import HorovodCommunicator
+from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
 from hvd_train.launch.board import SCRIPT

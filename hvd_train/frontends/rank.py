@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_train.errors import ConfigError
-from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.frameworks import FRAMEWORKS, Framework
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import slurm
 from hvd_train.launch.environment import World, bind, rank_settings, threads, world
-from hvd_train.protocol import Communicator, FrontEndModule
+from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
 
 if TYPE_CHECKING:  # where a front-end that breaks the contract is told so
-    from hvd_train.frontends import pt, tf
+    from hvd_train.frontends.pytorch import communicator, model
+    from hvd_train.frontends.tensorflow import communicator as tf_communicator
+    from hvd_train.frontends.tensorflow import model as tf_model
 
-    KEPT: tuple[FrontEndModule, ...] = (pt, tf)
+    KEPT: tuple[FrontEndModule, ...] = (model, tf_model)
+    CONNECTED: tuple[CommunicatorModule, ...] = (communicator, tf_communicator)
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,15 @@ class Rank:
     (launcher, threads, environment, and who chose each)."""
 
     world: World
+    framework: Framework
     threads: int
     module: FrontEndModule
     settings: dict[str, Any]
 
-    def communicator(self) -> Communicator:
-        """Of the world that a launcher started; a process that was started alone is a world of one. Not yet opened."""
-        return self.module.horovod(self.world.size) if self.world.size > 1 else Serial()
+    def communicator(self, size: int | None = None) -> Communicator:
+        """Make the communicator of the world that a launcher started, or of ``size`` of its ranks; not yet opened."""
+        size = self.world.size if size is None else size
+        return self.framework.make_communicator(size) if size > 1 else Serial()
 
 
 def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = False, lean: bool = False) -> Rank:
@@ -61,7 +66,7 @@ def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = F
         "threads": count,
         "environment": {name: {"value": os.environ[name], "chosen_by": by[name]} for name in chosen},
     }
-    return Rank(here, count, _load(framework, verbose, lean), settings)
+    return Rank(here, FRAMEWORKS[framework], count, _load(framework, verbose, lean), settings)
 
 
 def warm(framework: str, wanted_threads: int | str, ranks: int, verbose: bool) -> None:

@@ -18,7 +18,6 @@ from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
 from hvd_train.frontends.rank import Rank, settle
-from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
 from hvd_train.launch.environment import LAUNCHERS, World
@@ -99,7 +98,7 @@ def _become(part: Any, here: World) -> None:
 
 
 def _open(rank: Rank, part: Any, here: World) -> Communicator:
-    made: Any = rank.module.horovod(part.size) if part.size > 1 else Serial()
+    made: Any = rank.communicator(part.size)
     if part.size > 1:
         made.part = part
     made.open()

@@ -11,7 +11,7 @@ framework, threads = sys.argv[1], int(sys.argv[2])
 if framework == "pytorch":
     import torch
 
-    from hvd_train.frontends.pt import TorchOps
+    from hvd_train.frontends.pytorch.ops import TorchOps
 
     torch.set_num_threads(threads)
     ops = TorchOps(torch.device("cpu"))
@@ -19,7 +19,7 @@ else:
     os.environ |= {"TF_ENABLE_ONEDNN_OPTS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import tensorflow as tf
 
-    from hvd_train.frontends.tf import TensorFlowOps
+    from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
@@ -51,7 +51,7 @@ for dtype in ("float32", "float64"):
     else:
         import keras
 
-        from hvd_train.frontends.keras_optimizers import SGD, Adam
+        from hvd_train.frontends.tensorflow.optimizers import SGD, Adam
 
         for optimizer in (SGD(0.1, 0.9, decay=0.01), Adam(0.1, decay=0.01, decoupled=True)):
             p = keras.Variable(w.numpy(), dtype=dtype)

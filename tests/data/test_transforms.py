@@ -176,7 +176,7 @@ def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
     if framework == "pytorch":
         placed = placed.permute(0, 2, 3, 1)
     else:  # within a graph, which would multiply by the inverse if it could
-        from hvd_train.frontends.tf import _graph
+        from hvd_train.frontends.tensorflow.graphs import graph as _graph
 
         (field,) = data.sample.inputs.values()
         placed = _graph(lambda x: frontend._ready(x, field))(placed)

@@ -3,7 +3,13 @@
 from hvd_train.cli.main import main
 from hvd_train.frameworks import Framework, register
 
-NUMPY = Framework("numpy", module="tests.numpy_frontend", horovod="horovod.torch", packages=("numpy",))
+NUMPY = Framework(
+    "numpy",
+    module="tests.numpy_frontend",
+    communicator="tests.numpy_frontend",
+    horovod="horovod.torch",
+    packages=("numpy",),
+)
 
 if __name__ == "__main__":
     register(NUMPY)

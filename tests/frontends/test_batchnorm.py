@@ -132,7 +132,7 @@ def test_threads_with_uneven_and_empty_shares_compute_as_one_rank(size):
 def pytorch_layer(kind="BatchNorm2d", sync=True, communicator=None, **options):
     import torch
 
-    from hvd_train.frontends import pt_batchnorm
+    from hvd_train.frontends.pytorch import batchnorm as pt_batchnorm
 
     layer = getattr(torch.nn, kind)(3, dtype=torch.float64, **options)
     model = torch.nn.Sequential(layer)
@@ -194,7 +194,7 @@ def test_the_keras_layers_gradient_is_that_of_the_plain_formula(options):
     import keras
     import tensorflow as tf
 
-    from hvd_train.frontends import tf_batchnorm
+    from hvd_train.frontends.tensorflow import batchnorm as tf_batchnorm
 
     rng = np.random.default_rng(0)
     x, y = (tf.constant(rng.normal(3, 2, (5, 4, 3))) for _ in range(2))
@@ -228,7 +228,7 @@ def test_a_mask_and_merged_axes_count_what_they_hold():
     import keras
     import tensorflow as tf
 
-    from hvd_train.frontends import tf_batchnorm
+    from hvd_train.frontends.tensorflow import batchnorm as tf_batchnorm
 
     rng = np.random.default_rng(0)
     x = rng.normal(3, 2, (3, 4, 2))
@@ -258,7 +258,7 @@ def test_refusals_in_pytorch():
         def forward(self, x):
             return x
 
-    from hvd_train.frontends import pt_batchnorm
+    from hvd_train.frontends.pytorch import batchnorm as pt_batchnorm
 
     for layer, words in [(Own(3), "forward of its own"), (torch.nn.BatchNorm1d(3, track_running_stats=False), "track")]:
         model = torch.nn.Sequential(torch.nn.Identity(), layer)
@@ -271,7 +271,7 @@ def test_refusals_in_keras():
     module("tensorflow")
     import keras
 
-    from hvd_train.frontends import tf_batchnorm
+    from hvd_train.frontends.tensorflow import batchnorm as tf_batchnorm
 
     class Own(keras.layers.BatchNormalization):
         def call(self, inputs, training=None, mask=None):

@@ -28,11 +28,11 @@ ALL = ["numpy", *FRAMEWORKS]
 
 def module(framework):
     if framework == "pytorch":
-        from hvd_train.frontends import pt
+        from hvd_train.frontends.pytorch import model as pt
 
         return pt
     pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
-    from hvd_train.frontends import tf
+    from hvd_train.frontends.tensorflow import model as tf
 
     return tf
 
@@ -580,7 +580,7 @@ def test_a_gpu_runs_kernels_that_repeat_their_bits(monkeypatch):
 @pytest.mark.parametrize("optim", ["sgd", "adam", "lamb"])
 def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(optim, monkeypatch):
     """As on GPUs: with zeros between them, of which neither gradients nor checkpoints know."""
-    from hvd_train.frontends import pt
+    from hvd_train.frontends.pytorch import model as pt
 
     layout, states = pt.Flat, []
     for align in (1, 64):

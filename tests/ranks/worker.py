@@ -260,7 +260,7 @@ def main() -> int:
     module = FRAMEWORKS[framework].load(lean=True)
     assert not {"sklearn", "matplotlib"} & set(sys.modules)
     module.configure(1)
-    communicator = module.horovod(here.size) if here.size > 1 else Serial()
+    communicator = FRAMEWORKS[framework].make_communicator(here.size) if here.size > 1 else Serial()
     communicator.open()
     gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left
     for case in json.loads((folder / "cases.json").read_text()):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
-
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,20 +17,13 @@ from hvd_train.config import Config
 from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
-from hvd_train.frontends import keras_optimizers, tf_batchnorm
-from hvd_train.frontends.base import (
-    HorovodCommunicator,
-    RankParts,
-    StateTree,
-    build_model,
-    checked,
-    gpu_of,
-    guarded,
-    layouts_of,
-    may_be_images,
-    overlaps,
-    untaken,
-)
+from hvd_train.frontends.base import StateTree, layouts_of
+from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.tensorflow import batchnorm
+from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
+from hvd_train.frontends.tensorflow.ops import TensorFlowOps
+from hvd_train.frontends.tensorflow.optimizers import make_optimizer
+from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -50,198 +39,9 @@ from hvd_train.protocol import (
 )
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
-ROW = 4096  # entries that one thread adds up, whatever the number of threads
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
-
-
-class TensorFlowOps:
-    def from_numpy(self, x) -> tf.Tensor:
-        return tf.convert_to_tensor(x)
-
-    def to_numpy(self, x) -> np.ndarray:
-        return np.array(x.numpy())
-
-    def cast(self, x, dtype) -> tf.Tensor:
-        return tf.cast(x, dtype)
-
-    def reshape(self, x, shape) -> tf.Tensor:
-        return tf.reshape(x, tuple(shape))
-
-    def topk(self, x, k) -> tf.Tensor:
-        return tf.math.top_k(x, k, sorted=False).indices
-
-    def above(self, x, bound) -> tf.Tensor:
-        return tf.cast(tf.where(~(x <= bound))[:, 0], tf.int32)
-
-    def take(self, x, indices) -> tf.Tensor:
-        return tf.gather(x, indices)
-
-    def join(self, parts) -> tf.Tensor:
-        return tf.concat(parts, 0)
-
-    def cut(self, x, sizes) -> list[tf.Tensor]:
-        return tf.split(x, sizes)
-
-    def scatter(self, length, indices, values) -> tf.Tensor:
-        # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them).
-        return tf.math.unsorted_segment_sum(values, indices, length)
-
-    def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> tf.Tensor:
-        inner = a.shape[0 if transpose_a else 1]
-        if inner is not None and inner <= 64 and inner % 8:
-            # oneDNN adds the rest of a short axis in another order where threads cut the matrix: leave it no rest.
-            more = [0, -inner % 8]
-            a = tf.pad(a, [more, [0, 0]] if transpose_a else [[0, 0], more])
-            b = tf.pad(b, [[0, 0], more] if transpose_b else [more, [0, 0]])
-        return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
-
-    def minus_product(self, x, a, b) -> tf.Tensor:
-        return x - tf.matmul(a, b, transpose_b=True)
-
-    def orthonormal(self, x) -> tf.Tensor:
-        return tf.linalg.qr(x).q
-
-    def clip(self, x, limit) -> tf.Tensor:
-        return tf.clip_by_value(x, -limit, limit)
-
-    def dtype(self, x) -> str:
-        return x.dtype.name
-
-    def round(self, x) -> tf.Tensor:
-        return tf.round(x)
-
-    def where(self, condition, a, b) -> tf.Tensor:
-        kind = (a if tf.is_tensor(a) else b).dtype
-        return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
-
-    def add_rows(self, x) -> tf.Tensor:
-        return tf.reduce_sum(x, 0)
-
-    def largest(self, x) -> tf.Tensor:
-        return tf.reduce_max(x)
-
-    def to_bytes(self, x) -> tf.Tensor:
-        return tf.reshape(tf.bitcast(x, tf.uint8), [-1])
-
-    def from_bytes(self, x, dtype) -> tf.Tensor:
-        dtype = tf.as_dtype(dtype)
-        return tf.bitcast(tf.reshape(x, (-1, dtype.size)), dtype)
-
-    def nbytes(self, x) -> Any:
-        return tf.size(x, tf.int64) * x.dtype.size
-
-    def stack(self, parts) -> tf.Tensor:
-        return tf.stack(parts)
-
-    def cross_entropy(self, logits, labels, own=None) -> tf.Tensor:
-        if own is None:
-            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        there = tf.reshape(tf.where(tf.reshape(own, (-1,)) != 0), (-1,))
-        rows, flat = tf.reshape(logits, (-1, logits.shape[-1])), tf.reshape(labels, (-1,))
-        found = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
-        return tf.reshape(tf.scatter_nd(there[:, None], found, tf.shape(flat, tf.int64)), tf.shape(labels))
-
-    def constant(self, x) -> tf.Tensor:
-        return tf.stop_gradient(x)
-
-    def softplus(self, x) -> tf.Tensor:
-        return tf.math.softplus(x)
-
-    def sigmoid(self, x) -> tf.Tensor:
-        return tf.math.sigmoid(x)
-
-    def argmax(self, x) -> tf.Tensor:
-        return tf.argmax(x, -1)
-
-    def pick(self, x, indices) -> tf.Tensor:
-        return tf.gather(x, indices, axis=-1, batch_dims=len(indices.shape))
-
-    def add_last(self, x) -> tf.Tensor:
-        return tf.reduce_sum(x, -1)
-
-    def row_means(self, x) -> tf.Tensor:
-        return tf.reduce_mean(x, list(range(1, x.shape.rank)))
-
-    def dot(self, a, b) -> tf.Tensor:
-        return tf.reduce_sum(a * b)
-
-    def sum_of_squares(self, x) -> tf.Tensor:
-        """Rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
-        x = tf.square(tf.reshape(x, [-1]))
-        for _ in range(2):  # 10^11 entries
-            if x.shape[0] is not None and x.shape[0] <= ROW:
-                break
-            whole = tf.size(x) // ROW * ROW
-            x = tf.concat([tf.reduce_sum(tf.reshape(x[:whole], [-1, ROW]), 1), [tf.reduce_sum(x[whole:])]], 0)
-        return tf.reduce_sum(x)
-
-    def all_finite(self, x) -> tf.Tensor:
-        return tf.reduce_all(tf.math.is_finite(x))
-
-
-class HorovodTensorFlow(HorovodCommunicator):
-    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what.
-
-    Names are without the scope of the graph that they stand in: one rank may take a step alone while another, which
-    found its steps to be faster, takes it in a loop, and what they exchange must meet.
-    """
-
-    module = TENSORFLOW.horovod
-
-    def __init__(self, expected_size: int) -> None:
-        super().__init__(expected_size)
-        self._gathers: dict[str, Callable] = {}
-
-    @guarded
-    def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
-        if op == "average" and x.dtype != tf.float64:
-            # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
-            return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
-        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self._allreduce(x, name, ops[op])
-
-    def _allreduce(self, x, name, op, **factor) -> tf.Tensor:
-        return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
-
-    @guarded
-    def allgather_async(self, x, name) -> tf.Tensor:
-        return self.hvd.allgather(x, name=name, ignore_name_scope=True)
-
-    @guarded
-    def alltoall_async(self, x, sizes, name) -> tf.Tensor:
-        return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True)[0]
-
-    def synchronize(self, handle) -> tf.Tensor:
-        # In a graph nobody but us knows how much was received.
-        return tf.reshape(handle.add(handle.transfer), (handle.length,)) if isinstance(handle, RankParts) else handle
-
-    @guarded
-    def _broadcast(self, data, root, name) -> np.ndarray:
-        return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
-
-    @guarded
-    def _allgather(self, data, name) -> np.ndarray:
-        if name not in self._gathers:  # a graph, for outside of one TensorFlow drops the name
-            gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
-            self._gathers[name] = _graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
-        return self._gathers[name](tf.constant(data)).numpy()
-
-
-def _graph(function: Callable, **options: Any) -> Any:
-    """Traced as it stands, as Keras traces a model: AutoGraph, which would rewrite our ``if`` and ``for``, takes 0.6 of
-    the time of a trace."""
-    return tf.function(function, autograph=False, **options)
-
-
-def make_optimizer(config: Config) -> keras_optimizers._WithSlots:
-    o = config.optim
-    if o.name in keras_optimizers.LAYERWISE:
-        return keras_optimizers.LAYERWISE[o.name](o, TensorFlowOps())
-    if o.name == "sgd":
-        return keras_optimizers.SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
-    return keras_optimizers.Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
 
 
 def packing(communicator: Communicator) -> Packing:
@@ -289,7 +89,7 @@ class TensorFlowFrontEnd(StateTree):
         if found != self.dtype:
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
             raise ConfigError(f"the model's weights are {found}", where=f"precision: {config.precision}", fix=fix)
-        self._batchnorm = tf_batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
@@ -345,8 +145,8 @@ class TensorFlowFrontEnd(StateTree):
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
             ]
         self._waits = seconds_waited()  # within steps
-        self._accumulate = _graph(self._traced_accumulate)
-        self._step = _graph(self._traced_step)
+        self._accumulate = graph(self._traced_accumulate)
+        self._step = graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
         self._compiled: dict[Any, Callable] = {}
         steps = self.config.steps_per_execution
@@ -357,9 +157,9 @@ class TensorFlowFrontEnd(StateTree):
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self.queued: list[tuple[tuple[Any, ...], _Later]] = []
-        self._compression_error = _graph(self._traced_compression_error)
-        self._score = _graph(self._traced_score)
-        self._predict = _graph(self._evaluated)
+        self._compression_error = graph(self._traced_compression_error)
+        self._score = graph(self._traced_score)
+        self._predict = graph(self._evaluated)
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
@@ -407,7 +207,7 @@ class TensorFlowFrontEnd(StateTree):
         first = flat[0]
         if first[0].shape not in self._steps:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
-            self._steps[first[0].shape] = _graph(self._traced_steps).get_concrete_function(*like)
+            self._steps[first[0].shape] = graph(self._traced_steps).get_concrete_function(*like)
         columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
         started = time.perf_counter()
         sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
@@ -579,22 +379,6 @@ class TensorFlowFrontEnd(StateTree):
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
 
 
-def seconds_waited() -> tf.Variable:
-    """For ``awaited``."""
-    with tf.device("/CPU:0"):
-        return tf.Variable(0.0, trainable=False, dtype=tf.float64)
-
-
-def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-    """In a graph: what ``transfer`` gives; ``waits`` counts the seconds from the last gradient to its end."""
-    with tf.device("/CPU:0"), tf.control_dependencies(gradients):
-        began = tf.timestamp()
-    found = transfer()
-    with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(found)):
-        waits.assign_add(tf.timestamp() - began)
-    return found
-
-
 def _view(variable) -> np.ndarray:
     """.numpy() would copy."""
     return np.asarray(memoryview(tf.convert_to_tensor(variable.value)))
@@ -618,10 +402,6 @@ def configure(threads: int) -> None:
 
 def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> TensorFlowFrontEnd:
     return TensorFlowFrontEnd(config, communicator, sample)
-
-
-def horovod(expected_size: int) -> HorovodTensorFlow:
-    return HorovodTensorFlow(expected_size)
 
 
 def cpu_ops() -> TensorFlowOps:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from hvd_train.config import Config
 from hvd_train.core import optimizers as formulas
+from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 
 
 class _WithSlots(keras.optimizers.Optimizer):
@@ -134,3 +136,12 @@ class LAMB(_WithSlots):
 
 
 LAYERWISE = {"lars": LARS, "lamb": LAMB}
+
+
+def make_optimizer(config: Config) -> _WithSlots:
+    o = config.optim
+    if o.name in LAYERWISE:
+        return LAYERWISE[o.name](o, TensorFlowOps())
+    if o.name == "sgd":
+        return SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
+    return Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")

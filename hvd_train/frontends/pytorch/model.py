@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from hvd_train.config import Config
 from hvd_train.core.exchange import Overlap
 from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends import pt_batchnorm, pt_optimizers
-from hvd_train.frontends.base import (
-    HorovodCommunicator,
-    RankParts,
-    StateTree,
-    build_model,
-    checked,
-    gpu_of,
-    guarded,
-    layouts_of,
-    may_be_images,
-    overlaps,
-    untaken,
-)
-from hvd_train.frontends.pt_hidden import HIDDEN_FIX, hidden, not_part
+from hvd_train.frontends.base import StateTree, layouts_of
+from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.pytorch import batchnorm
+from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, stored_shape
+from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
+from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.frontends.pytorch.optimizers import SLOTS, make_optimizer
+from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -48,288 +39,6 @@ from hvd_train.protocol import (
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-ROW = 4096  # entries that one thread adds up, whatever the number of threads
-THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
-
-
-class TorchOps:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def from_numpy(self, x) -> torch.Tensor:
-        return torch.from_numpy(np.array(x)).to(self.device)
-
-    def to_numpy(self, x) -> np.ndarray:
-        return x.detach().cpu().numpy().copy()
-
-    def cast(self, x, dtype) -> torch.Tensor:
-        return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
-
-    def reshape(self, x, shape) -> torch.Tensor:
-        return x.reshape(tuple(shape))
-
-    def topk(self, x, k) -> torch.Tensor:
-        return torch.topk(x, k, sorted=False).indices
-
-    def above(self, x, bound) -> torch.Tensor:
-        return torch.nonzero(~(x <= bound)).flatten()
-
-    def take(self, x, indices) -> torch.Tensor:
-        return x[indices]
-
-    def join(self, parts) -> torch.Tensor:
-        return torch.cat(list(parts))
-
-    def cut(self, x, sizes) -> Sequence[torch.Tensor]:
-        return torch.split(x, list(sizes))
-
-    def scatter(self, length, indices, values) -> torch.Tensor:
-        return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
-
-    def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
-        a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
-        if b.shape[1] < THIN:
-            return (b.T @ a.T).T.contiguous()
-        return a @ b
-
-    def minus_product(self, x, a, b) -> torch.Tensor:
-        return x.addmm_(a, b.T, alpha=-1)
-
-    def orthonormal(self, x) -> torch.Tensor:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # LAPACK's bits depend on their number, and all ranks must find the same basis
-        try:
-            return torch.linalg.qr(x).Q
-        finally:
-            torch.set_num_threads(threads)
-
-    def clip(self, x, limit) -> torch.Tensor:
-        return torch.clamp(x, -limit, limit)
-
-    def dtype(self, x) -> str:
-        return str(x.dtype).removeprefix("torch.")
-
-    def round(self, x) -> torch.Tensor:
-        return torch.round(x)
-
-    def where(self, condition, a, b) -> torch.Tensor:
-        return torch.where(condition, a, b)
-
-    def add_rows(self, x) -> torch.Tensor:
-        return x.sum(0)
-
-    def largest(self, x) -> torch.Tensor:
-        return x.max()
-
-    def to_bytes(self, x) -> torch.Tensor:
-        return x.view(torch.uint8)
-
-    def from_bytes(self, x, dtype) -> torch.Tensor:
-        return x.view(getattr(torch, dtype))
-
-    def nbytes(self, x) -> int:
-        return x.numel() * x.element_size()
-
-    def stack(self, parts) -> torch.Tensor:
-        return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
-
-    def cross_entropy(self, logits, labels, own=None) -> torch.Tensor:
-        rows, flat = logits.flatten(0, -2), labels.flatten()
-        if own is None or rows.is_cuda:  # a GPU would have to tell how many there are
-            losses = F.cross_entropy(rows, flat, reduction="none")
-        else:  # BERT's logits are large, and one place in seven has a label
-            there = own.flatten().nonzero().flatten()
-            found = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
-            losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
-        return losses if labels.dim() == 1 else losses.view(labels.shape)
-
-    def constant(self, x) -> torch.Tensor:
-        return x.detach()
-
-    def softplus(self, x) -> torch.Tensor:
-        return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
-
-    def sigmoid(self, x) -> torch.Tensor:
-        return torch.sigmoid(x)
-
-    def argmax(self, x) -> torch.Tensor:
-        return x.argmax(-1)
-
-    def pick(self, x, indices) -> torch.Tensor:
-        return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
-
-    def add_last(self, x) -> torch.Tensor:
-        return x.sum(-1)
-
-    def row_means(self, x) -> torch.Tensor:
-        return x.reshape(len(x), -1).mean(1)
-
-    def dot(self, a, b) -> torch.Tensor:
-        return a.dot(b)
-
-    def sum_of_squares(self, x) -> torch.Tensor:
-        """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
-        x = x.reshape(-1).pow(2)
-        while len(x) > ROW:
-            whole = len(x) // ROW * ROW
-            x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
-        return x.sum()
-
-    def all_finite(self, x) -> bool:
-        return torch.isfinite(x).all()
-
-
-class HorovodTorch(HorovodCommunicator):
-    module = PYTORCH.horovod
-
-    @guarded
-    def allreduce_async(self, x, name, op="sum") -> int:
-        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self.hvd.allreduce_async_(x, name=name, op=ops[op])
-
-    @guarded
-    def allgather_async(self, x, name) -> int:
-        return self.hvd.allgather_async(x, name=name)
-
-    @guarded
-    def alltoall_async(self, x, sizes, name) -> int:
-        return self.hvd.alltoall_async(x, splits=list(sizes), name=name)
-
-    @guarded
-    def synchronize(self, handle) -> torch.Tensor:
-        parts = handle if isinstance(handle, RankParts) else None
-        result = self.hvd.synchronize(parts.transfer if parts else handle)
-        received = result[0] if isinstance(result, tuple) else result  # an alltoall gives the received sizes, too
-        return parts.add(received) if parts else received
-
-    @guarded
-    def _broadcast(self, data, root, name) -> np.ndarray:
-        return self.hvd.broadcast(torch.from_numpy(data), root, name=name).numpy()
-
-    @guarded
-    def _allgather(self, data, name) -> np.ndarray:
-        return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
-
-
-# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
-# weights began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
-GPU_ALIGN = 64
-
-
-class Flat:
-    """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
-
-    Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
-    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
-    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
-    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel.
-    """
-
-    def __init__(
-        self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool, align: int = 1
-    ) -> None:
-        self.names, self.channels_last = names, channels_last
-        self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
-        self._sizes = [math.prod(shape) for shape in self.shapes]
-        step = max(1, align // parameters[0].element_size())
-        self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
-        values = [self._stored(p.detach()).reshape(-1) for p in parameters]
-        self.weight = torch.nn.Parameter(self.aligned(torch.cat(values)))
-        self._parameters = parameters
-        self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
-        for p, w in zip(parameters, self.views(self.weight.data), strict=True):
-            p.data, p.grad = w, None
-
-    @torch.no_grad()
-    def gather(self) -> torch.Tensor:
-        """The gradient of all parameters, zeros where backward reached none; flat, for this step alone."""
-        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self._parameters]
-        if self._joined is None:
-            (alone,) = gradients
-            if alone is None:
-                return torch.zeros_like(self.weight.data)
-            lent = users(alone) == 1  # before there is a view of it
-            flat = self._stored(alone).reshape(-1)
-            return flat if lent else flat.clone()
-        pairs = list(zip(self.views(self._joined), gradients, strict=True))
-        there = [(view, g) for view, g in pairs if g is not None]
-        if there:
-            torch._foreach_copy_(*map(list, zip(*there, strict=True)))
-        for view, g in pairs:
-            if g is None:
-                view.zero_()
-        return self._joined
-
-    def forget(self) -> None:
-        for p in (self.weight, *self._parameters):
-            p.grad = None
-
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
-
-    def aligned(self, flat: torch.Tensor) -> torch.Tensor:
-        """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
-        if self._steps == self._sizes:
-            return flat
-        found = flat.new_zeros(sum(self._steps))
-        torch._foreach_copy_(self.parts(found), self.parts(flat))
-        return found
-
-    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' flat parts of what lies as weights or as gradients do."""
-        if len(flat) == sum(self._sizes):
-            return list(torch.split(flat, self._sizes))
-        return [part[:size] for part, size in zip(torch.split(flat, self._steps), self._sizes, strict=True)]
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        views = [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]
-        return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
-
-
-def users(x: torch.Tensor) -> int:
-    """How many tensors lie in the memory of ``x``, which is one of them."""
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
-
-
-def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
-    """A parameter's shape in the order of memory."""
-    return (shape[0], *shape[2:], shape[1]) if channels_last and len(shape) == 4 else tuple(shape)
-
-
-def _spare_the_compiler() -> None:
-    """torch's optimizers load torch's compiler only to switch it off for themselves: 75 MB and 1.3 s of every rank.
-
-    Told that this is done, they do not. A torch that keeps the mark elsewhere loads it as before.
-    """
-    for method in vars(torch.optim.Optimizer).values():
-        own = getattr(method, "__wrapped__", None)
-        if own is not None and not hasattr(own, "__dynamo_disable"):
-            own.__dict__["__dynamo_disable"] = own
-
-
-def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
-    """torch's own optimizers are the reference formulas. Slots are made at once, so that every checkpoint has them."""
-    _spare_the_compiler()
-    o, weights = config.optim, [flat.weight for flat in flats]
-    if o.name in pt_optimizers.LAYERWISE:
-        return pt_optimizers.LAYERWISE[o.name](o, flats, TorchOps(weights[0].device))
-    if o.name == "sgd":
-        kind: type[torch.optim.Optimizer] = torch.optim.SGD
-        options: dict[str, Any] = {"momentum": o.momentum, "nesterov": o.nesterov}
-        slots = ["momentum_buffer"] if o.momentum else []
-    else:
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name]
-        options, slots = {"betas": o.betas, "eps": o.eps}, ["exp_avg", "exp_avg_sq"]
-    optimizer = kind(weights, lr=o.lr, weight_decay=o.weight_decay, fused=True, **options)
-    for weight in weights:
-        optimizer.state[weight].update({slot: torch.zeros_like(weight) for slot in slots})
-        if o.name != "sgd":
-            optimizer.state[weight]["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-    return optimizer
-
-
-# torch's slot names -> neutral ones
-SLOTS = {"momentum_buffer": "momentum", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def own_shape(field: Field) -> tuple[int, ...]:
@@ -362,7 +71,7 @@ class PyTorchFrontEnd(StateTree):
         self.model, self._channels_last = model.to(self.device, self.dtype), False
         if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
             self._take_shapes()
-        self._batchnorm = pt_batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
@@ -678,10 +387,6 @@ def configure(threads: int) -> None:
 
 def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> PyTorchFrontEnd:
     return PyTorchFrontEnd(config, communicator, sample)
-
-
-def horovod(expected_size: int) -> HorovodTorch:
-    return HorovodTorch(expected_size)
 
 
 def cpu_ops() -> TorchOps:

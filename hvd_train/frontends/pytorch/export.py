@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
-from hvd_train.frontends.pt import lazy, own_shape
+from hvd_train.frontends.pytorch.model import lazy, own_shape
+from hvd_train.frontends.user_model import build_model
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:

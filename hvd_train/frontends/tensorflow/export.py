@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.frameworks import TENSORFLOW
-from hvd_train.frontends.base import build_model
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
+from hvd_train.frontends.user_model import build_model
 from hvd_train.protocol import one_or_all
 
 

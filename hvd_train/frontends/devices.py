@@ -1,0 +1,49 @@
+"""The device of a rank, and whether its gradients travel beside the backward pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hvd_train.config import Config
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Communicator
+
+
+def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:
+    """Whether exchanges run beside backward. ``auto``: where the thread that carries them has a core of its own, or
+    waits for a network most of its time. On filled cores of one host it would take the time from the computing thread.
+    """
+    if communicator.size == 1:
+        return False
+    if isinstance(wanted, bool):
+        return wanted
+    # A rank that is not bound shares all cores, one that is bound to a socket those of the socket.
+    own = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
+    return gpu or communicator.local_size < communicator.size or own > threads
+
+
+def gpu_of(config: Config, communicator: Communicator, visible: int, framework: str) -> int | None:
+    """The GPU of this rank among the ``visible`` ones; None: it computes on the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not visible):
+        return None
+    if not visible:
+        fix = "set device: cpu, or see 'hvd-train doctor'"
+        raise ConfigError(f"this {framework} sees no GPU", where="device: cuda", fix=fix)
+    return gpu_index(visible, communicator.local_rank, config.devices)
+
+
+def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
+    """The GPU of this rank: its local rank among the visible ones, or among those that ``devices`` names.
+
+    Where Slurm shows each rank a GPU of its own (--gpus-per-task), every rank's index is 0.
+    """
+    if devices is None and visible == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        return 0
+    choice = list(devices) if devices is not None else list(range(visible))
+    if local_rank >= len(choice) or choice[local_rank] >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: {visible} visible, devices {choice}",
+            fix="start as many ranks per host as it has GPUs, or set device: cpu",
+        )
+    return choice[local_rank]

@@ -1,0 +1,180 @@
+"""Horovod's life cycle, its failures and the verbs that no framework adds anything to."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import re
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.state_dict import PIECE_BYTES
+from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
+from hvd_train.launch.environment import ALONE, LAUNCHERS, world
+from hvd_train.launch.slurm import meet
+from hvd_train.protocol import Handle, Tensor
+
+
+def guarded(transfer: Callable) -> Callable:
+    """A transfer that fails raises the communicator's ``failure``, which no ``except RuntimeError`` of a script takes
+    for its own. A script that catches it all the same is ended by its next transfer."""
+
+    @functools.wraps(transfer)
+    def call(self: HorovodCommunicator, *args: Any, **kwargs: Any) -> Any:
+        if self._failure is not None:
+            raise SystemExit(self._failure.exit_code)
+        began = time.perf_counter()
+        try:
+            with self.page or nullcontext():
+                return transfer(self, *args, **kwargs)
+        except Exception as error:
+            failure = self.failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            self.waited += time.perf_counter() - began
+
+    return call
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """A reduce-scatter under way: ``ranks`` parts of ``length`` entries travel to the rank that adds them.
+
+    Horovod's own reduce-scatter adds in an order that depends on transport and world size. Over Gloo its halving and
+    doubling may also overwrite a buffer that is still being sent (pytorch/gloo issue 303).
+    """
+
+    transfer: Handle
+    ranks: int
+    length: int
+
+    def add(self, received: Tensor) -> Tensor:
+        """Add the parts in rank order; ``received``: (ranks * length,), whose memory may be taken."""
+        total = received[: self.length]
+        for rank in range(1, self.ranks):
+            total += received[rank * self.length : (rank + 1) * self.length]
+        return total
+
+
+class HorovodCommunicator(ABC):
+    """Horovod's life cycle and bytes; a subclass adds the tensor verbs of its framework, each one ``guarded``."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+    mpi = False
+    part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
+    module: str
+    waited = 0.0
+    page: Any = None  # within which a script's rank is while it waits for others; see launch/board.py
+    left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have ended by themselves
+    _failure: TrainError | None = None
+
+    def __init__(self, expected_size: int) -> None:
+        self._expected = expected_size
+
+    def open(self) -> None:
+        try:
+            self.hvd: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
+        meet(here := world())
+        try:
+            self.hvd.init(*([self.part] if self.part else []))
+        except ValueError as error:  # Horovod has said why
+            fix = "see the lines above; a rank may have ended, or a network does not reach the others"
+            raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
+        self.rank, self.size = self.hvd.rank(), self.hvd.size()
+        self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
+        self.mpi = self.hvd.mpi_enabled()
+        if self.size != self._expected:
+            # Without this, each process would train alone and nobody would notice.
+            other = "set HOROVOD_CONTROLLER=gloo" if here.launcher == "srun" else "use horovodrun --gloo"
+            names = LAUNCHERS.get(here.launcher, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))[:2]
+            raise CommunicationError(
+                f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
+                where=f"environment variable {names[1]}",
+                fix=f"Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or {other}; "
+                f"{ALONE} {' '.join(names)}",
+            )
+
+    def close(self) -> None:
+        self.hvd.shutdown()
+
+    def failure(self, error: BaseException | None = None) -> TrainError | None:
+        # Ours (see scripts/horovod-*.patch): an operation inside a graph fails where nobody of us sees it.
+        library = self.hvd.mpi_ops._basics.MPI_LIB_CTYPES
+        unseen = getattr(library, "horovod_failed", None)
+        if self._failure is None and (_ended_transfers(error) or (unseen and unseen())):
+            stalled = getattr(library, "horovod_stall", None)
+            if stalled:
+                stalled.restype = ctypes.c_char_p
+            self._failure = _failure_of(error, stalled().decode() if stalled else "", self.left())
+        return self._failure
+
+    @abstractmethod
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle: ...
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> RankParts:
+        return RankParts(self.alltoall_async(x, sizes, name), self.size, sizes[self.rank])
+
+    @abstractmethod
+    def _broadcast(self, data: np.ndarray, root: int, name: str) -> np.ndarray: ...
+
+    @abstractmethod
+    def _allgather(self, data: np.ndarray, name: str) -> np.ndarray: ...
+
+    def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
+        length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
+        (count,) = struct.unpack("<q", length.tobytes())
+        parts = []
+        for start in range(0, count, PIECE_BYTES):  # Horovod and we hold copies of what travels: of a piece, not of all
+            size = min(PIECE_BYTES, count - start)
+            own = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
+            sent = self._broadcast(own, root, "bytes.data")
+            if self.rank != root:
+                parts.append(sent.tobytes())
+        return data if self.rank == root else b"".join(parts)
+
+    def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
+        framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()
+        joined, parts = self._allgather(framed, f"{name}.gather").tobytes(), []
+        while joined:
+            (count,) = struct.unpack_from("<q", joined)
+            parts.append(joined[8 : 8 + count])
+            joined = joined[8 + count :]
+        return parts
+
+    def barrier(self) -> None:
+        self.allgather_bytes(b"", "barrier")
+
+
+def _ended_transfers(error: BaseException | None) -> bool:
+    """horovod.torch names its errors; TensorFlow's name the operation."""
+    kind = type(error).__name__
+    graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError") and "Horovod" in str(error)
+    return kind == "HorovodInternalError" or graph
+
+
+def _failure_of(error: BaseException | None, stalled: str, left: Sequence[int]) -> TrainError:
+    if stalled:
+        fix = "call the same on all ranks; if one is only slow, raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        return CommunicationError(f"the ranks diverged: {stalled}", fix=fix)
+    differs = re.search(r"(Mismatched|Invalid) [^\n]*", str(error))
+    if differs:
+        fix = "call the same on all ranks, with tensors of the same shape and type"
+        return CommunicationError(f"the ranks diverged: {differs[0].strip()}", fix=fix)
+    if left:
+        what = f"rank {', '.join(map(str, left))} came to the end of the script, and this rank waits for it"
+        fix = "end the loop at the same step on all ranks: decide by ht.sum or hk.reduce, take as many batches"
+        return EndedRankError(what, fix=fix)
+    return LostRankError("another rank was lost")

@@ -1,0 +1,92 @@
+"""Flat buckets: the memory in which weights, gradients and slots of several parameters lie together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
+# weights began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
+GPU_ALIGN = 64
+
+
+class Flat:
+    """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
+
+    Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
+    gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
+    ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
+    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel.
+    """
+
+    def __init__(
+        self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool, align: int = 1
+    ) -> None:
+        self.names, self.channels_last = names, channels_last
+        self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
+        self._sizes = [math.prod(shape) for shape in self.shapes]
+        step = max(1, align // parameters[0].element_size())
+        self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
+        values = [self._stored(p.detach()).reshape(-1) for p in parameters]
+        self.weight = torch.nn.Parameter(self.aligned(torch.cat(values)))
+        self._parameters = parameters
+        self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
+        for p, w in zip(parameters, self.views(self.weight.data), strict=True):
+            p.data, p.grad = w, None
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """The gradient of all parameters, zeros where backward reached none; flat, for this step alone."""
+        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self._parameters]
+        if self._joined is None:
+            (alone,) = gradients
+            if alone is None:
+                return torch.zeros_like(self.weight.data)
+            lent = users(alone) == 1  # before there is a view of it
+            flat = self._stored(alone).reshape(-1)
+            return flat if lent else flat.clone()
+        pairs = list(zip(self.views(self._joined), gradients, strict=True))
+        there = [(view, g) for view, g in pairs if g is not None]
+        if there:
+            torch._foreach_copy_(*map(list, zip(*there, strict=True)))
+        for view, g in pairs:
+            if g is None:
+                view.zero_()
+        return self._joined
+
+    def forget(self) -> None:
+        for p in (self.weight, *self._parameters):
+            p.grad = None
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x
+
+    def aligned(self, flat: torch.Tensor) -> torch.Tensor:
+        """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
+        if self._steps == self._sizes:
+            return flat
+        found = flat.new_zeros(sum(self._steps))
+        torch._foreach_copy_(self.parts(found), self.parts(flat))
+        return found
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors' flat parts of what lies as weights or as gradients do."""
+        if len(flat) == sum(self._sizes):
+            return list(torch.split(flat, self._sizes))
+        return [part[:size] for part, size in zip(torch.split(flat, self._steps), self._sizes, strict=True)]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        views = [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]
+        return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
+
+
+def users(x: torch.Tensor) -> int:
+    """How many tensors lie in the memory of ``x``, which is one of them."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
+
+
+def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    """A parameter's shape in the order of memory."""
+    return (shape[0], *shape[2:], shape[1]) if channels_last and len(shape) == 4 else tuple(shape)

@@ -1,0 +1,139 @@
+"""Tensor verbs in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ROW = 4096  # entries that one thread adds up, whatever the number of threads
+THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
+
+
+class TorchOps:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def from_numpy(self, x) -> torch.Tensor:
+        return torch.from_numpy(np.array(x)).to(self.device)
+
+    def to_numpy(self, x) -> np.ndarray:
+        return x.detach().cpu().numpy().copy()
+
+    def cast(self, x, dtype) -> torch.Tensor:
+        return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
+
+    def reshape(self, x, shape) -> torch.Tensor:
+        return x.reshape(tuple(shape))
+
+    def topk(self, x, k) -> torch.Tensor:
+        return torch.topk(x, k, sorted=False).indices
+
+    def above(self, x, bound) -> torch.Tensor:
+        return torch.nonzero(~(x <= bound)).flatten()
+
+    def take(self, x, indices) -> torch.Tensor:
+        return x[indices]
+
+    def join(self, parts) -> torch.Tensor:
+        return torch.cat(list(parts))
+
+    def cut(self, x, sizes) -> Sequence[torch.Tensor]:
+        return torch.split(x, list(sizes))
+
+    def scatter(self, length, indices, values) -> torch.Tensor:
+        return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
+
+    def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
+        a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
+        if b.shape[1] < THIN:
+            return (b.T @ a.T).T.contiguous()
+        return a @ b
+
+    def minus_product(self, x, a, b) -> torch.Tensor:
+        return x.addmm_(a, b.T, alpha=-1)
+
+    def orthonormal(self, x) -> torch.Tensor:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # LAPACK's bits depend on their number, and all ranks must find the same basis
+        try:
+            return torch.linalg.qr(x).Q
+        finally:
+            torch.set_num_threads(threads)
+
+    def clip(self, x, limit) -> torch.Tensor:
+        return torch.clamp(x, -limit, limit)
+
+    def dtype(self, x) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def round(self, x) -> torch.Tensor:
+        return torch.round(x)
+
+    def where(self, condition, a, b) -> torch.Tensor:
+        return torch.where(condition, a, b)
+
+    def add_rows(self, x) -> torch.Tensor:
+        return x.sum(0)
+
+    def largest(self, x) -> torch.Tensor:
+        return x.max()
+
+    def to_bytes(self, x) -> torch.Tensor:
+        return x.view(torch.uint8)
+
+    def from_bytes(self, x, dtype) -> torch.Tensor:
+        return x.view(getattr(torch, dtype))
+
+    def nbytes(self, x) -> int:
+        return x.numel() * x.element_size()
+
+    def stack(self, parts) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
+
+    def cross_entropy(self, logits, labels, own=None) -> torch.Tensor:
+        rows, flat = logits.flatten(0, -2), labels.flatten()
+        if own is None or rows.is_cuda:  # a GPU would have to tell how many there are
+            losses = F.cross_entropy(rows, flat, reduction="none")
+        else:  # BERT's logits are large, and one place in seven has a label
+            there = own.flatten().nonzero().flatten()
+            found = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
+            losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
+        return losses if labels.dim() == 1 else losses.view(labels.shape)
+
+    def constant(self, x) -> torch.Tensor:
+        return x.detach()
+
+    def softplus(self, x) -> torch.Tensor:
+        return torch.logaddexp(x, torch.zeros_like(x))  # torch's softplus is x from 20 on
+
+    def sigmoid(self, x) -> torch.Tensor:
+        return torch.sigmoid(x)
+
+    def argmax(self, x) -> torch.Tensor:
+        return x.argmax(-1)
+
+    def pick(self, x, indices) -> torch.Tensor:
+        return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
+
+    def add_last(self, x) -> torch.Tensor:
+        return x.sum(-1)
+
+    def row_means(self, x) -> torch.Tensor:
+        return x.reshape(len(x), -1).mean(1)
+
+    def dot(self, a, b) -> torch.Tensor:
+        return a.dot(b)
+
+    def sum_of_squares(self, x) -> torch.Tensor:
+        """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
+        x = x.reshape(-1).pow(2)
+        while len(x) > ROW:
+            whole = len(x) // ROW * ROW
+            x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
+        return x.sum()
+
+    def all_finite(self, x) -> bool:
+        return torch.isfinite(x).all()

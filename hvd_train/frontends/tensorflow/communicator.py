@@ -1,0 +1,65 @@
+"""Horovod over TensorFlow tensors, eagerly and within graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.frameworks import TENSORFLOW
+from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
+from hvd_train.frontends.tensorflow.graphs import graph
+
+
+class HorovodTensorFlow(HorovodCommunicator):
+    """The handle of a transfer is its result: inside a graph TensorFlow itself knows what waits for what.
+
+    Names are without the scope of the graph that they stand in: one rank may take a step alone while another, which
+    found its steps to be faster, takes it in a loop, and what they exchange must meet.
+    """
+
+    module = TENSORFLOW.horovod
+
+    def __init__(self, expected_size: int) -> None:
+        super().__init__(expected_size)
+        self._gathers: dict[str, Callable] = {}
+
+    @guarded
+    def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
+        if op == "average" and x.dtype != tf.float64:
+            # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
+            return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
+        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
+        return self._allreduce(x, name, ops[op])
+
+    def _allreduce(self, x, name, op, **factor) -> tf.Tensor:
+        return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
+
+    @guarded
+    def allgather_async(self, x, name) -> tf.Tensor:
+        return self.hvd.allgather(x, name=name, ignore_name_scope=True)
+
+    @guarded
+    def alltoall_async(self, x, sizes, name) -> tf.Tensor:
+        return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True)[0]
+
+    def synchronize(self, handle) -> tf.Tensor:
+        # In a graph nobody but us knows how much was received.
+        return tf.reshape(handle.add(handle.transfer), (handle.length,)) if isinstance(handle, RankParts) else handle
+
+    @guarded
+    def _broadcast(self, data, root, name) -> np.ndarray:
+        return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
+
+    @guarded
+    def _allgather(self, data, name) -> np.ndarray:
+        if name not in self._gathers:  # a graph, for outside of one TensorFlow drops the name
+            gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
+            self._gathers[name] = graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
+        return self._gathers[name](tf.constant(data)).numpy()
+
+
+def make_communicator(expected_size: int) -> HorovodTensorFlow:
+    return HorovodTensorFlow(expected_size)

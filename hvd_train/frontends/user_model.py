@@ -1,0 +1,135 @@
+"""The model that the configuration names: found, built, and refused where it does not fit the data."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+from hvd_train.config.own import GIVEN, handed_over, place_of, user_module
+from hvd_train.core.task import refused
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Build, Field, Sample, one_or_all
+
+
+def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, ModuleType]:
+    """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
+    module_name, _, function = name.partition(":")
+    where = f"model.name: {name}"
+    if name in GIVEN:
+        module = importlib.import_module(GIVEN[name].__module__)
+    elif function:
+        module = user_module(name, where)
+    else:
+        try:
+            module = importlib.import_module(f"{zoo}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{zoo}.{name}.".startswith(f"{error.name}."):
+                raise  # a package that the zoo's model needs
+            fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
+            raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
+    build = GIVEN.get(name) or getattr(module, function or "build", None)
+    if not callable(build):
+        what = f"{place_of(module, name)} has no function '{function or 'build'}'"
+        raise ConfigError(what, where=where, fix=handed_over(name, where))
+    parameters = inspect.signature(build).parameters
+    known = [p for p in parameters if p not in ("input_shape", "num_classes", "image")]
+    unknown = [o for o in options if o not in parameters]
+    if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(f"model '{name}' has no option {', '.join(unknown)}", where=where, fix=f"it takes {known}")
+    return build, module
+
+
+PRETRAINED = (
+    "the checkpoint has all weights: give the function a parameter pretrained=True and load the file only where it is "
+    "true; eval, predict and export call it with False"
+)
+
+
+def build_model(
+    zoo: str,
+    name: str,
+    options: Mapping[str, Any],
+    sample: Sample,
+    shape_of: Callable[[Field], tuple[int, ...]] = lambda field: field.shape,
+    restores: bool = False,
+) -> tuple[Any, ModuleType, dict[str, Any]]:
+    """(model, its module, what its build function got: options, and of the two others what it has parameters for).
+
+    ``shape_of``: the shape in which the framework gets a field. ``restores``: all weights come from a checkpoint, so a
+    function that loads pretrained ones is called with ``pretrained=False`` if it has this parameter. A build function
+    that refuses its arguments is the configuration's fault.
+    """
+    build, module = find_model(zoo, name, options)
+    parameters = inspect.signature(build).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
+    facts = {"input_shape": shapes, "num_classes": sample.num_classes}
+    given = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
+    if restores and "pretrained" in parameters:
+        given["pretrained"] = False
+    if ":" not in name:
+        given |= _order(module, parameters, name, sample)
+    try:
+        return build(**given), module, given
+    except (ValueError, TypeError, OSError) as error:
+        fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
+        fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
+        what = f"the model cannot be built: {' '.join(str(error).split())}"
+        raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
+
+
+def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:
+    """Return the options that tell a model the order of axes; one of images alone (``IMAGES``) gets no others.
+
+    Without it, (height, width, 4) that is not an image would be taken for channels first in PyTorch.
+    """
+    field = next((field for field in sample.inputs.values() if not field.image), None)
+    if field is None or len(sample.inputs) > 1:
+        return {}
+    if getattr(module, "IMAGES", False):
+        fix = "take mlp, which takes any shape, or a model of your own"
+        if len(field.shape) in (2, 3):
+            axes = ("height", "width", "channels")[: len(field.shape)]
+            fix = f"set data.images: true if they are ({', '.join(axes)}); else {fix}"
+        what = f"the model takes images, and the data give samples of shape {field}"
+        raise ConfigError(what, where=f"model.name: {name}", fix=fix)
+    return {"image": False} if "image" in parameters and len(field.shape) == 3 else {}
+
+
+def checked(found: Any, name: str) -> Any:
+    """What a model gives: a tensor, or several by name."""
+    for x in found.values() if isinstance(found, Mapping) else [found]:
+        if not hasattr(x, "shape"):
+            what = f"the model gives a {type(x).__name__} {'by a name' if isinstance(found, Mapping) else ''}".rstrip()
+            raise refused(what, f"model.name: {name}", "return a tensor, or a dict of them with a name for each loss")
+    return found
+
+
+def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
+    """The model does not take what the data give."""
+    listed = ", ".join(f"{key} {field}" for key, field in sample.inputs.items())
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    what = f"the model does not take its inputs ({listed}): {reason}"
+    fixes = ["several inputs are given by name"] * (len(sample.inputs) > 1)
+    if len(sample.inputs) > 1 or any(field.whole for field in sample.inputs.values()):
+        fixes.append("whole numbers stay whole: store quantities as float32")
+    fixes += [IF_IMAGES] * may_be_images(sample)
+    fix = NO_CLASSES if _wants_classes(sample, error) else "; ".join(fixes)
+    return ConfigError(what, where=f"model.name: {name}", fix=fix)
+
+
+IF_IMAGES = "if they are images, set data.images: true"
+NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.num_classes"
+
+
+def _wants_classes(sample: Sample, error: Exception) -> bool:
+    """Return whether a layer was made of ``num_classes=None``: a user's loss does not make labels classes."""
+    return sample.num_classes is None and "None" in str(error)
+
+
+def may_be_images(sample: Sample) -> bool:
+    """Return whether an input that is not an image has the axes of one, so that the user may have meant it."""
+    return any(len(field.shape) in (2, 3) and not field.image for field in sample.inputs.values())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_train.attach.world import open_world
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import GIVEN, look_in
 from hvd_train.core.hooks import Hook
@@ -22,6 +21,7 @@ from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
 from hvd_train.jobs.resume import data_as_before
 from hvd_train.protocol import Build
+from hvd_train.script.world import open_world
 
 STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder, or the current one of a notebook and of python -m
 

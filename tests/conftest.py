@@ -14,8 +14,8 @@ SHOWN = 20
 # The longest first, so that both workers end at about the same time.
 LONGEST = [
     "ranks/test_worlds",
-    "attach/test_keras.py",
-    "attach/test_torch",
+    "tests/keras/test_keras",
+    "tests/torch/test_torch",
     "verify/test_verify",
     "ranks/test_launchers",
 ]

@@ -20,7 +20,7 @@ PAUSE_SECONDS = 3.0  # between two looks, which are to follow one another sooner
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
 # Where a rank's main thread is while it waits for the others, or computes.
-INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|attach)/(?!faults)")
+INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|script)/(?!faults)")
 
 
 class Watchdog:

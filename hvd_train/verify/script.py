@@ -1,6 +1,6 @@
 """``hvd-train verify -- python train.py``: a script of the user's own on N ranks and on one, compared in 64 bits.
 
-The script runs as it is; ``hvd_train.torch`` and ``hvd_train.keras`` see by a variable (attach/recorded.py) that it is
+The script runs as it is; ``hvd_train.torch`` and ``hvd_train.keras`` see by a variable (script/record.py) that it is
 to compute in 64 bits, without dropout, and to end after K steps, and leave a record each.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train.attach.recorded import VARIABLE
 from hvd_train.core.state_dict import unpack
 from hvd_train.errors import ConfigError
 from hvd_train.launch import launch
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Tree
+from hvd_train.script.record import VARIABLE
 from hvd_train.verify.compare import Comparison, report_page, text
 from hvd_train.verify.difference import Row, Runs, findings, rows
 from hvd_train.verify.record import Record

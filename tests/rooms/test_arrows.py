@@ -15,7 +15,7 @@ PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
     "errors": 0, "files": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2,
-    "launch": 3, "report": 3, "frontends": 4, "jobs": 5, "attach": 5, "api": 6, "doctor": 6, "verify": 6,
+    "launch": 3, "report": 3, "frontends": 4, "jobs": 5, "script": 5, "api": 6, "doctor": 6, "verify": 6,
     "sweep": 6, "torch": 6, "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
@@ -60,7 +60,7 @@ def test_arrows_point_down(file):
 def test_who_knows_what(file):
     packages = {module.split(".")[0] for module in imports(file)}
     here = own_room(file)
-    if here not in ("frontends", "attach", "torch", "keras"):
+    if here not in ("frontends", "script", "torch", "keras"):
         assert not packages & FRAMEWORKS, "only front-ends, and what a user's script imports, know a framework"
     if here != "cli":
         assert "click" not in packages

@@ -1,0 +1,14 @@
+"""Data parallelism for a Keras 3 script of your own, on TensorFlow or PyTorch, in two lines::
+
+    import hvd_train.keras as hk
+
+    model.compile(...)
+    hk.distribute(model)
+    model.fit(x, y, batch_size=64, epochs=5)  # 64 a rank
+
+Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python train.py``. Started alone it is what it was.
+"""
+
+from hvd_train.keras.api import barrier, distribute, is_main, print, rank, reduce, shard, size, tqdm
+
+__all__ = ["barrier", "distribute", "is_main", "print", "rank", "reduce", "shard", "size", "tqdm"]

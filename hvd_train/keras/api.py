@@ -1,0 +1,263 @@
+"""The functions of ``hvd_train.keras``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from typing import Any
+
+from hvd_train.frameworks import KERNELS
+from hvd_train.frontends.devices import gpu_index
+from hvd_train.launch.environment import keep_memory, share_memory, threads, world
+
+os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
+
+import keras
+
+from hvd_train.compression import make
+from hvd_train.core.agreement import agree, collectively
+from hvd_train.errors import ConfigError
+from hvd_train.keras import layers, loop, losses, metrics, verify_mode
+from hvd_train.keras.build import build_at_first, is_built
+from hvd_train.keras.fit import Rank
+from hvd_train.keras.gradients import (
+    MARK,
+    Changes,
+    OnTensorFlow,
+    OnTorch,
+    Reduction,
+    connect,
+    count_samples,
+    optimizers_of,
+    with_rates,
+)
+from hvd_train.script import main_rank
+from hvd_train.script.record import recording
+from hvd_train.script.slow_rank import Slow
+from hvd_train.script.world import exchange_options, open_world, place
+
+WHERE = "hk.distribute"
+BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
+_scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, whose learning rate is multiplied once
+
+
+def distribute(
+    model: Any,
+    *given_optimizers: Any,
+    shard: bool = True,
+    lr_scaling: str = "none",
+    seed: int = 0,
+    compression: str = "none",
+    agreement_every_n_steps: int = 100,
+    **options: Any,
+) -> Any:
+    """Trains a compiled model on all ranks together; returns it. After another ``compile``, call it again.
+
+    For a loop of your own give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
+    compiled, and is to be built. Their ``apply`` averages over ranks.
+
+    A model that is not built yet is built from the first batch that ``fit`` gets. A model may have several optimizers.
+
+    After it ``fit``, ``evaluate`` and ``predict`` are calls that all ranks make: each takes its part of the data
+    (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
+    comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks,
+    once for an optimizer.
+    ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, topk, threshold
+    or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never), at an
+    epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
+    CommunicationError where they differ. Raises ConfigError on all ranks.
+    """
+    if keras.backend.backend() not in BACKENDS:
+        raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
+    backend = BACKENDS[keras.backend.backend()]()
+    communicator = open_world(backend.framework)
+    collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
+    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
+    compressor = make(compression, communicator.size, **exchange.options(compression))
+    before = getattr(model, MARK, None)
+    changes = Changes(model._loss_tracker, before.fits if before else 0, given_optimizers)
+    if before:
+        before.undo()
+    changes.put(model, MARK, changes)
+    optimizer, *others = optimizers = optimizers_of(model)
+    for x in optimizers:
+        changes.put(x, MARK, changes)
+    loop.follow(optimizers)
+    record = recording()
+    if communicator.size == 1 and not record:
+        return model
+    given = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
+    given |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
+
+    def begin() -> None:
+        optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
+        agree(communicator, _facts(model, **given))
+        layers.agree_on_settings(model, communicator)
+        if lr_scaling == "linear":
+            for x in set(with_rates(optimizers)) - set(_scaled):
+                x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
+                _scaled.add(x)
+        if model.compiled and model.jit_compile:
+            model.jit_compile = False
+            if communicator.rank == 0:
+                warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
+        reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
+        connect(optimizer, reduction, backend, changes)
+        for other in others:
+            connect(other, reduction, backend, changes, reduction.of_others(compressor, communicator))
+        count_samples(model, reduction, backend, changes)
+        losses.share_losses(model, reduction, changes)
+        if model.compiled:
+            metrics.share_means(model, reduction, changes)
+        every = agreement_every_n_steps
+        rank = Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow())
+        rank.share_states(WHERE)
+        rank.align()
+        if model.compiled:
+            rank.trace_again()
+        if record:
+            verify_mode.add(model, record)
+
+    if is_built(model):
+        begin()
+    else:
+        build_at_first(model, communicator, changes, begin)
+    keep_memory()
+    return model
+
+
+def shard(
+    x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int = 32, shuffle: bool = True, seed: int = 0
+) -> Any:  # fmt: skip
+    """This rank's batches for a loop of your own: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
+
+    Every rank gives all of the data: arrays, a tf.data.Dataset of batches (a Dataset comes back), a PyDataset or
+    PyTorch's DataLoader. Each ``for`` is an epoch, with an order of its own where arrays or batches are shuffled. On
+    all ranks. Raises ConfigError or DataError on all of them.
+    """
+    world, _ = _opened()
+    options: Any = dict(batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return loop.shard(x, y, sample_weight, **options, world=world)
+
+
+def reduce(values: Any, op: str = "mean") -> Any:
+    """The mean over ranks of tensors, arrays or numbers, in lists or dicts as they are; or their sum, with op="sum".
+    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits."""
+    world, backend = _opened()
+    return loop.reduce(values, op, world, backend.graph())
+
+
+@functools.cache
+def _slow() -> Slow:
+    world, backend = _opened()
+    return Slow(world, lambda: world.waited + backend.waited())
+
+
+def _opened() -> tuple[Any, Any]:
+    backend = BACKENDS[keras.backend.backend()]()
+    return open_world(backend.framework), backend
+
+
+def rank() -> int:
+    """This process' number, from 0; rank 0 prints and saves, see ``is_main``. Needs no ``distribute``."""
+    return world().rank
+
+
+def size() -> int:
+    """How many ranks there are; 1 for a script that was started alone."""
+    return world().size
+
+
+def is_main() -> bool:
+    """Return whether this is rank 0, which prints and writes files for all."""
+    return rank() == 0
+
+
+def print(*values: Any, **options: Any) -> None:
+    """Python's ``print``, on rank 0 alone. All ranks compute the values: ``hk.print(hk.reduce(loss))`` is right."""
+    main_rank.print_on(is_main(), *values, **options)
+
+
+def tqdm(*arguments: Any, **options: Any) -> Any:
+    """tqdm's progress bar over an iterable, shown on rank 0 alone: ``for x, y in hk.tqdm(batches):`` on all ranks."""
+    return main_rank.progress_on(is_main(), "hk.tqdm", *arguments, **options)
+
+
+def barrier() -> None:
+    """Waits until all ranks are here: before they read what rank 0 has just saved, for example."""
+    _opened()[0].barrier()
+
+
+def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
+    wrong = [x for x in given if not isinstance(x, keras.optimizers.Optimizer)]
+    if wrong:
+        raise _error(f"a {type(wrong[0]).__name__} is no optimizer", "call hk.distribute(model, optimizer)")
+    if getattr(model, "optimizer", None) is None and not given:
+        fix = "call model.compile(...) first; for a loop of your own, hk.distribute(model, optimizer)"
+        raise _error("the model is not compiled", fix)
+    changes = getattr(model, MARK, None)
+    if changes and changes.compiled is model._loss_tracker:
+        raise _error("the model is distributed already", "call hk.distribute once after each compile")
+    optimizers = [*given, *optimizers_of(model)]
+    if any(getattr(x, MARK, changes) is not changes for x in optimizers):
+        raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
+    if lr_scaling not in ("none", "linear"):
+        raise _error(f"lr_scaling={lr_scaling!r}", "it is none or linear")
+    schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
+    if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
+        raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
+    if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(_scaled)):
+        fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
+        raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
+    if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
+        raise _error("compression does not go with LossScaleOptimizer", "leave one out: a residual would keep an inf")
+    losses.check(model)
+    alone = [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]
+    if alone:
+        raise _error(f"{', '.join(alone)}: synchronized=True has no effect between ranks", "leave it out")
+
+
+def _facts(model: Any, **given: Any) -> dict[str, str]:
+    facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
+    config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
+    return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
+        f"hk.distribute({name}=)": str(value) for name, value in given.items()
+    }
+
+
+def _error(what: str, fix: str) -> ConfigError:
+    return ConfigError(what, where=WHERE, fix=fix)
+
+
+def _settle_threads() -> None:
+    """This rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
+    here = place()
+    if here.size == 1 or keras.backend.backend() not in BACKENDS:
+        return
+    if keras.backend.backend() == "tensorflow":
+        share_memory()
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(threads("auto", here))
+            tf.config.threading.set_inter_op_parallelism_threads(threads("auto", here))
+            if gpus:
+                tf.config.set_visible_devices(gpus[gpu_index(len(gpus), here.local_rank, None)], "GPU")
+        except RuntimeError:
+            warnings.warn(
+                "import hvd_train.keras before TensorFlow's first operation: threads stay as they are", stacklevel=2
+            )
+    else:
+        import torch
+
+        torch.set_num_threads(threads("auto", here))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(gpu_index(torch.cuda.device_count(), here.local_rank, None))
+
+
+_settle_threads()
+if recording():
+    verify_mode.prepare()

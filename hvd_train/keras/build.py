@@ -1,0 +1,75 @@
+"""Models that ``hk.distribute`` gets before they have weights: subclassed ones and Sequentials without an Input."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.backend import compute_output_spec
+
+from hvd_train.core.agreement import agree, collectively
+from hvd_train.errors import ConfigError
+from hvd_train.keras import data
+from hvd_train.keras.gradients import Changes, optimizers_of
+from hvd_train.protocol import Communicator
+
+FIRST = ("fit", "evaluate", "predict", "train_on_batch")
+FIX = "call it once on a batch, or model.build(input_shape), before hk.distribute"
+
+
+def is_built(model: Any) -> bool:
+    """Whether it has its weights; a model whose ``call`` is Keras' own, as in many GANs, is the sum of its parts, and a
+    Sequential too, which a PyTorch module among its layers leaves half built."""
+    parts = all(layer.built for layer in model._flatten_layers() if layer is not model)
+    if isinstance(model, keras.Sequential):
+        return bool(model.variables) and model.built and parts
+    return bool(model.variables) and (model.built or type(model).call is keras.Model.call and parts)
+
+
+def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Callable[[], None]) -> None:
+    """Builds the model from the batch that the first of its methods gets, then calls ``begin`` and goes on."""
+
+    def first(name: str, *args: Any, **kwargs: Any) -> Any:
+        agree(world, {"call": f"model.{name}"})
+        call = inspect.signature(getattr(type(model), name)).bind(model, *args, **kwargs).arguments
+        collectively(world, lambda: _build(model, call, f"model.{name}"))
+        stubs.undo()
+        begin()
+        return getattr(model, name)(*args, **kwargs)
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise ConfigError("the model was not built, so this rank would train alone", where="optimizer.apply", fix=FIX)
+
+    stubs = Changes(None)
+    changes.on_undo(stubs.undo)
+    for name in FIRST:
+        stubs.put(model, name, functools.partial(first, name))
+    for optimizer in optimizers_of(model):
+        stubs.put(optimizer, "apply", refused)
+
+
+def _build(model: Any, call: dict[str, Any], where: str) -> None:
+    x: Any = call.get("x")
+    kind = data.kind_of(x)
+    if kind == "other":
+        raise ConfigError(f"the model is not built, and {type(x).__name__} shows no batch", where=where, fix=FIX)
+    if kind == "arrays":
+        batch = data.take(data.packed(data.columns(x, None, None)), slice(0, call.get("batch_size") or data.BATCH))
+    else:
+        batch = x[0] if kind == "sequence" else data.first_batch(x)
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if keras.backend.backend() == "tensorflow":
+        inputs = keras.tree.lists_to_tuples(inputs)
+
+    def symbolic(leaf: Any) -> Any:
+        text = leaf.dtype.kind in "OSU"
+        return keras.KerasTensor(leaf.shape, "string" if text else keras.backend.standardize_dtype(leaf.dtype))
+
+    try:
+        compute_output_spec(model, keras.tree.map_structure(symbolic, inputs), training=False)
+    except Exception as error:
+        what = f"the model cannot be built from a batch: {' '.join(str(error).split())}"
+        raise ConfigError(what, where=where, fix=FIX) from error

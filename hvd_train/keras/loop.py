@@ -1,0 +1,164 @@
+"""A training loop of the user's own: this rank's batches, and sums and means over ranks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from hvd_train.core.agreement import agree, collectively
+from hvd_train.errors import ConfigError
+from hvd_train.keras import data
+from hvd_train.keras.gradients import Reduction
+from hvd_train.launch.environment import world as place
+from hvd_train.protocol import Communicator
+from hvd_train.script.main_rank import UnsharedSums
+from hvd_train.script.record import recording
+from hvd_train.script.rng import Draws
+
+WHERE = "hk.shard"
+WIRE = ("float16", "float32", "float64", "int32", "int64")  # what Horovod can add of what Keras has
+CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
+# Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
+_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_iterations: dict[int, Any] = {}  # of all optimizers that this process has distributed; when one goes is chance
+
+
+def follow(optimizers: Iterable[Any]) -> None:
+    """Their steps give loops other orders; also in a world of one."""
+    counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
+    _iterations.update((id(count), count) for count in counts)
+
+
+@functools.cache
+def _unshared() -> UnsharedSums:
+    return UnsharedSums(place().rank == 0 and place().size > 1, CURE)
+
+
+def _steps() -> int:
+    """All steps so far, on all ranks alike."""
+    return sum(int(keras.ops.convert_to_numpy(count)) for count in _iterations.values())
+
+
+class Batches:
+    """Each ``for`` gives an epoch of this rank's batches. Another order comes after an optimizer's step or when one has
+    been gone through to its end: a look at a batch shifts nothing, on one rank or on all, and a loop that is left early
+    does not begin with the same samples again. A batch counts in the mean over ranks by its samples. At the end of an
+    epoch with steps running statistics are averaged; one rank alone may go through others."""
+
+    def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
+        self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, 0
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("this data set has no length")
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        before = _steps()
+        _unshared().begins()
+        for batch in self._epoch(self._first + before):
+            Reduction.hear()
+            batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
+            Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
+            yield batch
+        Reduction.hear()
+        Reduction.counts(1.0)
+        self._first += 1
+        _ended(before)
+
+    def set_epoch(self, number: int) -> None:
+        """Which order comes next; on all ranks."""
+        self._first = number - _steps()
+
+
+def shard(
+    x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int, world: Communicator
+) -> Any:  # fmt: skip
+    """See ``hvd_train.keras.shard``."""
+    draws, own_seed = Draws(world), data.pass_seed(seed, 0) if shuffle else None
+    found, facts = collectively(
+        world, lambda: data.training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
+    )
+    agree(world, facts)
+    parts = found["x"]
+    size = int(facts[data.BATCH_SIZE]) * (record.together if (record := recording()) else 1)
+    if data.kind_of(parts) == "dataset":
+        return _heard(parts, size)
+    if not isinstance(parts, data.Epochs):  # a sharded DataLoader
+
+        def loaded(number: int) -> Iterable:
+            parts.set_epoch(number)
+            return map(data.as_arrays, parts)
+
+        return Batches(loaded, None, size)
+
+    def epoch(number: int) -> Iterator[Any]:
+        parts.on_epoch_begin()
+        yield from (parts.part(number, step) for step in range(len(parts)))
+        parts.on_epoch_end()
+
+    return Batches(epoch, len(parts), size)
+
+
+def _heard(parts: Any, batch_size: int) -> Any:
+    """A tf.data.Dataset of this rank's batches: a loop of Python's over it does what one over ``Batches`` does."""
+    import tensorflow as tf
+
+    found = parts.with_options(tf.data.Options())  # an object of our own
+    kind = type(found)
+
+    def iterate(self: Any) -> Any:
+        batches, before = kind.__iter__(self), _steps()
+        if not tf.executing_eagerly():
+            return batches
+        _unshared().begins()
+        own = type(batches)
+
+        def following(self: Any) -> Any:
+            Reduction.hear()
+            try:
+                batch = own.__next__(self)
+            except StopIteration:
+                Reduction.counts(1.0)
+                _ended(before)
+                raise
+            Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
+            return batch
+
+        batches.__class__ = type(own.__name__, (own,), {"__next__": following})
+        return batches
+
+    found.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+    return found
+
+
+def _ended(before: int) -> None:
+    """A pass that began after ``before`` steps has ended, on all ranks."""
+    if _steps() > before:
+        Reduction.settle()
+    else:
+        _unshared().passed()
+
+
+def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
+    """See ``hvd_train.keras.reduce``."""
+    if op not in ("mean", "sum"):
+        raise ConfigError(f"op={op!r}", where="hk.reduce", fix="it is mean or sum")
+    _unshared().shared(graph is not None)
+    name = "keras.reduce"
+    if graph is not None:
+        _calls[graph] = _calls.get(graph, 0) + 1
+        name += f"{_calls[graph]}"
+    leaves = [keras.ops.stop_gradient(keras.ops.convert_to_tensor(x)) for x in keras.tree.flatten(values)]
+    sent = []
+    for k, x in enumerate(leaves):
+        kind = keras.backend.standardize_dtype(x.dtype)
+        wire = kind if kind in WIRE else "float32" if "float" in kind else "int64"
+        wire = "float64" if op == "mean" and "int" in wire else wire
+        sent.append(world.allreduce_async(keras.ops.copy(keras.ops.cast(x, wire)), f"{name}.{k}"))
+    sums = [world.synchronize(handle) for handle in sent]
+    return keras.tree.pack_sequence_as(values, [x / world.size for x in sums] if op == "mean" else sums)

@@ -1,0 +1,224 @@
+"""The losses of ``compile`` over a step's samples that lie on several ranks.
+
+Law: what a rank's loss gives, weighted by its share of the step's samples, adds up over the ranks to the loss of all
+of them, be it a mean over samples, over unmasked places, by weights, or a sum. Gradients are weighted like that, and
+logs, so both come out as those of one process. A plain mean needs nothing for it, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import keras
+
+from hvd_train.errors import ConfigError
+from hvd_train.keras.gradients import Changes, Reduction
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Communicator
+
+TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # Keras' own that compare samples of a batch
+SAMPLES = 8  # that show what a loss of the user's own is
+FOUND = ("unknown", "mean", "sum", "neither")  # from the least certain on
+
+
+class _Ones(keras.losses.Loss):
+    """The sum of the weights and masks by which Keras multiplies ``values``."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(reduction="sum", dtype=keras.backend.standardize_dtype(values.dtype))
+        self._values = values
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        ones, mask = keras.ops.ones_like(self._values), _mask(self._values)
+        return ones if mask is None else ones * keras.ops.cast(mask, ones.dtype)
+
+
+class Shared:
+    """Stands for a loss of ``compile``. ``kind``: what it is over samples, as ``probe`` finds."""
+
+    def __init__(self, loss: Any, reduction: Reduction) -> None:
+        self.loss, self.kind, self.probing = loss, "mean", False
+        self._reduction, self._warned = reduction, False
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        values, value = self._observed(y_true, y_pred, sample_weight)
+        opaque = values is None or tuple(values.shape) == ()
+        masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
+        by_weight = self.loss.reduction == "mean_with_sample_weight"
+        if self.probing:
+            self.kind = (
+                "mean" if masked else kind_over_samples(self.loss, y_true, y_pred, None if by_weight else sample_weight)
+            )
+        summed = self.kind == "sum" if opaque else self.loss.reduction == "sum"
+        weights = sample_weight if by_weight else None
+        if not summed and (opaque or weights is None and not masked):
+            return value
+        weight = None if summed else _Ones(values)(y_true, y_pred, weights)
+        if self._reduction.count is not None:
+            return self._reduction.whole(value, weight)
+        if self._reduction.scoring is None:  # out of a step
+            return value
+        if not summed:
+            self._warn()
+        return self._reduction.scored(value, weight)
+
+    def _warn(self) -> None:
+        """Where ranks score batches that are no parts of global ones."""
+        if not self._reduction.uncut and not self._warned and world().rank == 0:
+            what = "takes a mean over masked or weighted places of each rank's own batches: one process cuts others"
+            warnings.warn(f"evaluation: the loss {self.loss.name} {what}, and has another mean of them", stacklevel=2)
+        self._warned = True
+
+    def _observed(self, *batch: Any) -> tuple[Any, Any]:
+        """(what the loss has before Keras reduces it, or None where it reduces by itself; what it gives)."""
+        seen: list[Any] = []
+        call = self.loss.call
+
+        def observed(*args: Any) -> Any:
+            seen.append(call(*args))
+            return seen[-1]
+
+        self.loss.call = observed
+        try:
+            value = self.loss(*batch)
+        finally:
+            del self.loss.call
+        return (seen[0] if len(seen) == 1 else None), value
+
+
+def share_losses(model: Any, reduction: Reduction, changes: Changes) -> None:
+    """Puts ``Shared`` in place of the model's losses."""
+    owner = model._compile_loss
+    if owner is None:
+        return
+
+    def put() -> None:
+        owner._flat_losses = [entry._replace(loss=Shared(entry.loss, reduction)) for entry in owner._flat_losses]
+
+    def take_back() -> None:
+        if owner.built:
+            owner._flat_losses = [entry._replace(loss=entry.loss.loss) for entry in owner._flat_losses]
+
+    build = owner.build
+
+    def built(*args: Any) -> None:
+        build(*args)
+        put()
+
+    changes.put(owner, "build", built)  # Keras calls it with the first batch
+    changes.on_undo(take_back)
+    if owner.built:
+        put()
+
+
+def check(model: Any) -> None:
+    """Raises ConfigError for a loss that no rank can take by itself."""
+    for loss in keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None)):
+        if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _own_step(model):
+            what = f"the loss {loss.name} has reduction=None, so that it is a vector"
+            raise ConfigError(what, where="hk.distribute", fix='give it reduction="sum_over_batch_size" or "sum"')
+
+
+def uncut(model: Any) -> bool:
+    """Whether the loss of an evaluation depends on where batches are cut: a sum, a mean by weight or under a mask."""
+    owner = model._compile_loss
+    built = owner is not None and owner.built
+    losses = [entry.loss for entry in owner._flat_losses] if built else []
+    given = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
+    reductions = {getattr(x, "reduction", None) for x in given}
+    return (
+        bool(reductions & {"sum", "mean_with_sample_weight"})
+        or any(x.kind == "sum" for x in losses)
+        or any(map(_masks, model._flatten_layers()))
+    )
+
+
+def _masks(layer: Any) -> bool:
+    """Whether it may make a mask: those of Keras but these hand on what there is."""
+    own = not type(layer).compute_mask.__module__.startswith("keras.")
+    return own or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
+
+
+def needs_probe(model: Any) -> bool:
+    """Whether there are losses that may be no mean over samples: the user's own functions or classes, some of Keras."""
+    found = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    found = [keras.losses.get(x) if isinstance(x, str) else x for x in found]
+    kinds = [getattr(x, "fn", x if callable(x) and not isinstance(x, keras.losses.Loss) else type(x)) for x in found]
+    strange = [k for k in kinds if not str(getattr(k, "__module__", "")).startswith(("keras.", "builtins"))]
+    return bool(strange) or any(kind in TOGETHER for kind in kinds)
+
+
+def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
+    """Finds by trying on samples of ``batch`` whether losses are means or sums over samples; on all ranks. What is
+    neither is told by a warning on rank 0. Gives these samples' labels, predictions and weights."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
+    )
+    owner = model._compile_loss
+    predicted = model(x, training=False) if model._call_has_training_arg else model(x)
+    if owner is None:
+        return y, predicted, weight
+    owner(y, predicted, weight)  # built, at the latest now
+    losses = [entry.loss for entry in owner._flat_losses]
+    for loss in losses:
+        loss.probing = True
+    try:
+        owner(y, predicted, weight)
+    finally:
+        for loss in losses:
+            loss.probing = False
+    told = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
+    everyone = [json.loads(part) for part in told]
+    for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
+        loss.kind = max(kinds, key=FOUND.index)
+        if {"mean", "sum"} <= set(kinds):
+            loss.kind = "neither"
+        if loss.kind == "neither" and communicator.rank == 0:
+            warnings.warn(
+                f"the loss {loss.loss.name} is neither a mean nor a sum over samples: each rank takes it over its own, "
+                "which is not the loss of all of them (return one value a sample to have their mean)",
+                stacklevel=2,
+            )
+    return y, predicted, weight
+
+
+def kind_over_samples(loss: Any, *batch: Any) -> str:
+    """Classify ``loss``, a function of a batch, by its values on a whole batch and on two parts of it."""
+    count = int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+    if count < 2:
+        return "unknown"
+    at = count // 2 + (count > 2)  # parts of unequal lengths
+
+    def rows_of(a: Any, rows: slice) -> Any:
+        if a is None:
+            return None
+        found = a[rows]
+        if _mask(a) is not None:
+            found._keras_mask = _mask(a)[rows]
+        return found
+
+    def part(rows: slice) -> float:
+        return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: rows_of(a, rows), batch))))
+
+    whole = loss(*batch)
+    try:
+        first, last, both = part(slice(0, at)), part(slice(at, None)), float(keras.ops.sum(whole))
+    except Exception:  # pairs of samples, a batch of a fixed length
+        return "neither"
+    # On PyTorch Keras 3.15 takes some losses in 32 bits, whatever their type is afterwards.
+    bound = (1e-2 if "16" in keras.backend.standardize_dtype(whole.dtype) else 1e-5) * (abs(first) + abs(last))
+    if not abs(both) + abs(first) + abs(last) > 0:
+        return "unknown"
+    if abs(both - (at * first + (count - at) * last) / count) <= bound:
+        return "mean"
+    return "sum" if abs(both - first - last) <= bound else "neither"
+
+
+def _mask(x: Any) -> Any:
+    return getattr(x, "_keras_mask", None)
+
+
+def _own_step(model: Any) -> bool:
+    return not str(getattr(type(model).train_step, "__module__", "")).startswith("keras.")

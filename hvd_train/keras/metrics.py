@@ -1,0 +1,170 @@
+"""Metrics that count batches: the loss of each of several outputs, functions that give one number for a batch, and
+means that a ``train_step`` of the user's own gives its losses to.
+
+Keras takes their mean over batches, whatever number of samples a batch has. A rank's batch is a part of a global one.
+Law: what a rank adds counts by its share of the global batch's samples, so that the sums over ranks are those of one
+process. What gives a number for each sample needs nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import keras
+
+from hvd_train.keras.gradients import Changes, Reduction
+from hvd_train.keras.losses import FOUND, kind_over_samples
+from hvd_train.protocol import Communicator
+
+FIX = "return one value a sample to have their mean"
+
+
+class BatchMean:
+    """Stands for ``update_state`` of a function that may give one number for a batch. ``kind``: see ``probe``."""
+
+    def __init__(self, metric: Any, reduction: Reduction) -> None:
+        self.metric, self._reduction = metric, reduction
+        self._update = metric.update_state
+        self.kind, self.probing = "mean", False
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        metric, function = self.metric, self.metric._fn
+        values = function(y_true, y_pred, **metric._fn_kwargs)
+        weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
+        if self.probing and not tuple(values.shape):
+            self.kind = kind_over_samples(lambda *batch: function(*batch, **metric._fn_kwargs), y_true, y_pred)
+        if tuple(values.shape) or weighted:
+            metric._fn = lambda *args, **kwargs: values  # not computed twice
+            try:
+                self._update(y_true, y_pred, sample_weight)
+            finally:
+                metric._fn = function
+        else:
+            _add(metric, values, self._reduction)
+
+
+def share_means(model: Any, reduction: Reduction, changes: Changes) -> None:
+    """Changes the metrics of ``model`` that count batches, as soon as Keras has built them."""
+    losses, metrics = model._compile_loss, model._compile_metrics
+
+    def put_losses() -> None:
+        for tracker in losses.metrics:
+            changes.put(tracker, "update_state", _tracking(tracker, reduction))
+
+    def put_metrics() -> None:
+        for metric in metrics.metrics:
+            if _is_function(metric):
+                changes.put(metric, "update_state", BatchMean(metric, reduction))
+
+    for tracker in _means(model):
+        changes.put(tracker, "update_state", _of_batches(tracker, reduction))
+    for owner, put in ((losses, put_losses), (metrics, put_metrics)):
+        if owner is None:
+            continue
+        if owner.built:
+            put()
+        else:
+            changes.put(owner, "build", _then(owner.build, put))
+
+
+def counts_batches(model: Any) -> bool:
+    """Return whether a metric may count batches, so that what is scored must be cut into global ones."""
+    losses = model._compile_loss
+    if losses is None or losses.built:
+        several = losses is not None and bool(losses.metrics)
+    else:
+        several = len(getattr(model, "outputs", None) or (None, None)) > 1  # nobody knows before the first batch
+    own_step = not str(type(model).test_step.__module__).startswith("keras.")
+    return several or own_step or len(_means(model)) > 1 or bool(functions(model))
+
+
+def _means(model: Any) -> list[Any]:
+    """The mean of the whole loss, and those of the user's own among the model's metrics."""
+    outputs = model._compile_loss.metrics if model._compile_loss is not None else []
+    return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
+
+
+def functions(model: Any) -> list[Any]:
+    """The user's own functions among the metrics of ``compile``."""
+    owner = model._compile_metrics
+    given = keras.tree.flatten([getattr(owner, "_user_metrics", None), getattr(owner, "_user_weighted_metrics", None)])
+    own = [x for x in given if callable(x) and not isinstance(x, keras.metrics.Metric)]
+    own += [x._fn for x in given if _is_function(x)]
+    return [x for x in own if not str(getattr(x, "__module__", "")).startswith("keras.")]
+
+
+def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
+    """Tells by a warning on rank 0 which functions give a number for a batch that is not a mean over its samples; on
+    all ranks together. ``batch``: labels, predictions and weights of a few samples."""
+    owner = model._compile_metrics
+    if owner is None or not functions(model):
+        return
+    owner.update_state(*batch)  # built, at the latest now
+    found = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
+    for each in found:
+        each.probing = True
+    try:
+        owner.update_state(*batch)
+    finally:
+        for each in found:
+            each.probing = False
+        owner.reset_state()
+    everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in found]).encode())]
+    for each, kinds in zip(found, zip(*everyone, strict=True), strict=True):
+        each.kind = max(kinds, key=FOUND.index)
+        if each.kind in ("sum", "neither") and communicator.rank == 0:
+            what = f"the metric {each.metric.name} gives one number for a batch, which is not a mean over its samples"
+            warnings.warn(f"{what}: each rank takes it over its own part of a batch ({FIX})", stacklevel=2)
+
+
+def _is_function(metric: Any) -> bool:
+    own = type(metric) is keras.metrics.MeanMetricWrapper
+    return own and not str(getattr(metric._fn, "__module__", "")).startswith("keras.")
+
+
+def _tracking(tracker: Any, reduction: Reduction) -> Any:
+    """``update_state`` of the mean that Keras keeps of one output's loss. Eagerly Keras counts samples, which needs
+    nothing here. In a graph it counts samples or batches, depending on whether this rank's batches have one length."""
+    update = tracker.update_state
+
+    def updated(value: Any, sample_weight: Any = None) -> None:
+        if sample_weight is None or not reduction.eager():
+            _add(tracker, value, reduction)
+        else:
+            update(value, sample_weight=sample_weight)
+
+    return updated
+
+
+def _of_batches(tracker: Any, reduction: Reduction) -> Any:
+    """``update_state`` of a mean, which counts a batch where it gets one number without a weight."""
+    update = tracker.update_state
+
+    def updated(values: Any, sample_weight: Any = None) -> None:
+        if sample_weight is None and not tuple(keras.ops.shape(values)):
+            _add(tracker, values, reduction)
+        else:
+            update(values, sample_weight=sample_weight)
+
+    return updated
+
+
+def _add(metric: Any, value: Any, reduction: Reduction) -> None:
+    """``value``: the mean over a batch."""
+
+    def add(total: Any, count: Any) -> None:
+        metric.total.assign_add(keras.ops.cast(total, metric.dtype))
+        metric.count.assign_add(keras.ops.cast(count, metric.dtype))
+
+    value = keras.ops.stop_gradient(keras.ops.convert_to_tensor(value))
+    reduction.batch_mean(keras.ops.cast(value, "float64"), add)
+
+
+def _then(build: Any, put: Any) -> Any:
+    def built(*args: Any) -> None:
+        build(*args)
+        put()
+
+    return built

@@ -1,0 +1,50 @@
+"""What ``hvd-train verify`` changes in a Keras script, and sees of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_train.protocol import Tree
+from hvd_train.script.record import SEED, Recording
+
+RATES = ("rate", "dropout", "recurrent_dropout", "stddev")  # of dropout, recurrent layers, noise
+SAVING = ("save", "save_weights", "export")
+_models = 0
+
+
+def prepare() -> None:
+    """Before the script makes anything."""
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(SEED)
+
+
+def add(model: Any, recording: Recording) -> None:
+    """A model of the script, distributed."""
+    recording.norm_fix = "keras.layers.GroupNormalization in its place does not depend on the ranks"
+    global _models
+    prefix = f"model{_models}/" * (_models > 0)
+    _models += 1
+    for layer in model._flatten_layers():
+        for name in RATES:
+            if isinstance(getattr(layer, name, None), float):
+                setattr(layer, name, 0.0)
+    for name in SAVING:
+        object.__setattr__(model, name, lambda *args, **kwargs: None)
+    recording.note("dropout and noise layers are off: what they draw depends on the rank")
+    if keras.backend.backend() == "torch":
+        recording.note("Keras on PyTorch takes some losses in 32 bits, whatever floatx is: 1e-7 is no fault of yours")
+
+    def tree() -> Tree:
+        found: Tree = {}
+        for v in model.variables:
+            value = np.array(keras.ops.convert_to_numpy(v))
+            if value.dtype.kind == "f" or v.trainable:
+                kind = "weights" if v.trainable else "statistics"
+                key = f"{kind}/{prefix}{v.path}"
+                found[f"{key} {len(found)}" if key in found else key] = value
+        return found
+
+    recording.model(tree)

@@ -1,0 +1,255 @@
+"""Passes over sharded loaders: which batch is in use when gradients travel, and how much it counts."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import data
+
+from hvd_train.data.order import mix
+from hvd_train.script.dataloader import fingerprint, rng, shares, streams, user_order
+from hvd_train.script.main_rank import UnsharedSums
+
+watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
+leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
+unshared: UnsharedSums | None = None  # once there is a loader
+_open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
+_asked = 0
+
+
+def asked() -> int:
+    """How often this rank has found that ranks should be compared; they are when its next gradients travel, for it may
+    be alone with that."""
+    return _asked
+
+
+def _ask() -> None:
+    global _asked
+    _asked += 1
+
+
+class Pass:
+    """What ``iter(loader)`` gives: the loader's own iterator, and a note of the batch that it gave last."""
+
+    def __init__(self, batches: Iterator, share: shares.Passes, counted: bool, plan: shares.Plan | None) -> None:
+        self._batches, self._share = batches, share
+        self._plan = plan  # None: of a stream, whose batches tell
+        self._known = counted  # whether batch k is the k-th that the share names
+        self._counted = counted  # and has an exchange of its own
+        self._steps, self._batch = shares.steps(), -1
+        self._joined = unshared.count if unshared else 0
+        self.new = self.used = False  # given since the last exchange; given before it
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        training = torch.is_grad_enabled()
+        if training and leaving and self in uneven():
+            leaving()
+        if training and shares.steps() > self._steps:
+            self._share.trained = True
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            _open.discard(self)
+            if training:
+                self._end()
+            if unshared:
+                unshared.passed(self._joined)
+            raise
+        self._batch += 1
+        if training and self._plan and self._batch + 1 == self._plan.count and shares.steps() > self._steps:
+            _ask()  # at a pass' last batch
+        self._known = self._known and self._share.at_home
+        if watch:
+            batch = watch(self, batch, training)
+        if training:
+            self._counted = self._counted and not self.new
+            self.new = True
+            _open.add(self)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def indices(self) -> list:
+        """Of the batch that was given last; empty where they are not known."""
+        return self._plan.batch(self._batch) if self._plan else []
+
+    @property
+    def number(self) -> int:
+        """Of its loader."""
+        return self._share.number
+
+    @property
+    def weight(self) -> float:
+        told: Any = self._batches
+        return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else told.weight
+
+    @property
+    def uneven(self) -> bool:
+        """Return whether ranks have unequal numbers of samples of the batch that was given last."""
+        if not (self._counted and self._known):
+            return False
+        return self._plan.uneven(self._batch) if self._plan else self.weight != 1.0
+
+    @property
+    def share_of_batch(self) -> int:
+        """Return this rank's number of samples in it; 0 where that is not known."""
+        return len(self.indices())
+
+    @property
+    def digest(self) -> str:
+        """Of the order of samples that it follows, if it began before the last step; so a look does not count."""
+        if shares.steps() == self._steps:
+            return ""
+        told: Any = self._batches
+        return self._plan.digest if self._plan else f"{told.digest:08x}" if self._known else ""
+
+    def moved(self) -> dict[str, str]:
+        """pt_data.Orders.moved, of a pass that began before the last step."""
+        return self._share.orders.moved() if shares.steps() > self._steps else {}
+
+    def _end(self) -> None:
+        share = self._share
+        if shares.steps() > self._steps:
+            if isinstance(share, streams.Stream):
+                share.ended(self._batch + 1)
+            elif not self._plan:
+                _ask()
+            rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
+        elif share.shuffle and share.repeated() and share.rank == 0:
+            what = "the samples came twice in the same order, for no distributed optimizer made a step"
+            warnings.warn(f"{what}; ht.shard; call loader.set_epoch(number) for another one", stacklevel=3)
+
+
+class Sharded(data.DataLoader):
+    """The user's loader over this rank's share: of the user's class, with its ``__iter__`` and attributes."""
+
+    share: shares.Passes
+
+    def __iter__(self) -> Any:
+        share = self.share
+        shares.check_count(share, self.dataset)
+        share.start()
+        key = mix(share.seed, share.epoch)
+        inner: Any = super().__iter__
+        counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
+        # Workers' first seeds come from here, and torch's generator is left alone. Those that persist are asked once.
+        first = share.seed if self.persistent_workers else key
+        self.generator.manual_seed(first if isinstance(self.dataset, streams.Part) else mix(first, share.rank))
+        if isinstance(self.dataset, streams.Part):
+            self.dataset.key = key
+        batches = iter(inner())
+        return Pass(batches, share, counted, share.plan if counted and isinstance(share, shares.Share) else None)
+
+    def __len__(self) -> int:
+        return self.dataset.batches() if isinstance(self.dataset, streams.Part) else super().__len__()
+
+    def _get_iterator(self) -> Any:
+        found = super()._get_iterator()
+        return streams.Batches(found) if isinstance(self.dataset, streams.Part) else found
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes.set_epoch; on all ranks."""
+        self.share.set_epoch(epoch)
+
+
+def shared(
+    loader: data.DataLoader,
+    seed: int,
+    rank: int,
+    size: int,
+    *,
+    ended: Callable[[int], None] = lambda batches: None,
+    together: int = 1,
+    number: int = 0,
+) -> data.DataLoader:
+    """A copy of the loader that draws from this rank's share of its samples.
+
+    ``together``: this process, alone, takes the batches of so many ranks. ``number``: of the loader.
+    """
+    own: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
+    if isinstance(loader.dataset, data.IterableDataset):
+        part = streams.Part(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
+        stream = streams.Stream(seed, rank, size, ended)
+        own |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": streams.Told(stream)}
+        own["collate_fn"] = streams.Collate(loader.collate_fn)
+    elif together > 1:
+        own["share"] = shares.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
+    else:
+        own["share"] = _share(loader, seed, rank, size)
+    own["share"].number, own["share"].orders = number, fingerprint.Orders(loader.dataset)
+    # The script may seed workers itself; it has its say once in those that persist.
+    own["share"].told = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
+    kind = type(loader)
+    copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
+    # DataLoader forbids to set these one by one.
+    vars(copy).update(vars(loader) | {"batch_sampler": own["share"]} | own)
+    return copy
+
+
+def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.Share:
+    given: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
+    sampler, batch_size = loader.sampler, loader.batch_size
+    if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
+        return user_order.OwnBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
+    if _plain(sampler, loader.dataset):
+        shuffle = type(sampler) is data.RandomSampler
+        return shares.Share(len(loader.dataset), batch_size, shuffle=shuffle, **given)
+    return user_order.OwnOrder(sampler, batch_size, **given)
+
+
+def _plain(sampler: Any, samples: Any) -> bool:
+    """Whether it gives each sample once, in their order or in one drawn at random."""
+    drawn = type(sampler) is data.RandomSampler and not sampler.replacement
+    return (drawn or type(sampler) is data.SequentialSampler) and len(sampler) == len(samples)
+
+
+def orders() -> dict[str, str]:
+    """The order of samples of each pass in use, for those of which ranks may have other ones; and of what scripts have
+    shuffled themselves, where the pass is no look."""
+    digests = sorted({p.digest for p in _open if p.used} - {""})
+    found = {"order of samples": " ".join(digests)} if digests else {}
+    for p in sorted(_open, key=lambda p: p.number):
+        for name, digest in p.moved().items() if p.used else ():
+            found[f"order of {name} in loader {p.number}, which random.Random(epoch).shuffle makes equal"] = digest
+    return found
+
+
+def weight() -> float:
+    """By how much this rank's gradient counts in the mean over ranks: its samples times ranks / all ranks' samples.
+
+    Other than 1 at an epoch's end alone, where batches may differ in length, and only if it is certain which batch the
+    gradient is of: every batch of this pass had an exchange of its own before the next one was taken, and no other
+    sharded loader gave a batch of another weight since the exchange before. Batches taken without gradients
+    (``torch.no_grad``) do not count, and an exchange without a new batch is of the last one. Ranks' weights have a mean
+    of 1 up to rounding. The loss is taken for a mean over its batch.
+    """
+    weights = {p.weight for p in _open if p.new} or {p.weight for p in _open if p.used}
+    return weights.pop() if len(weights) == 1 else 1.0
+
+
+def uneven() -> list[Pass]:
+    """The passes of ``weight`` whose batch is of unequal length on the ranks: the same on all of them."""
+    return [p for p in [p for p in _open if p.new] or [p for p in _open if p.used] if p.uneven]
+
+
+def exchanged() -> None:
+    """Gradients of the batches in use have travelled."""
+    if unshared:
+        unshared.stepped()
+    passes = list(_open)
+    if any(p.new for p in passes):
+        for p in passes:
+            p.used, p.new = p.new, False

@@ -1,0 +1,143 @@
+"""A rank's share of an ``IterableDataset``: every rank reads the whole stream, and takes its part of each global batch.
+
+So a global batch is the same set of samples for every number of ranks, and all ranks come to the end together. With
+workers the same holds of the stream that each worker reads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from hvd_train.data.order import mix
+from hvd_train.errors import DataError
+from hvd_train.script.dataloader import rng
+from hvd_train.script.dataloader.shares import WHERE, Even, Passes, part
+
+
+class Stream(Passes):
+    """``ended``: called with the number of batches when a pass in which steps were made comes to its end."""
+
+    def __init__(self, seed: int, rank: int, size: int, ended: Callable[[int], None]) -> None:
+        super().__init__(seed, rank, size)
+        self.ended = ended
+
+
+class Told(data.Sampler):
+    """Tells workers what the draws of a pass follow from, if they are told; which samples come, the stream decides."""
+
+    def __init__(self, share: Stream) -> None:
+        self._share = share
+
+    def __iter__(self) -> Iterator[list]:
+        key = mix(self._share.seed, self._share.epoch)
+        return repeat(rng.Told([], key) if self._share.told else [])
+
+
+class Part(data.IterableDataset):
+    """Gives (weight, digest of what was read so far, samples) of each batch of this rank; see shares.Plan.
+
+    A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
+    from, the same on all ranks (workers are told it).
+    """
+
+    key = 0
+
+    def __init__(self, stream: data.IterableDataset, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
+        self._stream, self._drop_last, self._rank, self._size = stream, drop_last, rank, size
+        self._batch_size, self._whole = batch_size, batch_size * size
+
+    def batches(self) -> int:
+        """In a pass without workers. TypeError for a stream that has no length."""
+        return len(Even(len(self._stream), self._batch_size, self._drop_last, self._rank, self._size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stream":
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[tuple[float, int, list]]:
+        least, digest = self._whole if self._drop_last else self._size, 0
+        held: list = []  # it may be the last but for a few samples
+        for block in self._blocks():
+            if len(block) < least and (held or self._drop_last):  # the end
+                held += [] if self._drop_last else block
+                break
+            if held:
+                yield self._own(held, digest)
+            held, digest = block, _crc(block[0], digest)
+        if 0 < len(held) < least:
+            what = f"a stream of {len(held)} samples is too short for {self._size} ranks"
+            raise DataError(what, where=WHERE, fix="start fewer ranks or workers", common=True)
+        if held:
+            yield self._own(held, digest)
+
+    def _blocks(self) -> Iterator[list]:
+        drawing: Any = rng.Alike(self.key).drawing
+        if worker := data.get_worker_info():
+            drawing = nullcontext
+            rng.start_stream(worker.id)
+        with drawing():
+            stream = iter(self._stream)
+        while True:
+            with drawing():
+                block = list(islice(stream, self._whole))
+            if not block:
+                return
+            yield block
+
+    def _own(self, block: list, digest: int) -> tuple[float, int, list]:
+        places = part(len(block), self._whole, self._rank, self._size)
+        return len(places) * self._size / len(block), digest, [block[i] for i in places]
+
+
+class Collate:
+    """The user's, for the samples alone."""
+
+    def __init__(self, collate: Callable) -> None:
+        self._collate = collate
+
+    def __call__(self, found: tuple[float, int, list]) -> tuple[float, int, Any]:
+        weight, digest, samples = found
+        return weight, digest, self._collate(samples)
+
+
+class Batches:
+    """A DataLoader's iterator over a ``Part``; ``weight`` and ``digest`` are of the batch that it gave last."""
+
+    def __init__(self, found: Iterator) -> None:
+        self._found, self.weight, self.digest = found, 1.0, 0
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        self.weight, self.digest, batch = next(self._found)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_found":
+            raise AttributeError(name)
+        return getattr(self._found, name)
+
+
+def _crc(sample: Any, before: int) -> int:
+    """Of the numbers and texts in a sample, so that it is the same in every process."""
+    if isinstance(sample, torch.Tensor):
+        sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(sample, np.ndarray) and sample.dtype != object:
+        return zlib.crc32(np.ascontiguousarray(sample).tobytes(), before)
+    if isinstance(sample, dict):
+        sample = list(sample.items())
+    if isinstance(sample, list | tuple):
+        for x in sample:
+            before = _crc(x, before)
+        return before
+    return zlib.crc32(repr(sample).encode(), before) if isinstance(sample, str | bytes | int | float) else before

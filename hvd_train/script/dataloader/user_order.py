@@ -1,0 +1,101 @@
+"""A rank's share of a loader with a sampler or a batch sampler of the user's own: every rank draws the whole order, in
+the same way, and takes its part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import data
+
+from hvd_train.data.order import mix
+from hvd_train.errors import DataError
+from hvd_train.script.dataloader import rng
+from hvd_train.script.dataloader.shares import WHERE, Even, Passes, Plan, Share, part
+
+
+class OwnOrder(Share):
+    """Samples in the order of ``sampler``, which may draw them at random, leave some out or give some again.
+
+    What it draws, from generators of its own or those of torch, NumPy and ``random``, follows from (seed, epoch).
+    """
+
+    def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
+        Passes.__init__(self, seed, rank, size)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._sampler, self._held = sampler, rng.Held(sampler)
+        self._last: tuple[int, list, Plan] | None = None
+
+    def planned(self, epoch: int) -> Plan:
+        """Drawn once for each number, unless the script has told its sampler something since."""
+        if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
+            key = mix(self.seed, epoch)
+            with rng.Alike(key).drawing():
+                self._held.seed(key)
+                plan = self.cut(list(self._sampler))
+            self._last = epoch, _attributes(self._sampler), plan
+        return self._last[2]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Also the sampler's own, which a script reached through the loader before."""
+        super().set_epoch(epoch)
+        for sampler in _within(self._sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def cut(self, order: list) -> Plan:
+        even = Even(len(order), self._batch_size, self._drop_last, self.rank, self.size)
+
+        def batch(k: int) -> list:
+            return [order[i] for i in even.places(k)]
+
+        return Plan(len(even), batch, even.weight, even.uneven, _digest(order))
+
+
+class OwnBatches(OwnOrder):
+    """The batches of a batch sampler: as many as there are ranks make a step, one for each rank, counted by its
+    samples. A rest of fewer batches is divided sample by sample, or left out if the batch sampler has ``drop_last``.
+    """
+
+    def __init__(self, sampler: Iterable, *, seed: int, rank: int, size: int) -> None:
+        super().__init__(
+            sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
+        )
+
+    def cut(self, order: list) -> Plan:
+        n, size = len(order), self.size
+        steps = [order[at : at + size] for at in range(0, n - n % size, size)]
+        found = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
+        rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
+        if len(rest) >= size and not self._drop_last:
+            share = [rest[i] for i in part(len(rest), len(rest), self.rank, size)]
+            found.append((share, len(rest), len(rest) % size > 0))
+        elif rest and found and not self._drop_last:
+            found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest), True
+        if not found:
+            what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
+            raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
+        weights = [len(own) * size / total for own, total, _ in found]
+        parts, uneven = [own for own, *_ in found], [apart for *_, apart in found]
+        return Plan(len(found), parts.__getitem__, weights.__getitem__, uneven.__getitem__, _digest(order))
+
+
+def _within(sampler: Any) -> list[Any]:
+    """A sampler and those in it."""
+    inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
+    return [sampler, *(found for x in inner for found in _within(x))]
+
+
+def _attributes(sampler: Any) -> list[Any]:
+    return [x for each in _within(sampler) for x in getattr(each, "__dict__", {}).values()]
+
+
+def _same(ones: list[Any], others: list[Any]) -> bool:
+    plain = (int, float, str, bytes)
+    pairs = zip(ones, others, strict=False)
+    return len(ones) == len(others) and all(x is y or (isinstance(x, plain) and x == y) for x, y in pairs)
+
+
+def _digest(order: list) -> str:
+    return hashlib.sha256(repr(order).encode()).hexdigest()[:12]

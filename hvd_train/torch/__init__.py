@@ -1,0 +1,31 @@
+"""PyTorch in three lines of a script of your own, started by horovodrun, mpirun or srun, or alone:
+
+    import hvd_train.torch as ht
+
+    model, optimizer = ht.distribute(model, optimizer)
+    loader = ht.shard(loader)
+
+The loop stays as it is: gradients are the mean over all ranks when ``backward()`` returns, before they are unscaled,
+clipped or applied. A script that was started alone is a world of one: the same code, and nothing is exchanged.
+"""
+
+from hvd_train.torch.api import (
+    barrier,
+    device,
+    distribute,
+    is_main,
+    load,
+    no_sync,
+    print,
+    rank,
+    save,
+    shard,
+    size,
+    sum,
+    tqdm,
+)
+
+__all__ = [
+    "barrier", "device", "distribute", "is_main", "load", "no_sync", "print", "rank", "save", "shard", "size", "sum",
+    "tqdm",
+]  # fmt: skip

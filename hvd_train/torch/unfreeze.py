@@ -1,0 +1,53 @@
+"""Parameters that are frozen at ``ht.distribute``, and that the script unfreezes later, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_train.torch import backward
+from hvd_train.torch.reducer import Reducer
+
+
+class Frozen:
+    """At the end of the first backward pass that finds some of them trained, ``unfreeze`` makes them a reducer of their
+    own, which has this pass' gradients exchanged at once and takes part in all later ones. Nothing travels before."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        first: Reducer,
+        unfreeze: Callable[[dict[str, torch.nn.Parameter]], Reducer],
+    ) -> None:
+        self._frozen, self._first, self._unfreeze = dict(parameters), first, unfreeze
+        self.number = first.number + 0.5
+        self._hooks: dict[str, Any] = {}
+        for name, p in self._frozen.items():
+            p.requires_grad_(True)  # torch refuses hooks of what has no gradient
+            self._hooks[name] = p.register_post_accumulate_grad_hook(lambda _: self._reached())
+            p.requires_grad_(False)
+
+    def _reached(self) -> None:
+        if self._first.reducing:
+            self._first.reached()
+
+    def arrived(self) -> None:
+        """Backward has reached one of them, or one of the model's other parameters: all ranks have come as far."""
+        if any(p.requires_grad for p in self._frozen.values()):
+            backward.join(self)
+
+    def finish(self) -> None:
+        """The end of a backward pass."""
+        found = {name: p for name, p in self._frozen.items() if p.requires_grad}
+        for name in found:
+            self._hooks.pop(name).remove()
+            del self._frozen[name]
+        late = self._unfreeze(found)
+        late.fellows = self._first.fellows
+        late.fellows.append(late)
+        late.adopt()
+
+    def abandon(self) -> None:
+        """An error ended the pass: the next one finds them again."""

@@ -1,0 +1,102 @@
+"""What ``hvd-train verify`` changes in a PyTorch script, and sees of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+from hvd_train.protocol import Communicator, Tree
+from hvd_train.script.dataloader import passes
+from hvd_train.script.record import SEED, Recording
+
+_names: dict[int, str] = {}  # of parameters
+_drawn: list[bytes] = []  # torch's generator after the last step
+_models = 0
+
+
+def prepare(recording: Recording) -> None:
+    """Before the script makes anything: 64 bits, and a look at each loss."""
+    recording.norm_fix = "ht.distribute(model, optimizer, sync_batchnorm=True) makes it independent of the ranks"
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    begin, backward = torch.autocast.__init__, torch.Tensor.backward
+
+    def without_autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+    ) -> None:
+        if enabled:
+            recording.note("torch.autocast is off")
+        begin(self, device_type, dtype, False, *rest, **more)
+
+    def seen(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if self.numel() == 1:
+            recording.loss(float(self.detach()), passes.weight())
+        return backward(self, *arguments, **keywords)
+
+    def taken(found: passes.Pass, batch: Any, training: bool) -> Any:
+        if training:
+            recording.took(found.number, found.indices())
+        return widen(batch)
+
+    passes.watch = taken
+    torch.autocast.__init__ = without_autocast
+    torch.Tensor.backward = seen
+
+
+def widen(found: Any) -> Any:
+    """Tensors of floats in 64 bits, in containers as they are."""
+    if isinstance(found, torch.Tensor):
+        return found.double() if found.is_floating_point() else found
+    if isinstance(found, Mapping):
+        return type(found)({key: widen(x) for key, x in found.items()})  # type: ignore[call-arg]
+    if isinstance(found, tuple) and hasattr(found, "_fields"):
+        return type(found)(*map(widen, found))
+    return type(found)(map(widen, found)) if isinstance(found, list | tuple) else found
+
+
+def settle(models: Sequence[torch.nn.Module], recording: Recording) -> None:
+    """Models of the script, before they are distributed."""
+    for model in models:
+        model.double()
+        PyTorchFrontEnd.without_dropout_in(model)
+        model.register_forward_pre_hook(lambda _, xs, keys: (widen(xs), widen(keys)), with_kwargs=True)
+    recording.note("dropout is off: masks depend on the rank")
+
+
+def add(model: torch.nn.Module, recording: Recording) -> None:
+    """A model of the script, distributed."""
+    global _models
+    prefix = f"model{_models}." * (_models > 0)
+    _models += 1
+    _names.update({id(p): f"{prefix}{name}" for name, p in model.named_parameters()})
+
+    def tree() -> Tree:
+        weights = {f"weights/{prefix}{name}": p.detach().cpu().numpy().copy() for name, p in model.named_parameters()}
+        floats = {name: x for name, x in model.named_buffers() if x.is_floating_point()}
+        return weights | {f"statistics/{prefix}{name}": x.cpu().numpy().copy() for name, x in floats.items()}
+
+    recording.model(tree)
+
+
+def before_step(optimizer: torch.optim.Optimizer, recording: Recording) -> None:
+    if len(recording.rates) == 1 and _drawn and _drawn[0] != _generator():
+        what = "the script draws from torch's generator in its steps (noise, dropout of its own)"
+        recording.note(f"{what}: ranks draw other numbers than one process, and differ from it for that alone")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = f"weights/{_names.get(id(p))}"
+            if id(p) in _names and p.grad is not None and name not in recording.gradient:
+                recording.gradient[name] = p.grad.detach().cpu().numpy().copy()
+
+
+def after_step(optimizer: torch.optim.Optimizer, recording: Recording, communicator: Communicator) -> None:
+    _drawn[:] = [_generator()]
+    recording.step(float(optimizer.param_groups[0].get("lr", 0.0)), communicator)
+
+
+def _generator() -> bytes:
+    return hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).digest()

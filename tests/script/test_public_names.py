@@ -1,0 +1,44 @@
+"""Names and parameters that scripts use stay as they are."""
+
+import inspect
+
+import pytest
+
+TORCH = {
+    "barrier": [],
+    "device": [],
+    "distribute": [
+        "model", "others", "compression", "overlap", "sync_batchnorm", "average", "agreement_every_n_steps", "options",
+    ],
+    "is_main": [],
+    "load": ["path", "missing_ok", "parts"],
+    "no_sync": ["model"],
+    "print": ["values", "options"],
+    "rank": [],
+    "save": ["path", "parts"],
+    "shard": ["loader"],
+    "size": [],
+    "sum": ["values"],
+    "tqdm": ["arguments", "options"],
+}  # fmt: skip
+KERAS = {
+    "barrier": [],
+    "distribute": [
+        "model", "given_optimizers", "shard", "lr_scaling", "seed", "compression", "agreement_every_n_steps", "options",
+    ],
+    "is_main": [],
+    "print": ["values", "options"],
+    "rank": [],
+    "reduce": ["values", "op"],
+    "shard": ["x", "y", "sample_weight", "batch_size", "shuffle", "seed"],
+    "size": [],
+    "tqdm": ["arguments", "options"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "names"), [("torch", TORCH), ("keras", KERAS)])
+def test_public_names_and_parameters(framework, names):
+    module = __import__(f"hvd_train.{framework}", fromlist=[framework])
+    assert sorted(module.__all__) == sorted(names)
+    for name, parameters in names.items():
+        assert list(inspect.signature(getattr(module, name)).parameters) == parameters, name

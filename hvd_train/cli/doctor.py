@@ -11,6 +11,7 @@ from hvd_train.cli import options
 from hvd_train.cli.launching import rank_words
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.launch.launchers import AUTO
 
 
 @click.command()
@@ -33,18 +34,18 @@ def doctor(
     from hvd_train.launch.hosts import Hosts, parse
 
     where, started = parse(hosts, hostfile, network_interfaces), world().launcher
-    if (where or launcher != "auto") and started:
+    if (where or launcher != AUTO) and started:
         raise ConfigError("the ranks are started already", where=f"by {started}", fix="leave out --hosts, --launcher")
     if started:
         from hvd_train.doctor import hosts as job
 
         sys.exit(job.hosts())
     if where:
-        from hvd_train.launch import launch
+        from hvd_train.launch.start import launch
 
         one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
         sys.exit(launch(len(one_each.slots), launcher, rank_words(), verbose, hosts=one_each))
-    if launcher != "auto":
+    if launcher != AUTO:
         raise ConfigError("of which hosts", where="--launcher", fix="give --hosts too, or leave it out: all are tried")
     from hvd_train.doctor import host
 

@@ -40,7 +40,7 @@ starting = options.together(
 @click.command()
 @options.configuration
 @options.num_proc
-@options.launcher(["auto", "horovodrun", "mpirun", "srun"], " srun: within an allocation of Slurm.")
+@options.launcher(in_allocation=True)
 @click.option("--run-dir", type=click.Path(file_okay=False), help="Run folder: config, metrics, checkpoints, events.")
 @click.option(
     "--resume",
@@ -103,7 +103,7 @@ def fit(
     from hvd_train.launch.environment import world
     from hvd_train.launch.hosts import parse
     from hvd_train.launch.outside import forget, listen
-    from hvd_train.launch.start import Restarts, plan
+    from hvd_train.launch.plan import Restarts, plan
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
     where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)

@@ -29,14 +29,14 @@ def rank_words() -> list[str]:
 
 def start_ranks(num_proc: int, launcher: str, verbose: bool) -> NoReturn:
     """Start this command on ``num_proc`` ranks of this host, and exit with their code."""
-    from hvd_train.launch import launch
+    from hvd_train.launch.start import launch
 
     sys.exit(launch(num_proc, launcher, rank_words(), verbose))
 
 
 def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job: Callable[[], int]) -> NoReturn:
     """Run ``job`` in this process, or start this command on the ranks of ``-np``; exit with the code."""
-    from hvd_train.launch.start import starts_ranks
+    from hvd_train.launch.plan import starts_ranks
 
     if starts_ranks(num_proc):
         start_ranks(num_proc or 1, launcher, verbose)
@@ -45,8 +45,8 @@ def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job
 
 
 def prepare_rank() -> None:
-    """Let a rank that srun started find the others."""
-    from hvd_train.launch import slurm
+    """Let the other ranks find this one, if the launcher does not bring them together."""
     from hvd_train.launch.environment import world
+    from hvd_train.launch.rendezvous import rank as rendezvous
 
-    slurm.prepare(world())
+    rendezvous.prepare(world())

@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from hvd_train.errors import ConfigError
-
-LAUNCHER = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."
+from hvd_train.launch import launchers
 
 
 def together(*options: Callable) -> Callable:
@@ -23,9 +22,13 @@ def together(*options: Callable) -> Callable:
     return decorate
 
 
-def launcher(names: list[str], more: str = "") -> Callable:
+def launcher(in_allocation: bool = False) -> Callable:
+    """Return the option ``--launcher``. ``in_allocation``: also with launchers that start ranks in an allocation."""
+    offered = launchers.startable(in_allocation)
+    names = [launchers.AUTO, *sorted(one.name for one in offered)]
+    more = "".join(f" {one.name}: {one.help}." for one in offered if one.help)
     return click.option(
-        "--launcher", type=click.Choice(names), default="auto", show_default=True, help=f"{LAUNCHER}{more}"
+        "--launcher", type=click.Choice(names), default=launchers.AUTO, show_default=True, help=launchers.HELP + more
     )
 
 
@@ -47,7 +50,7 @@ num_proc = click.option(
     type=click.IntRange(min=1),
     help="Start this many ranks on this host (without: this process alone).",
 )
-any_launcher = launcher(["auto", "horovodrun", "mpirun"])
+any_launcher = launcher()
 hosts = together(
     click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts of the ranks, over ssh (fit: of -np)."),
     click.option("--hostfile", type=click.Path(path_type=Path), help="The same as a file, a line 'HOST slots=N' each."),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.launch.local import PR_SET_PDEATHSIG
+from hvd_train.launch.process import PR_SET_PDEATHSIG
 from hvd_train.launch.stub import ANSWER_SECONDS, LENGTH, STATUS, TAKEN, own
 
 NICE = 10

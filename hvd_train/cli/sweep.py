@@ -55,7 +55,7 @@ def sweep(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
-    from hvd_train.launch.start import starts_ranks
+    from hvd_train.launch.plan import starts_ranks
     from hvd_train.sweep.folder import Sweep, load
     from hvd_train.sweep.halving import ladder
     from hvd_train.sweep.plan import plan

@@ -24,10 +24,10 @@ REFRESH_SECONDS = 0.1
 
 
 def on_terminal() -> bool:
-    """mpirun gives its ranks terminals of their own, wherever their output goes: only our launcher knows better."""
+    """Return whether the output goes to a terminal. A rank's launcher may know better than the rank."""
     if "HVD_TRAIN_TERMINAL" in os.environ:
         return os.environ["HVD_TRAIN_TERMINAL"] != "0"
-    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return sys.stdout.isatty()
 
 
 def warn(text: str) -> None:

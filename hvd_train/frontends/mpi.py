@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import World
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World
 
 
 def can_meet(here: World) -> None:
-    """Gloo's ranks have no MPI; srun's may have one, which has not been tried."""
-    if here.launcher in ("horovodrun", "srun"):
+    """Raise ConfigError if the launcher's ranks do not find one another over mpi4py."""
+    if not named(here.launcher).opens_mpi:
         what = f"{here.launcher}'s ranks cannot meet over mpi4py"
         raise ConfigError(what, where=here.launcher, fix="start with mpirun")
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, Framework
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch import slurm
-from hvd_train.launch.environment import World, bind, rank_settings, threads, world
+from hvd_train.launch.environment import bind, rank_settings, threads, world
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World
+from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
 
 if TYPE_CHECKING:  # where a front-end that breaks the contract is told so
@@ -49,7 +51,9 @@ def settle(framework: str, wanted_threads: int | str = "auto", verbose: bool = F
     """Sets what frameworks and Horovod read when they load, where the user has set nothing, and loads the framework
     (``lean``: as ``Framework.load`` says, where the process is no script of the user's)."""
     here = world()
-    slurm.prepare(here)
+    rendezvous.prepare(here)
+    if named(here.launcher).opens_terminals:  # this one says nothing about where the output goes
+        os.environ.setdefault("HVD_TRAIN_TERMINAL", "0")
     bind(here)
     count = threads(wanted_threads, here)
     chosen = rank_settings(here, framework, count, verbose)

@@ -1,18 +1,32 @@
 """Starting ranks, and knowing that one was started. ``hvd_train.launch(function, np=2)``: the room's name is a verb."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from hvd_train.launch.function import call
-from hvd_train.launch.local import launch
-
-__all__ = ["launch"]
-
 
 class _Room(ModuleType):
-    __call__ = staticmethod(call)
+    @staticmethod
+    def __call__(
+        function: Callable[..., Any],
+        np: int = 2,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        launcher: str = "auto",
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on ``np`` ranks, each a process, and return their results in rank order.
+
+        The function may come from a notebook or a script, lambdas and closures too; no ``if __name__`` is needed.
+        Raises ``RankError`` for the error of the rank that failed first, ``CommunicationError`` if a rank was killed,
+        and ``ConfigError`` if nothing can start. No rank outlives the call.
+        """
+        from hvd_train.launch.function import call  # the command line's help must not wait for it
+
+        return call(function, np, args, kwargs, launcher)
 
     def __reduce__(self) -> Any:
         """A function that is sent to the ranks may name it."""

@@ -1,186 +1,30 @@
-"""What the launcher's environment says, and the settings that a rank takes when the user has set none."""
+"""The place of this process among the ranks, and the settings that a rank takes when the user has set none."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
-from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.launch import launchers
+from hvd_train.launch.launchers.base import World
 
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
 
-# launcher: variables of (rank, world size, local rank, local size)
-LAUNCHERS = {
-    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpirun_rsh": (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "jsrun": (
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-# Ranks by variables that come without a size: above 0 they say that this process is not the only one.
-RANK_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID")
-ALONE = "to train with this process alone, unset"
-
-
-@dataclass(frozen=True)
-class World:
-    """This process' place; ``launcher`` is empty for a process that was started alone."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = ""
-
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """Reads the variables of the launchers above, or srun's, in this order; but what srun tells MPICH as well
-    (--mpi=pmi2) is srun's. Raises ConfigError for a world that Horovod cannot know of."""
-    step = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
-    for launcher, names in LAUNCHERS.items():
-        if names[0] in environ and names[1] in environ:
-            if launcher == "mpiexec" and [environ[name] for name in names[:2]] == step:
-                continue
-            rank, size = (number(environ, name, None) for name in names[:2])
-            local = (number(environ, names[2], rank), number(environ, names[3], size))
-            return World(rank, size, *local, launcher)
-    # A step of one task is a shell or a launcher within an allocation; one of several tasks is a world.
-    if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        rank, size = number(environ, "SLURM_PROCID", None), number(environ, "SLURM_STEP_NUM_TASKS", None)
-        if _typed_in_a_step(environ):
-            fix = f"leave the shell and start the ranks with srun -n {size}; or 'export SLURM_STEP_NUM_TASKS=1', after "
-            fix += "which hvd-train fit -np N starts ranks on this host"
-            raise ConfigError(
-                f"this shell is one of {size} tasks of its step (srun --pty), and the others have none",
-                where="environment variable SLURM_STEP_NUM_TASKS",
-                fix=fix,
-            )
-        per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-        node = min(node_of(environ), len(per_node) - 1)
-        return World(rank, size, number(environ, "SLURM_LOCALID", 0), per_node[node], "srun")
-    _refuse_unknown(environ)
-    return World()
-
-
-def _typed_in_a_step(environ: Mapping[str, str]) -> bool:
-    """Return whether a user typed this command in the shell of ``srun --pty``.
-
-    Only a shell at a terminal gives each command a process group of its own. The task at the terminal leads its
-    session, and a script's commands stay in its group. The other tasks have no terminal."""
-    terminal = any(os.isatty(descriptor) for descriptor in (0, 1, 2))
-    return "SLURM_PTY_PORT" in environ and terminal and os.getpgrp() != os.getsid(0)
-
-
-def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where a launcher that Horovod does not know says that this process is one of several."""
-    who = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher"
-    found: dict[str, str] = {}
-    if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
-        found = _above(environ, "WORLD_SIZE", 1, "RANK")  # torch.distributed: Kubeflow, DeepSpeed, torchrun
-    if "PET_NODE_RANK" in environ:
-        found = found or _above(environ, "PET_NNODES", 1, "PET_NODE_RANK")  # Kubeflow for torchrun
-    if _tasks(environ.get("TF_CONFIG", "")) > 1:
-        found = found or {"TF_CONFIG": f"a cluster of {_tasks(environ['TF_CONFIG'])}"}
-    for name in RANK_ALONE if "SLURM_STEP_NUM_TASKS" not in environ else ():
-        found = found or _above(environ, name, 0)
-    if found:
-        shown = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise ConfigError(
-            f"{who} tells Horovod nothing ({shown}): each process would train alone",
-            where=f"environment variable {next(iter(found))}",
-            fix="start it with horovodrun, mpirun or srun, or N ranks on this host with hvd-train fit -np N; "
-            f"{ALONE} {' '.join(found)}",
-        )
-
-
-def _above(environ: Mapping[str, str], name: str, least: int, beside: str = "") -> dict[str, str]:
-    """The variable, and the one beside it, if it is a number (or, as "1:4", ends in one) above ``least``."""
-    last = re.search(r"\d+$", environ.get(name, ""))
-    if last is None or int(last[0]) <= least:
-        return {}
-    return {key: environ[key] for key in (name, beside) if key in environ}
-
-
-def _tasks(config: str) -> int:
-    """Count the processes of TensorFlow's TF_CONFIG that would train."""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        cluster = json.loads(config)["cluster"]
-        return sum(len(cluster.get(kind, [])) for kind in ("chief", "master", "worker"))
-    return 1
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Slurm's "4(x2),3" -> [4, 4, 3]."""
-    found: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found or [1]
-
-
-def node_of(environ: Mapping[str, str]) -> int:
-    """This node's place in the step's list of nodes, which is that of its number of tasks. In a heterogeneous job,
-    SLURM_NODEID counts the nodes in another order."""
-    nodes = node_names(environ.get("SLURM_STEP_NODELIST", ""))
-    own = environ.get("SLURMD_NODENAME")
-    return nodes.index(own) if own in nodes else number(environ, "SLURM_NODEID", 0)
-
-
-def node_names(text: str) -> list[str]:
-    """Slurm's "rack[0-1]n[07,09-10],login" -> [rack0n07, rack0n09, rack0n10, rack1n07, ..., login]."""
-    found = []
-    for word in re.split(r",(?![^[]*\])", text):
-        pieces = re.split(r"\[([^]]*)\]", word)  # what stands in brackets has odd places
-        choices = [_numbers(piece) if k % 2 else [piece] for k, piece in enumerate(pieces)]
-        found += ["".join(chosen) for chosen in product(*choices)]
-    return found
-
-
-def _numbers(text: str) -> list[str]:
-    """ "07,09-10" -> [07, 09, 10]."""
-    found = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += [str(k).zfill(len(first)) for k in range(int(first), int(last or first) + 1)]
-    return found
-
-
-def number(environ: Mapping[str, str], name: str, default: int | None) -> int:
-    text = environ.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(
-            f"'{text}' is not a number", where=f"environment variable {name}", fix="unset it, or start anew"
-        )
-    return int(text)
+    """Return the place of this process, as its launcher says it. Raises ConfigError for a world that Horovod cannot
+    know of."""
+    return launchers.detect(environ)
 
 
 def bind(here: World) -> None:
-    """Binds this rank to its share of the cores where its launcher gives all of them to every rank: under ``-np`` and
-    horovodrun's Gloo. mpirun and srun have switches for it, which stand, and so does a narrower set of cores. To be
+    """Bind this rank to its share of the cores if every rank has all of them: under ``-np``, and under a launcher that
+    binds nothing. Other launchers have switches for it, which stand, and so does a narrower set of cores. Must be
     called before ``threads``.
 
     A rank that moves between cores leaves its caches behind: unbound, the wide MLP took 1.2 times as long over Gloo.
@@ -189,12 +33,12 @@ def bind(here: World) -> None:
     if CORES in os.environ:
         shared = {int(core) for core in os.environ[CORES].split(",")}
     else:
-        shared = set(range(os.cpu_count() or 1)) if here.launcher == "horovodrun" else set()
-    own = _share(allowed, here)
-    if allowed == shared and own:
+        shared = set() if launchers.named(here.launcher).binds_ranks else set(range(os.cpu_count() or 1))
+    share = _share(allowed, here)
+    if allowed == shared and share:
         with suppress(OSError):  # not allowed in every container; a thread may just have ended
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), own)
+                os.sched_setaffinity(int(thread), share)
 
 
 def _share(cores: set[int], here: World) -> list[int]:

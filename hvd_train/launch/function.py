@@ -16,25 +16,16 @@ from types import CodeType
 from typing import Any
 
 from hvd_train.errors import CommunicationError, ConfigError, RankError
-from hvd_train.launch import local
 from hvd_train.launch.environment import world
+from hvd_train.launch.start import launch
 
 WHERE = "hvd_train.launch"
 
 
 def call(
-    function: Callable[..., Any],
-    np: int = 2,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    launcher: str = "auto",
+    function: Callable[..., Any], np: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, launcher: str
 ) -> list[Any]:
-    """Calls ``function(*args, **kwargs)`` on ``np`` ranks, each a process of its own: their results in rank order.
-
-    The function may come from a notebook or a script, lambdas and closures too; no ``if __name__`` is needed. Raises
-    ``RankError`` for the error of the rank that failed first, ``CommunicationError`` where one was killed, and
-    ``ConfigError`` where nothing can start. No rank outlives the call.
-    """
+    """Call the function on ``np`` ranks, as ``hvd_train.launch`` says."""
     if world().launcher:
         what = "a rank starts no ranks of its own"
         raise ConfigError(what, where=f"{WHERE}, started by {world().launcher}", fix="call it in a process of its own")
@@ -49,7 +40,7 @@ def call(
         folder = Path(temporary)
         (folder / "path.json").write_text(json.dumps(sys.path))
         (folder / "call").write_bytes(packed)
-        code = local.launch(np, launcher, [temporary], module="hvd_train.launch.rank")
+        code = launch(np, launcher, [temporary], module="hvd_train.launch.rank")
         return _results(folder, np, code)
 
 

@@ -1,9 +1,9 @@
 """``python -m hvd_train.launch.gloo -np N [-H a:2,b:2] PROGRAM ...``: start N ranks over Gloo, here or over ssh.
 
 In the place of ``horovodrun --gloo``, which puts the whole environment and the key of its services on command lines,
-where every user of a host can read them, and which loads a framework before it starts a rank. Here a host is told over
-the standard input of its ssh: first what its ranks are, in a line of JSON, then a line for each signal. The ranks meet
-at a desk of ours, which answers only who names its token.
+where every user of a host can read them, and which loads a framework before it starts a rank. Another host is
+instructed over the standard input of its ssh: first which ranks to start, in a line of JSON, then a line for each
+signal. The ranks meet at a rendezvous server of ours, which answers only who names its token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_train.errors import CommunicationError, stopped_code
-from hvd_train.launch.environment import World
 from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
-from hvd_train.launch.slurm import LOOPBACK, Desk, interface_of, is_desk, over_gloo
+from hvd_train.launch.launchers.base import World
+from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_of
+from hvd_train.launch.rendezvous.server import RendezvousServer
 
 # Codes of ranks that have saved and leave, one by one.
 LEAVING = {stopped_code(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -76,14 +77,14 @@ class Children:
         self._running: dict[int, Child] = {}
 
     def start(self, ranks: Mapping[int, Mapping[str, str]], program: list[str]) -> None:
-        """``ranks``: {rank: its variables}."""
-        for rank, given in ranks.items():
-            pid = os.posix_spawn(
-                program[0], program, os.environ | dict(given), setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
-            )
+        """Start ranks of this host. ``ranks``: {rank: its variables}."""
+        for rank, variables in ranks.items():
+            env = os.environ | dict(variables)
+            pid = os.posix_spawn(program[0], program, env, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ))
             self._running[pid] = Child(f"rank {rank}", pid)
 
     def reach(self, host: str, message: Mapping[str, Any]) -> None:
+        """Start the ranks of another host over ssh, as ``message`` says."""
         ssh = subprocess.Popen(_ssh(host), stdin=subprocess.PIPE)
         child = self._running[ssh.pid] = Child(f"host {host}", ssh.pid, ssh)
         child.send(json.dumps(message).encode())
@@ -93,14 +94,15 @@ class Children:
         for child in list(self._running.values()):
             child.signal(number)
 
-    def heed_signals(self) -> None:
-        """Hand signals on from here. Before, a signal ends this process, and ranks end with their launcher."""
+    def forward_signals(self) -> None:
+        """Forward signals from now on. Before, a signal ends this process, and ranks end with their launcher."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signal(number))
 
     def wait(self) -> int:
-        """Until all have ended: the code of the first that ended with another than 0, 128 + N of one that signal N
-        ended; the others are asked to follow it. With a host's name a rank that a signal ended is told, and 5."""
+        """Wait until all have ended, and return the first exit code that is not 0 (128 + N of a rank that signal N
+        ended). The other ranks are asked to follow. With a host's name, a rank that a signal ended is an error line and
+        exit code 5."""
         first = 0
         while self._running:
             pid, status = os.wait()
@@ -122,9 +124,8 @@ class Children:
 
 
 def variables(place: Place, address: str, port: int, token: str, network: str) -> dict[str, str]:
-    """Return horovodrun's variables of a rank; ``network``: its interface, empty where Gloo is to choose."""
-    found = over_gloo(World(*place.world), place.host, place.cross, address, port, token)
-    return found | ({"HOROVOD_GLOO_IFACE": network, "NCCL_SOCKET_IFNAME": network} if network else {})
+    """Return horovodrun's variables of a rank. ``network``: its interface, empty if Gloo is to choose."""
+    return Endpoint(address, port, token, network, place.cross).horovod_variables(World(*place.world), place.host)
 
 
 def places(slots: Mapping[str, int], size: int) -> list[Place]:
@@ -132,37 +133,36 @@ def places(slots: Mapping[str, int], size: int) -> list[Place]:
     counts: dict[str, int] = {}
     for host, count in slots.items():
         counts[host] = min(count, size - sum(counts.values()))
-    found, rank = [], 0
+    ranks: list[Place] = []
     for k, (host, count) in enumerate(counts.items()):
         for local in range(count):
-            level = [other > local for other in counts.values()]
-            found.append(Place(host, (rank, size, local, count), (sum(level[:k]), sum(level))))
-            rank += 1
-    return found
+            level = [other > local for other in counts.values()]  # hosts that have a rank with this local rank
+            ranks.append(Place(host, (len(ranks), size, local, count), (sum(level[:k]), sum(level))))
+    return ranks
 
 
 def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
-    """Until all have ended, on all hosts; the exit code as ``Children.wait`` says."""
+    """Start all ranks, wait until they have ended on all hosts, and return the exit code as ``Children.wait`` says."""
     slots = hosts.slots if hosts else {"localhost": size}
     ranks: dict[str, list[Place]] = {}
     for place in places(slots, size):
         ranks.setdefault(place.host, []).append(place)
-    far = [host for host in ranks if not is_here(host)]
-    desk = Desk("" if far else LOOPBACK, 0, secrets.token_hex(32), size)
-    threading.Thread(target=desk.serve_forever, daemon=True).start()
+    remote = [host for host in ranks if not is_here(host)]
+    server = RendezvousServer("" if remote else LOOPBACK, 0, secrets.token_hex(32), size)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     networks = hosts.interfaces.split(",") if hosts and hosts.interfaces else []
-    port, token = desk.server_port, desk.token
+    port, token = server.server_port, server.token
     children = Children(platform.node() if hosts else "")
     for host, group in ranks.items():
-        if host in far:
+        if host in remote:
             way = {"host": host, "addresses": _addresses(networks), "networks": networks}
             common = {"common": travelling(os.environ), "program": program}
             children.reach(host, {"port": port, "token": token, "ranks": group} | way | common)
         else:
-            network = (networks or [_interface_to(far) if far else "lo"])[0]
-            given = {one.world[0]: variables(one, LOOPBACK, port, token, network) for one in group}
-            children.start(given, program)
-    children.heed_signals()
+            network = (networks or [_interface_to(remote) if remote else "lo"])[0]
+            own = {one.world[0]: variables(one, LOOPBACK, port, token, network) for one in group}
+            children.start(own, program)
+    children.forward_signals()
     return children.wait()
 
 
@@ -180,13 +180,13 @@ def _addresses(networks: Sequence[str]) -> list[str]:
     """Return the IPv4 addresses at which other hosts may reach this one."""
     import psutil
 
-    found = [
+    addresses = [
         one.address
         for name, kinds in psutil.net_if_addrs().items()
         for one in kinds
         if one.family == socket.AF_INET and (name in networks or not networks)
     ]
-    return [address for address in found if not address.startswith("127.")]
+    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _interface_to(hosts: Sequence[str]) -> str:
@@ -200,39 +200,39 @@ def _interface_to(hosts: Sequence[str]) -> str:
 
 def _ssh(host: str) -> list[str]:
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    words = ["exec", "env", *path, sys.executable, "-m", "hvd_train.launch.gloo", "--told"]
+    words = ["exec", "env", *path, sys.executable, "-m", "hvd_train.launch.gloo", "--remote"]
     return [*SSH, *ALIVE, host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"]
 
 
 # ---- on another host
 
 
-def follow() -> int:
-    """Start this host's ranks as standard input says; where that ends, the starter is gone and its ranks follow."""
+def start_remote() -> int:
+    """Start this host's ranks as standard input says. When that ends, the starter is gone, and its ranks end, too."""
     lines = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # ranks read nothing
     line = lines.readline()
     if not line:
         return CommunicationError.exit_code
-    given = json.loads(line)
+    message = json.loads(line)
     try:
-        address = _desk_of(given)
+        address = _server_address(message)
     except CommunicationError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     came_to = os.environ.get("SSH_CONNECTION", f"- - {LOOPBACK} -").split()[2]
-    network = (given["networks"] or [interface_of(came_to)])[0]
-    os.environ.update(given["common"])
-    ranks = [Place(*one) for one in given["ranks"]]
-    children = Children(given["host"])
-    found = {one.world[0]: variables(one, address, given["port"], given["token"], network) for one in ranks}
-    children.start(found, given["program"])
+    network = (message["networks"] or [interface_of(came_to)])[0]
+    os.environ.update(message["common"])
+    ranks = [Place(*one) for one in message["ranks"]]
+    children = Children(message["host"])
+    own = {one.world[0]: variables(one, address, message["port"], message["token"], network) for one in ranks}
+    children.start(own, message["program"])
     threading.Thread(target=_listen, args=[lines, children], daemon=True).start()
     return children.wait()
 
 
 def _listen(lines: Iterable[bytes], children: Children) -> None:
-    """Hand signals on, a line each."""
+    """Send the ranks the signals that come in, a line each."""
     for line in lines:
         children.signal(int(line))
     children.signal(signal.SIGTERM)
@@ -240,29 +240,30 @@ def _listen(lines: Iterable[bytes], children: Children) -> None:
     children.signal(signal.SIGKILL)
 
 
-def _desk_of(given: Mapping[str, Any]) -> str:
-    """The starter's address, as this host reaches it: by the way that ssh came, or any of its others."""
-    came = os.environ.get("SSH_CONNECTION", "").split()[:1]
-    addresses = list(dict.fromkeys([*(came if not given["networks"] else []), *given["addresses"]]))
+def _server_address(message: Mapping[str, Any]) -> str:
+    """Return the starter's address, as this host reaches it: where ssh came from, or any other of its addresses."""
+    came_from = os.environ.get("SSH_CONNECTION", "").split()[:1]
+    addresses = list(dict.fromkeys([*(came_from if not message["networks"] else []), *message["addresses"]]))
     for address in addresses:
-        if is_desk(address, given["port"], given["token"]):
+        if Endpoint(address, message["port"], message["token"]).answers():
             return address
-    what = f"no connection to the starting host: {', '.join(addresses)}, port {given['port']}"
+    what = f"no connection to the starting host: {', '.join(addresses)}, port {message['port']}"
     fix = "open the ports between the hosts (ssh alone is not enough), or name another network: --network-interfaces"
-    raise CommunicationError(what, where=f"host {given['host']}", fix=fix)
+    raise CommunicationError(what, where=f"host {message['host']}", fix=fix)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--told", action="store_true")
+    parser.add_argument("--remote", action="store_true")
     parser.add_argument("-np", type=int, default=1)
     parser.add_argument("-H", dest="hosts", default="")
     parser.add_argument("--network-interfaces", default="")
     parser.add_argument("program", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    if given.told:
-        return follow()
-    return start(given.np, parse(given.hosts or None, None, given.network_interfaces or None), given.program)
+    options = parser.parse_args()
+    if options.remote:
+        return start_remote()
+    hosts = parse(options.hosts or None, None, options.network_interfaces or None)
+    return start(options.np, hosts, options.program)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ ANSWER_SECONDS = 20.0
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
 ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]  # a silent host is given up after 20 s
-# Open MPI asks a silent host after 5 minutes; so it does after 20 s, and gives it up 20 s later.
-LOST = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
-LOST |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
 
 
 @dataclass(frozen=True)
@@ -113,31 +110,11 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
     return total
 
 
-def options(launcher: str, hosts: Hosts) -> list[str]:
-    """Return the options of ``mpirun``, or of ``launch/gloo.py``, that name the hosts."""
-    if launcher == "mpirun":
-        # Names alone: their values, and variables of Open MPI, travel by themselves.
-        own = [word for name in travelling(os.environ) for word in ("-x", name)]
-        return ["-H", hosts.words, *own]
-    return ["-H", hosts.words, *(["--network-interfaces", hosts.interfaces] if hosts.interfaces else [])]
-
-
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that a rank on another host gets; no secret is among them."""
     starts = ("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_")
     names = [name for name in environ if name == "PYTHONPATH" or name.startswith(starts) and "SECRET" not in name]
     return {name: environ[name] for name in sorted(names)}
-
-
-def variables(hosts: Hosts) -> dict[str, str]:
-    """Of the launcher's environment: Open MPI over the network, by these interfaces."""
-    given = {name for name in os.environ if name.startswith("OMPI_MCA_")}
-    found = {"OMPI_MCA_btl": "self,vader,tcp", **LOST}
-    if hosts.interfaces:
-        found |= {f"OMPI_MCA_{what}_if_include": hosts.interfaces for what in ("btl_tcp", "oob_tcp")}
-    else:
-        found["OMPI_MCA_oob_tcp_if_exclude"] = "lo"
-    return {name: value for name, value in found.items() if name not in given}
 
 
 def look(hosts: Sequence[str]) -> None:

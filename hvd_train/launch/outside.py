@@ -19,7 +19,9 @@ from typing import Any, NoReturn
 from hvd_train.core.meeting import Outside
 from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.board import Page, supported
-from hvd_train.launch.environment import World, world
+from hvd_train.launch.environment import world
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World
 
 LEAVE_SECONDS = 60.0
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
@@ -132,10 +134,10 @@ class Ears(Outside):
 
 
 def _processes(here: World, page: Page | None) -> list[int]:
-    """Descriptors of the processes without which this rank is an orphan: its parent under a launcher, horovodrun's
-    process beyond the shell in between, which leads the session, and the one that ``-np`` made of the command."""
+    """Return descriptors of the processes without which this rank is an orphan: its parent under a launcher, the
+    launcher itself beyond a shell in between, and the one that ``-np`` made of the command."""
     pids = {os.getppid()} if here.launcher else set()
-    if here.launcher == "horovodrun":
+    if named(here.launcher).leads_session:
         pids.add(os.getsid(0))
     if page:
         pids.add(page.owner)

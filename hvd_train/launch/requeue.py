@@ -17,7 +17,7 @@ from hvd_train import files
 from hvd_train.core import checkpoint
 from hvd_train.core.folder import REQUEUED
 from hvd_train.errors import CommunicationError, Interrupted
-from hvd_train.launch.local import FATAL
+from hvd_train.launch.launchers.base import FATAL
 
 SAVED = Interrupted.exit_code  # of the ranks
 AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}  # srun hands on the code of a rank that a signal ended

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
-from hvd_train.launch import peers, slurm
+from hvd_train.launch import peers
 from hvd_train.launch.environment import world
 from hvd_train.launch.outside import EARS
+from hvd_train.launch.rendezvous import rank as rendezvous
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 
@@ -31,16 +32,16 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
 
 def tell(text: str, lines: Sequence[str], code: int) -> None:
     """Prints the lines of an error, ``text``. Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say,
-    the launcher ends this one first; srun ends nobody, so rank 0 is asked."""
-    step, told = slurm.placed() if rank_tag() else None, None
+    the launcher ends this one first; some launchers end nobody, so rank 0 is asked."""
+    others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
-        if step is None:
+        if others is None:
             time.sleep(SPEAK_SECONDS)
-        elif told := slurm.part(step, text, code, SPEAK_SECONDS):
+        elif same := others.report_exit(text, code, SPEAK_SECONDS):
             return
     print(*lines, sep="\n", file=sys.stderr, flush=True)
-    if step is not None and told is None:
-        slurm.part(step, text, code)
+    if others is not None and same is None:
+        others.report_exit(text, code)
 
 
 def shutdown(code: int) -> NoReturn:
@@ -63,7 +64,7 @@ def shutdown_with(error: BaseException) -> None:
         kept = "" if isinstance(error, TrainError) else _keep(ears.run_dir, summary, error)
         ears.end(code=code, line=told[:2000], lost=isinstance(error, LostRankError), kept=kept)
     if isinstance(error, LostRankError):
-        code = slurm.code_of_lost(error.exit_code)
+        code = rendezvous.exit_code_of_lost(error.exit_code)
         if not (ears and ears.told) and not peers.told():  # who reads it knows the cause, which comes first
             print(f"error{rank_tag()}: {error}", file=sys.stderr)
         time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
@@ -76,9 +77,9 @@ def shutdown_with(error: BaseException) -> None:
         shutdown(error.exit_code)
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)
-    step = slurm.placed() if rank_tag() else None
-    if step is not None:
-        slurm.part(step, summary, 1)
+    others = rendezvous.current() if rank_tag() else None
+    if others is not None:
+        others.report_exit(summary, 1)
     shutdown(1)
 
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvd_train.launch import local, stub
+from hvd_train.launch import process, stub
 from hvd_train.launch.board import Board
+from hvd_train.launch.start import environment
 
 
 class Spares:
@@ -30,7 +31,7 @@ class Spares:
             self._name = f"hvd-train-{secrets.token_hex(16)}"
             line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
             self._process = subprocess.Popen(
-                line, env=local.environment(), start_new_session=True, preexec_fn=local.end_with_parent
+                line, env=environment(), start_new_session=True, preexec_fn=process.end_with_parent
             )
 
     def program(self, arguments: list[str], ranks: int) -> list[str]:

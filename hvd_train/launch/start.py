@@ -1,126 +1,85 @@
-"""The ranks of ``fit``: started by srun, or by a launcher that this process watches."""
+"""Start ranks with a launcher, on this host or on others, and wait for their end."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from hvd_train.config import Config
-from hvd_train.errors import ConfigError
-from hvd_train.launch import allocation
-from hvd_train.launch.environment import world
-from hvd_train.launch.hosts import Hosts, spread
-from hvd_train.launch.local import choose, command, launch
-from hvd_train.launch.snapshots import in_memory
-from hvd_train.launch.spares import Spares
-from hvd_train.launch.supervise import supervise
+from hvd_train.launch import process
+from hvd_train.launch.environment import CORES
+from hvd_train.launch.hosts import Hosts, after, look
+from hvd_train.launch.launchers import NONE, choose, named, startable
+from hvd_train.launch.launchers.base import Launcher, Layout
 
 
-def starts_ranks(num_proc: int | None) -> bool:
-    """Return whether this process is to start the ranks of ``-np``, and is not one of them."""
-    here = world()
-    if num_proc is not None and here.launcher and here.size != num_proc:
-        raise ConfigError(
-            f"-np {num_proc} inside a world of {here.size} ranks",
-            where=f"started by {here.launcher}",
-            fix="leave out -np",
-        )
-    return num_proc not in (None, 1) and not here.launcher
-
-
-@dataclass(frozen=True)
-class Restarts:
-    """What happens when a rank is lost: at most ``most`` new starts, with ``spares`` processes at hand."""
-
-    most: int = 0
-    min_np: int | None = None
-    spares: int = 0
-
-    def check(self) -> None:
-        if self.spares and not self.most:
-            what = "spares take the place of ranks at a restart"
-            raise ConfigError(what, where="--spares", fix="give --max-restarts")
-        if self.min_np and not self.most:
-            raise ConfigError("nothing starts again on fewer ranks", where="--min-np", fix="give --max-restarts")
-
-
-@dataclass(frozen=True)
-class InAllocation:
-    """Ranks that srun starts within an allocation of Slurm."""
-
-    num_proc: int | None
-    nnodes: int | None
-    nproc_per_node: int | None
-
-    def command(self, words: Sequence[str]) -> list[str]:
-        program = [sys.executable, "-m", "hvd_train", *words]
-        return allocation.command(self.num_proc, self.nnodes, self.nproc_per_node, program)
-
-    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        return allocation.start(self.command(words))
-
-
-@dataclass(frozen=True)
-class Launched:
-    """Ranks that mpirun or horovodrun starts, on this host or on others."""
-
-    num_proc: int
-    launcher: str
-    hosts: Hosts | None
-    restarts: Restarts
-
-    def command(self, words: Sequence[str]) -> list[str]:
-        if self.hosts:
-            self.hosts.taken(self.num_proc)
-        return command(self.num_proc, choose(self.launcher), list(words), hosts=self.hosts)
-
-    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        """Run ``hvd-train WORDS`` on the ranks; return the exit code. ``once``: nothing can go on from a checkpoint."""
-        if self.hosts or once:
-            return launch(self.num_proc, self.launcher, list(words), verbose, hosts=self.hosts)
-        most, framework, threads = self.restarts.most, config.framework, config.threads
-        snapshots = in_memory(bool(most and config.checkpoint.snapshot_every_n_steps))
-        with snapshots, closing(Spares(self.restarts.spares, framework, threads, self.num_proc, verbose)) as spares:
-            return supervise(
-                self.num_proc,
-                self.launcher,
-                list(words),
-                Path(config.run_dir),
-                most,
-                verbose,
-                config.watchdog_s,
-                spares,
-                self.restarts.min_np,
-            )
-
-
-def plan(
-    num_proc: int | None,
+def command(
+    num_proc: int,
     launcher: str,
-    hosts: Hosts | None,
-    nnodes: int | None,
-    nproc_per_node: int | None,
-    restarts: Restarts,
-    dry_run: bool,
-) -> InAllocation | Launched | None:
-    """Return the ranks that the options of ``fit`` ask for; None: this process is a rank, or trains alone."""
-    restarts.check()
-    if launcher == "srun" and not world().launcher:
-        if hosts or restarts.most:
-            fix = "leave it out: the allocation has the hosts, and 'hvd-train submit --requeue' starts again"
-            raise ConfigError("srun takes none", where="--hosts" if hosts else "--max-restarts", fix=fix)
-        return InAllocation(num_proc, nnodes, nproc_per_node)
-    if nnodes or nproc_per_node:
-        hosts, num_proc = spread(hosts, num_proc, nnodes, nproc_per_node)
-    if not (starts_ranks(num_proc) or restarts.most or hosts or (dry_run and num_proc)):
-        return None
-    if num_proc is None:
-        option = "--max-restarts" if restarts.most else "--hosts"
-        raise ConfigError(f"{option} is about ranks that -np starts", fix="give -np, or leave it out")
-    if hosts and restarts.most:
-        fix = "leave it out, and start again with --resume auto"
-        raise ConfigError("ranks of several hosts are not started again", where="--max-restarts", fix=fix)
-    return Launched(num_proc, launcher, hosts, restarts)
+    arguments: Sequence[str],
+    module: str = "hvd_train",
+    program: Sequence[str] = (),
+    hosts: Hosts | None = None,
+) -> list[str]:
+    """Return the launcher's command line for ``python -m MODULE ARGUMENTS``, or for ``program`` instead.
+
+    It starts ``num_proc`` ranks on this host or on ``hosts``. One rank of this host needs no launcher.
+    """
+    chosen = named(launcher) if num_proc > 1 or hosts else NONE
+    return chosen.command(Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments])
+
+
+def environment(hosts: Hosts | None = None) -> dict[str, str]:
+    """Return the environment of a launcher that is not in an allocation: what such launchers need, the cores that the
+    ranks share, and the width of the terminal, which ranks behind a pipe cannot see."""
+    env = dict(os.environ)
+    if not hosts:
+        env[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    for launcher in startable():
+        env |= launcher.settings(hosts)
+    env["HVD_TRAIN_TERMINAL"] = str(shutil.get_terminal_size().columns) if sys.stdout.isatty() else "0"
+    return env
+
+
+def launch(
+    num_proc: int,
+    launcher: str,
+    arguments: Sequence[str],
+    verbose: bool = False,
+    module: str = "hvd_train",
+    program: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
+    hosts: Hosts | None = None,
+) -> int:
+    """Run ``python -m MODULE ARGUMENTS``, or ``program`` instead, on all ranks to the end, and return the exit code.
+
+    ``more`` is added to the environment. A signal to this process reaches the ranks, and the exit code is 128 + signal.
+    A rank that a signal ended is exit code 5.
+    """
+    if hosts:
+        hosts.taken(num_proc)  # or there are too few slots
+    chosen = choose(launcher) if num_proc > 1 or hosts else NONE
+    return start(chosen, Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments], verbose, more)
+
+
+def start(
+    launcher: Launcher,
+    layout: Layout,
+    program: Sequence[str],
+    verbose: bool = False,
+    more: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``program`` on all ranks to the end, as ``launch`` does, with a launcher that has been checked."""
+    hosts = layout.hosts.taken(layout.num_proc or 1) if layout.hosts else []
+    if hosts:
+        look(hosts)
+    line = launcher.command(layout, program)
+    if verbose:
+        print(" ".join(line), file=sys.stderr, flush=True)
+    # In an allocation the scheduler's own variables say what ranks of other hosts get.
+    env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
+    code, signals, _ = process.run(line, env | dict(more or {}), launcher)
+    if hosts and not signals:
+        after(hosts, code)
+    return launcher.exit_code(code, signals, layout)

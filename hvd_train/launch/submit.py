@@ -18,7 +18,7 @@ from typing import Any
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.outside import JOB_END
-from hvd_train.launch.slurm import SECRET
+from hvd_train.launch.rendezvous.secret import SECRET
 
 WHERE = "hvd-train submit"
 # A name of the user's own does not begin a line.

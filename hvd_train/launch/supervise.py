@@ -14,8 +14,9 @@ from signal import Signals
 
 from hvd_train.core import checkpoint, faults
 from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
-from hvd_train.launch import local
+from hvd_train.launch import process, start
 from hvd_train.launch.board import VARIABLE, Board, supported
+from hvd_train.launch.launchers import NONE, choose
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.watchdog import Watchdog
 
@@ -58,21 +59,20 @@ def supervise(
             raise ConfigError(
                 "this kernel cannot watch processes", where="--max-restarts", fix="Linux 5.3 or later can"
             )
-        return local.launch(num_proc, launcher, arguments, verbose)
-    chosen = local.choose(launcher) if num_proc > 1 else ""
+        return start.launch(num_proc, launcher, arguments, verbose)
+    chosen = choose(launcher) if num_proc > 1 else NONE
     known, restarts, idle = _checkpoints(run_dir), 0, 0
     furthest, fewest = (-1, -1), min(min_np or num_proc, num_proc)
     while True:
         program = spares.program(arguments, num_proc) if spares else []
-        line = local.command(num_proc, chosen, arguments, "hvd_train", program)
+        line = start.command(num_proc, chosen.name, arguments, "hvd_train", program)
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
         killed = _out_of_memory()
         with Board(num_proc) as board:
             watchdog = Watchdog(board, watchdog_s)
-            code, received, ended = local.run(
-                line, local.environment() | {VARIABLE: board.path}, board, watchdog, spares
-            )
+            env = start.environment() | {VARIABLE: board.path}
+            code, received, ended = process.run(line, env, chosen, board, watchdog, spares)
             told = [board.read(rank) for rank in range(num_proc)]
             well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
             cause = None if code == 0 and well else _cause(board, ended, code)

@@ -19,7 +19,8 @@ from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.frontends.rank import settle
 from hvd_train.launch import peers, shutdown
 from hvd_train.launch.board import SCRIPT
-from hvd_train.launch.environment import STALL, World, world
+from hvd_train.launch.environment import STALL, world
+from hvd_train.launch.launchers.base import World
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvd_train.launch.local import end_with_parent, environment
+from hvd_train.launch.process import end_with_parent
+from hvd_train.launch.start import environment
 from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state, turn
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import report

@@ -20,7 +20,8 @@ from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
 from hvd_train.frontends.rank import Rank, settle
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
-from hvd_train.launch.environment import LAUNCHERS, World
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World
 from hvd_train.launch.outside import Ears, listen
 from hvd_train.protocol import Communicator
 from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
@@ -91,9 +92,7 @@ def _turn(sweep: Sweep) -> tuple[list[int], int | None]:
 
 def _become(part: Any, here: World) -> None:
     """From here on, what the launcher's variables say is this process' place in its group. MPI has read them."""
-    names = LAUNCHERS[here.launcher]
-    for name, number in zip(names, (part.rank, part.size, part.rank, part.size), strict=True):
-        os.environ[name] = str(number)
+    os.environ.update(named(here.launcher).place(part.rank, part.size, part.rank, part.size))
     os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS
-from hvd_train.launch import launch
 from hvd_train.launch.environment import world
+from hvd_train.launch.start import launch
 from hvd_train.report.tables import table
 from hvd_train.verify.difference import TOLERANCE, Row, Runs, findings, rows
 from hvd_train.verify.page import Curves, write

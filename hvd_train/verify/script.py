@@ -16,8 +16,8 @@ import numpy as np
 
 from hvd_train.core.state_dict import unpack
 from hvd_train.errors import ConfigError
-from hvd_train.launch import launch
 from hvd_train.launch.environment import world
+from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
 from hvd_train.script.record import VARIABLE
 from hvd_train.verify.compare import Comparison, report_page, text

@@ -32,7 +32,8 @@ import tables
 from engines import MODELS, RANKS, ROOT
 
 from hvd_train.frameworks import KERNELS
-from hvd_train.launch.local import command, environment, find_tool
+from hvd_train.launch.launchers.installed import find_tool
+from hvd_train.launch.start import command, environment
 
 START_SECONDS, SETTLE_SECONDS = 600, 0.3
 WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second

@@ -24,7 +24,7 @@ import tables
 from compare import Engine, Lines, Running, in_turns, interval, join, machine
 from engines import MODELS, RANKS, ROOT
 
-from hvd_train.launch.local import find_tool
+from hvd_train.launch.launchers.installed import find_tool
 
 NET, DEVICES, ADDRESSES = ("hvd0", "hvd1"), ("hvdveth0", "hvdveth1"), ("10.77.7.1", "10.77.7.2")
 RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}

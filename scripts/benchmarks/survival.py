@@ -108,7 +108,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
 
 def switched(framework: str, part: str, pairs: int) -> dict:
     """Medians over pairs of blocks; ``cost``: of what is switched on, as a share of the steps."""
-    from hvd_train.launch.local import command, environment
+    from hvd_train.launch.start import command, environment
 
     runs = ROOT / "runs"  # on a disk; /tmp may lie in memory
     runs.mkdir(exist_ok=True)

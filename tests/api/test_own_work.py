@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -21,7 +21,7 @@ from hvd_train.cli.main import cli
 from hvd_train.config import load_config
 from hvd_train.data import formats
 from hvd_train.errors import ConfigError
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -217,15 +219,33 @@ def test_the_files_of_a_run(made, tmp_path):
     [
         ({"HVD_TRAIN_TERMINAL": "80"}, True),
         ({"HVD_TRAIN_TERMINAL": "0"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ({}, True),
     ],
 )
-def test_ranks_of_mpirun_are_not_deceived_by_their_pty(monkeypatch, environ, expected):
+def test_a_launcher_knows_better_where_the_output_goes(monkeypatch, environ, expected):
     monkeypatch.delenv("HVD_TRAIN_TERMINAL", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert module.on_terminal() is expected
+
+
+@pytest.mark.parametrize(("launcher", "shown"), [("OMPI_COMM_WORLD", "False"), ("HOROVOD", "True")])
+def test_ranks_of_mpirun_are_not_deceived_by_their_pty(launcher, shown):
+    program = """if True:
+        import sys
+        from hvd_train.core.log import on_terminal
+        from hvd_train.frontends import rank
+        rank._load = lambda *_: None  # no framework
+        sys.stdout.isatty = lambda: True
+        rank.settle("pytorch")
+        print(on_terminal())
+    """
+    place = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    env = {name: value for name, value in os.environ.items() if name != "HVD_TRAIN_TERMINAL"}
+    env |= {f"{launcher}_{name}": value for name, value in place.items()}
+    line = [sys.executable, "-c", program]
+    assert subprocess.run(line, env=env, capture_output=True, text=True, timeout=60).stdout.split() == [shown]
 
 
 def test_the_silent_log_has_every_verb():

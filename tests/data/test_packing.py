@@ -18,7 +18,7 @@ from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import packing, sources
 from hvd_train.data.formats import read_digits
 from hvd_train.errors import ConfigError, DataError
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -21,8 +21,8 @@ from hvd_train.cli.main import cli
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch import hosts as module
 from hvd_train.launch.gloo import places
-from hvd_train.launch.hosts import Hosts, after, look, options, parse, travelling
-from hvd_train.launch.local import environment
+from hvd_train.launch.hosts import Hosts, after, look, parse, travelling
+from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts.network import Network, missing
 
@@ -341,8 +341,8 @@ def test_no_secret_travels_in_a_command_line(monkeypatch):
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
     monkeypatch.setenv("HF_TOKEN", "abc")
     assert travelling(os.environ)["HOROVOD_CYCLE_TIME"] == "1" and "abc" not in travelling(os.environ).values()
-    told = options("mpirun", Hosts({"a": 1}))
-    assert "HOROVOD_CYCLE_TIME" in told and not [word for word in told if "SECRET" in word or "abc" in word]
+    line = command(1, "mpirun", ["fit"], hosts=Hosts({"a": 1}))
+    assert "HOROVOD_CYCLE_TIME" in line and not [word for word in line if "SECRET" in word or "abc" in word]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch import environment
-from hvd_train.launch.environment import World, bind, rank_settings, threads, world
+from hvd_train.launch.environment import bind, rank_settings, threads, world
+from hvd_train.launch.launchers.base import World
 
 HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 OPEN_MPI = {
@@ -192,7 +193,8 @@ def test_a_rank_binds_all_of_its_threads():
     cores = sorted(os.sched_getaffinity(0))
     here = f"World({len(cores) - 1}, {len(cores)}, {len(cores) - 1}, {len(cores)}, 'mpirun')"
     program = (
-        "import os, threading; from hvd_train.launch.environment import World, bind; done = threading.Event()\n"
+        "import os, threading; from hvd_train.launch.environment import bind; done = threading.Event()\n"
+        "from hvd_train.launch.launchers.base import World\n"
         "threading.Thread(target=done.wait).start()\n"
         f"bind({here}); print([len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')]); done.set()"
     )

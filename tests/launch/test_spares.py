@@ -34,7 +34,7 @@ spare.main()
 """
 SUPERVISOR = """
 import subprocess, sys
-from hvd_train.launch.local import end_with_parent
+from hvd_train.launch.process import end_with_parent
 line = [sys.executable, "-c", {spare!r}, sys.argv[1], "pytorch", "auto", "2", "2", ""]
 subprocess.Popen(line, preexec_fn=end_with_parent).wait()
 """

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.launch import local
+from hvd_train.launch import start
 from hvd_train.launch.board import Board
+from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.supervise import _cause, _going_on, supervise
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +65,14 @@ def starts(folder, rank=0):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(plan, restarts): the exit code; none of the ranks may be left."""
-    monkeypatch.setattr(local, "choose", lambda launcher: launcher)
+    monkeypatch.setattr(Mpirun, "check", lambda self: None)
+    monkeypatch.setattr(Mpirun, "slow_to_end", False)  # a shell ends its ranks at once
     plans, ends = [], []
 
     def command(size, launcher, arguments, *more):
         return ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1], size)]
 
-    monkeypatch.setattr(local, "command", command)
+    monkeypatch.setattr(start, "command", command)
 
     def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0, min_np=None):
         plans.append(plan)
@@ -199,10 +201,11 @@ def watched(tmp_path):
         code = f"""
         import sys
         from pathlib import Path
-        from hvd_train.launch import local
+        from hvd_train.launch import start
+        from hvd_train.launch.launchers.mpirun import Mpirun
         from hvd_train.launch.supervise import supervise
-        local.choose = lambda launcher: launcher
-        local.command = lambda *args: ["bash", "-c", {script(tmp_path, plan, ["fit"])!r}]
+        Mpirun.check, Mpirun.slow_to_end = lambda self: None, False
+        start.command = lambda *args: ["bash", "-c", {script(tmp_path, plan, ["fit"])!r}]
         sys.exit(supervise(2, "mpirun", ["fit"], Path({str(tmp_path / "run")!r}), 3, False))
         """
         made.append(subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train.launch.local import command, environment
+from hvd_train.launch.start import command, environment
 from tests.ranks.cases import cases
 
 ROOT = Path(__file__).parents[2]

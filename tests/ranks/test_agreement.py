@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.launch.local import command, environment
+from hvd_train.launch.start import command, environment
 
 ROOT = Path(__file__).parents[2]
 

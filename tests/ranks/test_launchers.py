@@ -20,7 +20,7 @@ import pytest
 
 from hvd_train.core.folder import Lock
 from hvd_train.launch import stub
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from tests.command_lines import none_tells_a_secret
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from tests.ranks.conftest import world_command
 from tests.resume.old_runs import END, EVALUATED, FRAMEWORKS, RESUMED, config_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from tests.ranks.conftest import world_command
 
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hvd_train.launch.local import end_with_parent
+from hvd_train.launch.process import end_with_parent
 from hvd_train.launch.submit import RUNNING
 from tests.hosts.network import Network
 

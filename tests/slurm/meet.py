@@ -9,18 +9,19 @@ import sys
 import time
 
 from hvd_train.errors import DataError
-from hvd_train.launch import shutdown, slurm
+from hvd_train.launch import shutdown
 from hvd_train.launch.environment import world
+from hvd_train.launch.rendezvous import rank as rendezvous
 
 here = world()
 try:
     does = dict(word.split(":") for word in sys.argv[1:]).get(str(here.rank))
     if does == "leaves":
         os._exit(0)
-    slurm.prepare(here)
+    rendezvous.prepare(here)
     if does == "fails":
         raise DataError("no such file", where=f"rank {here.rank}'s disk")
-    slurm.meet(here)
+    rendezvous.join(here)
 except Exception as error:
     shutdown.shutdown_with(error)
 own = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}

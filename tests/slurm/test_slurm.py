@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hvd_train.cli import guide
-from hvd_train.launch.local import command, environment
+from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts import network
 from tests.slurm.cluster import WHERE, Cluster

@@ -17,7 +17,7 @@ from PIL import Image
 
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from hvd_train.sweep import array, results
 from hvd_train.sweep import folder as sweeps
 from hvd_train.sweep.halving import describe, ladder

@@ -23,7 +23,7 @@ import hvd_train.torch as ht
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from hvd_train.script.dataloader import fingerprint, passes, shares
 from hvd_train.torch import state_bytes
 from hvd_train.torch.buffers import bits

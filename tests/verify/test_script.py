@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment
 from hvd_train.verify.script import verify_script
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvd_train.config import load_config
-from hvd_train.launch import launch
-from hvd_train.launch.local import environment
+from hvd_train.launch.start import environment, launch
 from hvd_train.verify import compare
 from hvd_train.verify.compare import verify
 

@@ -1,4 +1,4 @@
-"""How ranks of srun meet, as far as it needs no Slurm: ports, hosts, the secret, the desk and whom it turns away."""
+"""How ranks of srun meet, as far as it needs no Slurm: ports, hosts, the secret, the server and whom it turns away."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from pathlib import Path
 import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.launch import slurm
-from hvd_train.launch.environment import World, node_names, world
-from hvd_train.launch.slurm import Desk, Step
+from hvd_train.launch.environment import world
+from hvd_train.launch.launchers import installed, named
+from hvd_train.launch.launchers import srun as slurm
+from hvd_train.launch.launchers.base import World
+from hvd_train.launch.launchers.srun import node_names, node_of
+from hvd_train.launch.rendezvous import rank, server
+from hvd_train.launch.rendezvous.rank import Rendezvous
+from hvd_train.launch.rendezvous.secret import make_secret, read_secret
+from hvd_train.launch.rendezvous.server import RendezvousServer
+from hvd_train.launch.rendezvous.step import PORTS, Step
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -39,16 +46,25 @@ def step(monkeypatch, tmp_path):
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(slurm, "_met", None)
-    monkeypatch.setattr(slurm, "_desk", None)
-    monkeypatch.setattr(slurm, "_signpost", None)
-    monkeypatch.setattr(slurm, "_report_place", lambda *_: None)  # STEP's rank is not on the first node
-    monkeypatch.setattr(slurm, "_given_up", False)
-    slurm._resolve.cache_clear()
+    monkeypatch.setattr(rank, "_current", None)
+    monkeypatch.setattr(Rendezvous, "_report_place", lambda *_: None)  # STEP's rank is not on the first node
+    slurm.address.cache_clear()
     yield tmp_path / "hvd_train" / "secret"
-    for desk in filter(None, (slurm._desk, slurm._signpost)):
-        desk.shutdown()
-        desk.server_close()
+    if rank._current:
+        rank._current.close()
+
+
+def step_of(environ) -> Step:
+    return named("srun").step(environ)
+
+
+def open_server(here: World) -> RendezvousServer:
+    """Rank 0's."""
+    return rank.rendezvous_of(here).open_server()
+
+
+def joined_by_nobody(here: World) -> bool:
+    return rank.rendezvous_of(here) is not None
 
 
 @pytest.mark.parametrize(
@@ -72,50 +88,50 @@ def test_a_nodes_tasks_are_found_by_its_name():
     first = STEP | mixed | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n2"}
     last = STEP | mixed | {"SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "n1"}
     assert world(first) == World(0, 3, 0, 1, "srun") and world(last) == World(2, 3, 1, 2, "srun")
-    assert (Step.of(first).node, Step.of(last).node) == (1, 0)
+    assert (node_of(first), node_of(last)) == (1, 0)
 
 
 def test_ports_follow_from_the_step():
-    one, other = (Step.of(STEP | {"SLURM_STEP_ID": number}) for number in "01")
-    assert one.ports({}) == Step.of(STEP).ports({}) != other.ports({})
-    again = Step.of(STEP | {"SLURM_RESTART_COUNT": "1"})
-    assert again.name != one.name and set(one.ports({})) <= set(slurm.PORTS)
+    one, other = (step_of(STEP | {"SLURM_STEP_ID": number}) for number in "01")
+    assert one.ports({}) == step_of(STEP).ports({}) != other.ports({})
+    again = step_of(STEP | {"SLURM_RESTART_COUNT": "1"})
+    assert again.name != one.name and set(one.ports({})) <= set(PORTS)
     assert one.ports({"HVD_TRAIN_PORT": "6000"}) == list(range(6000, 6016))
     with pytest.raises(ConfigError, match="'65530' is no port; environment variable HVD_TRAIN_PORT"):
         one.ports({"HVD_TRAIN_PORT": "65530"})
 
 
 def test_who_joins_the_ranks(step, monkeypatch):
-    """Horovod's Gloo through the desk, unless srun was told to bring MPI."""
-    assert slurm.srun_alone(world())
-    assert not slurm.srun_alone(World(0, 2, 0, 2, "mpirun")) and not slurm.srun_alone(World())
-    monkeypatch.setattr(slurm, "mpi_built", lambda: True)
+    """Horovod's Gloo through the server, unless srun was told to bring MPI."""
+    assert joined_by_nobody(world())
+    assert not joined_by_nobody(World(0, 2, 0, 2, "mpirun")) and not joined_by_nobody(World())
+    monkeypatch.setattr(installed, "mpi_built", lambda: True)
     monkeypatch.setenv("PMIX_RANK", "2")
-    assert not slurm.srun_alone(world())
+    assert not joined_by_nobody(world())
     monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
-    assert slurm.srun_alone(world())
+    assert joined_by_nobody(world())
     monkeypatch.delenv("PMIX_RANK")
     monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
-    assert not slurm.srun_alone(world())
+    assert not joined_by_nobody(world())
 
 
 def test_the_secret_is_made_once_and_for_the_user_alone(step, monkeypatch):
     """F37."""
     with pytest.raises(FileNotFoundError):
-        slurm.read_secret()
+        read_secret()
     with ThreadPoolExecutor(8) as pool:
-        made = {future.result() for future in [pool.submit(slurm.make_secret) for _ in range(8)]}
+        made = {future.result() for future in [pool.submit(make_secret) for _ in range(8)]}
     assert made == {step.read_bytes()} and len(step.read_bytes()) == 64
     assert step.stat().st_mode & 0o777 == 0o600 and list(step.parent.iterdir()) == [step]
     step.chmod(0o640)
     with pytest.raises(ConfigError, match="others may read the secret"):
-        slurm.make_secret()
+        make_secret()
     monkeypatch.setenv("HVD_TRAIN_SECRET", "given")
-    assert slurm.make_secret() == slurm.read_secret() == b"given"
+    assert make_secret() == read_secret() == b"given"
     monkeypatch.delenv("HVD_TRAIN_SECRET")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")
     with pytest.raises(ConfigError, match="cannot be written.*set HVD_TRAIN_SECRET for all ranks"):
-        slurm.make_secret()
+        make_secret()
 
 
 def http_status(port: int, method: str, path: str, body: str = "") -> tuple[int, bytes]:
@@ -125,11 +141,11 @@ def http_status(port: int, method: str, path: str, body: str = "") -> tuple[int,
     return answer.status, answer.read()
 
 
-def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
+def test_the_server_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
     """F36: Paths as Horovod's HTTPStore forms them: http://ADDR:PORT/scope/key with ADDR ending in the token."""
-    desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
-    assert slurm.open_desk(World(0, 3, 0, 2, "srun")) is desk
-    port, own = desk.server_port, f"/{desk.token}:{desk.server_port}"
+    opened = open_server(World(0, 3, 0, 2, "srun"))
+    assert open_server(World(0, 3, 0, 2, "srun")) is opened
+    port, own = opened.server_port, f"/{opened.token}:{opened.server_port}"
     assert http_status(port, "GET", f"{own}/global/0")[0] == 404
     assert http_status(port, "PUT", f"{own}/global/0", "here") == (200, b"")
     assert http_status(port, "GET", f"{own}/global/0") == (200, b"here")
@@ -140,7 +156,7 @@ def test_the_desk_keeps_what_gloo_asks_for_and_turns_strangers_away(step):
     assert http_status(port, "GET", f"{own}/global/0") == (200, b"here")
     assert http_status(port, "DELETE", f"{own}/global/0")[0] == 200
     assert http_status(port, "GET", f"{own}/global/0")[0] == 404
-    assert slurm.make_secret().decode() not in desk.token
+    assert make_secret().decode() not in opened.token
 
 
 def slow_connections(port: int, count: int) -> list[socket.socket]:
@@ -159,16 +175,16 @@ def ended(connection: socket.socket) -> bool:
 
 def test_a_flood_of_slow_connections_holds_nobody_up(step, monkeypatch):
     """Few are kept, none for long however often it sends a byte, and ranks are answered meanwhile."""
-    monkeypatch.setattr(slurm, "REQUEST_SECONDS", 1.0)
-    desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
-    port, limit = desk.server_port, slurm.STRANGERS + 3
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 1.0)
+    opened = open_server(World(0, 3, 0, 2, "srun"))
+    port, limit = opened.server_port, server.STRANGERS + 3
     before = threading.active_count()
     held = slow_connections(port, 400)
     try:
         with ThreadPoolExecutor(2) as pool:
             given = [f'{{"rank": {rank}, "local": {rank}}}' for rank in (1, 2)]
-            joined = [pool.submit(http_status, port, "POST", f"/{desk.token}/join", body) for body in given]
-            assert desk.wait(10) == {"address": "127.0.0.1", "locals": [0, 1, 2]}
+            joined = [pool.submit(http_status, port, "POST", f"/{opened.token}/join", body) for body in given]
+            assert opened.wait(10) == {"address": "127.0.0.1", "locals": [0, 1, 2]}
             assert [future.result()[0] for future in joined] == [200, 200]
         assert threading.active_count() - before <= limit + 1
         assert all(ended(one) for one in held[:-limit])
@@ -188,20 +204,20 @@ def test_a_flood_of_slow_connections_holds_nobody_up(step, monkeypatch):
 
 
 def test_when_the_ranks_have_met_no_other_address_is_heard(step):
-    desk = slurm.open_desk(World(0, 2, 0, 1, "srun"))
-    path, elsewhere = f"/{desk.token}/global/0", ("127.0.0.9", 0)
+    opened = open_server(World(0, 2, 0, 1, "srun"))
+    path, elsewhere = f"/{opened.token}/global/0", ("127.0.0.9", 0)
 
     def ask(source: tuple[str, int]) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", desk.server_port, timeout=10, source_address=source)
+        connection = http.client.HTTPConnection("127.0.0.1", opened.server_port, timeout=10, source_address=source)
         connection.request("GET", path)
         return connection.getresponse().status
 
     assert ask(elsewhere) == 404
-    assert desk.wait(0)["failed"].startswith("rank 1 did not come") and ask(elsewhere) == 404
-    desk._verdict = None
+    assert opened.wait(0)["failed"].startswith("rank 1 did not come") and ask(elsewhere) == 404
+    opened._verdict = None
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(desk.join, 1, 0, "127.0.0.1", "127.0.0.8")
-        desk.wait(10)
+        joined = pool.submit(opened.join, 1, 0, "127.0.0.1", "127.0.0.8")
+        opened.wait(10)
         assert joined.result()[0] == 200
     assert ask(("127.0.0.8", 0)) == ask(("127.0.0.1", 0)) == 404
     with pytest.raises((OSError, http.client.HTTPException)):
@@ -209,23 +225,25 @@ def test_when_the_ranks_have_met_no_other_address_is_heard(step):
 
 
 def test_a_rank_asks_nobody_who_cannot_prove_the_secret(step, monkeypatch):
-    """Another's server at the step's first port, and rank 0's desk at the second."""
+    """Another's server at the step's first port, and rank 0's at the second."""
     here = World(2, 3, 0, 1, "srun")
-    monkeypatch.setattr(slurm, "_address", lambda step: "127.0.0.1")
-    stranger = next(iter(Step.of(os.environ).ports({})))
-    other = Desk("127.0.0.1", stranger, "0" * 64, 3)
+    monkeypatch.setattr(Step, "address", lambda self: "127.0.0.1")
+    stranger = next(iter(step_of(os.environ).ports({})))
+    other = RendezvousServer("127.0.0.1", stranger, "0" * 64, 3)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     try:
         monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
         with pytest.raises(CommunicationError, match="rank 0 was not found on n1 within 1 s: no secret in .*/secret"):
-            slurm.meet(here)
-        slurm.make_secret()
+            rank.join(here)
+        make_secret()
         with pytest.raises(CommunicationError, match="nobody who knows the secret of this step is at port"):
-            slurm.meet(here)
-        desk = slurm.open_desk(World(0, 3, 0, 2, "srun"))
-        assert desk.server_port == Step.of(os.environ).ports({})[1]
-        found = slurm._find(here, Step.of(os.environ))
-        assert (found.address, found.port) == ("127.0.0.1", desk.server_port)
+            rank.join(here)
+        first = Rendezvous(World(0, 3, 0, 2, "srun"), step_of(os.environ))
+        port = first.open_server().server_port
+        assert port == step_of(os.environ).ports({})[1]
+        endpoint = rank.rendezvous_of(here).find()
+        assert (endpoint.address, endpoint.port) == ("127.0.0.1", port)
+        first.close()
     finally:
         other.shutdown()
         other.server_close()
@@ -237,7 +255,7 @@ def test_no_free_port(step, monkeypatch):
         held.listen()
         monkeypatch.setattr(Step, "ports", lambda self, environ: [held.getsockname()[1]])
         with pytest.raises(ConfigError, match="no free port on n2: [0-9]+ are taken; srun; set HVD_TRAIN_PORT"):
-            slurm.open_desk(World(0, 3, 0, 2, "srun"))
+            open_server(World(0, 3, 0, 2, "srun"))
 
 
 def test_a_host_that_no_name_service_knows(step, monkeypatch, tmp_path):
@@ -246,13 +264,13 @@ def test_a_host_that_no_name_service_knows(step, monkeypatch, tmp_path):
     tool.write_text('#!/bin/sh\necho "NodeName=$3 NodeAddr=127.0.0.7 Port=1"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: resolved(name))
-    assert slurm._address(Step.of(os.environ)) == "127.0.0.7"
-    assert slurm._address(Step.of(os.environ | {"SLURMD_NODENAME": "n1"})) == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: resolved(name))
+    assert step_of(os.environ).address() == "127.0.0.7"
+    assert step_of(os.environ | {"SLURMD_NODENAME": "n1"}).address() == "127.0.0.1"
     Path(tool).write_text("#!/bin/sh\n")
-    slurm._resolve.cache_clear()
+    slurm.address.cache_clear()
     with pytest.raises(ValueError, match="the host name n1 cannot be resolved"):
-        slurm._address(Step.of(os.environ))
+        step_of(os.environ).address()
 
 
 def resolved(name: str) -> str:

@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.launch import local
+from hvd_train.launch import launchers, start
 from hvd_train.launch.environment import CORES
+from hvd_train.launch.launchers import installed
+from hvd_train.launch.launchers.mpirun import Mpirun
 
 SECONDS = 60
 
@@ -23,47 +25,47 @@ SECONDS = 60
 def tools(monkeypatch):
     """Which launchers are installed, and whether Horovod speaks MPI."""
 
-    def settle(*names, mpi=True):
-        monkeypatch.setattr(local, "find_tool", lambda name: f"/bin/{name}" if name in names else None)
-        monkeypatch.setattr(local, "mpi_built", lambda: mpi)
+    def install(*names, mpi=True):
+        monkeypatch.setattr(installed, "find_tool", lambda name: f"/bin/{name}" if name in names else None)
+        monkeypatch.setattr(installed, "mpi_built", lambda: mpi)
 
-    return settle
+    return install
 
 
 def test_mpi_before_gloo(tools):
     tools("mpirun", "horovodrun")
-    assert local.choose("auto") == "mpirun"
-    assert local.choose("horovodrun") == "horovodrun"
+    assert launchers.choose("auto").name == "mpirun"
+    assert launchers.choose("horovodrun").name == "horovodrun"
     tools("mpirun", "horovodrun", mpi=False)
-    assert local.choose("auto") == "horovodrun"
+    assert launchers.choose("auto").name == "horovodrun"
     with pytest.raises(ConfigError, match="built without MPI"):
-        local.choose("mpirun")
+        launchers.choose("mpirun")
     tools("horovodrun")
-    assert local.choose("auto") == "horovodrun"
+    assert launchers.choose("auto").name == "horovodrun"
     tools()
     with pytest.raises(ConfigError, match="horovodrun is not installed; --launcher; run scripts/setup"):
-        local.choose("auto")
+        launchers.choose("auto")
 
 
 def test_command_lines(tools, monkeypatch):
     tools("mpirun", "horovodrun")
     program = [sys.executable, "-m", "hvd_train", "fit", "-c", "a b.yaml"]
-    mpi = local.command(2, "mpirun", ["fit", "-c", "a b.yaml"])
+    mpi = start.command(2, "mpirun", ["fit", "-c", "a b.yaml"])
     assert mpi[-6:] == program
     assert mpi[mpi.index("--bind-to") + 1] == "none"  # a rank binds itself
-    gloo = local.command(2, "horovodrun", ["fit"], program=["stub"])
+    gloo = start.command(2, "horovodrun", ["fit"], program=["stub"])
     assert gloo == [sys.executable, "-m", "hvd_train.launch.gloo", "-np", "2", "stub"]
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
-    assert local.environment()["OMPI_MCA_btl"] == "tcp,self"
-    assert {int(core) for core in local.environment()[CORES].split(",")} == os.sched_getaffinity(0)
+    assert start.environment()["OMPI_MCA_btl"] == "tcp,self"
+    assert {int(core) for core in start.environment()[CORES].split(",")} == os.sched_getaffinity(0)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
-    assert "OMPI_ALLOW_RUN_AS_ROOT" not in local.environment()
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in start.environment()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert local.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert start.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 
 # ---- the end of a job: a shell stands for the launcher
@@ -72,11 +74,11 @@ def test_environment_keeps_what_the_user_set(monkeypatch):
 @pytest.fixture
 def job(monkeypatch):
     """Runs a shell script as the job; gives launch's result."""
-    monkeypatch.setattr(local, "choose", lambda launcher: launcher)
+    monkeypatch.setattr(Mpirun, "check", lambda self: None)
 
     def run(script):
-        monkeypatch.setattr(local, "command", lambda *args: ["/bin/sh", "-c", script])
-        return local.launch(2, "mpirun", [])
+        monkeypatch.setattr(Mpirun, "command", lambda *args: ["/bin/sh", "-c", script])
+        return start.launch(2, "mpirun", [])
 
     return run
 
@@ -105,10 +107,11 @@ def test_nothing_of_the_job_is_left(job):
 
 OUTER = """
 import os, sys
-from hvd_train.launch import local
-local.choose = lambda launcher: launcher
-local.command = lambda *args: ["/bin/sh", "-c", "trap 'exit 1' INT TERM; echo $$; while :; do sleep 0.1; done"]
-sys.exit(local.launch(2, "mpirun", []))
+from hvd_train.launch.launchers.mpirun import Mpirun
+from hvd_train.launch.start import launch
+Mpirun.check = lambda self: None
+Mpirun.command = lambda *args: ["/bin/sh", "-c", "trap 'exit 1' INT TERM; echo $$; while :; do sleep 0.1; done"]
+sys.exit(launch(2, "mpirun", []))
 """
 
 
@@ -131,7 +134,7 @@ def test_ranks_outlive_the_reader_of_their_output(tmp_path, launcher):
     words = "a line of a rank, as long as a line of the log is"
     tool.write_text(f"#!/bin/sh\nfor k in $(seq 2000); do echo '{words}'; done\n")
     tool.chmod(0o755)
-    program = f"from hvd_train.launch import local; print(local.run(['{tool}'], {{}})[0], file=open('code', 'w'))"
+    program = f"from hvd_train.launch import process; print(process.run(['{tool}'], {{}})[0], file=open('code', 'w'))"
     line = f'{sys.executable} -c "{program}" | head -1'
     done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout == f"{words}\n" and done.stderr == ""
@@ -142,8 +145,8 @@ def test_ranks_outlive_the_reader_of_their_output(tmp_path, launcher):
 def test_a_closed_terminal_ends_the_launcher_but_under_nohup(tmp_path, before, sent):
     """It gets SIGTERM, whose meaning it knows."""
     fake = "import signal, sys, time; signal.signal(15, lambda n, f: sys.exit(n)); print(flush=True); time.sleep(1.5)"
-    program = "import sys; from hvd_train.launch import local; "
-    program += f"sys.exit(local.run([sys.executable, '-c', {fake!r}], {{}})[0])"
+    program = "import sys; from hvd_train.launch import process; "
+    program += f"sys.exit(process.run([sys.executable, '-c', {fake!r}], {{}})[0])"
     words = [*before.split(), sys.executable, "-c", program]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as started:
         started.stdout.readline()

@@ -1,0 +1,59 @@
+"""The launchers, a file each; a row of ``LAUNCHERS`` adds one. Nothing else in the package knows them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch.launchers.base import Launcher, World
+from hvd_train.launch.launchers.foreign import Flux, Jsrun, Mpiexec, MpirunRsh, refuse_unknown
+from hvd_train.launch.launchers.horovodrun import Horovodrun
+from hvd_train.launch.launchers.mpirun import Mpirun
+from hvd_train.launch.launchers.srun import Srun
+
+AUTO = "auto"
+NONE = Launcher()  # of a process that was started alone
+# A rank belongs to the first that detects it: a launcher's own variables come before those of one around it.
+LAUNCHERS: list[Launcher] = [Horovodrun(), Mpirun(), MpirunRsh(), Jsrun(), Flux(), Mpiexec(), Srun()]
+# ``auto`` takes the first that is usable, MPI before Gloo: on CPUs its allreduce goes through shared memory.
+PREFERRED = (Mpirun.name, Horovodrun.name)
+HELP = "What starts the ranks of -np; auto: mpirun where Horovod speaks MPI, else horovodrun (Gloo)."
+
+
+def startable(in_allocation: bool = False) -> list[Launcher]:
+    """Return the launchers that ``--launcher`` offers, the preferred ones first. ``in_allocation``: also those that
+    start ranks in an allocation."""
+    offered = [one for one in LAUNCHERS if one.starts_ranks and (in_allocation or not one.in_allocation)]
+    return sorted(offered, key=lambda one: PREFERRED.index(one.name) if one.name in PREFERRED else len(PREFERRED))
+
+
+def named(name: str) -> Launcher:
+    """Return the launcher of this name; "" is the name of ``NONE``."""
+    for launcher in LAUNCHERS:
+        if launcher.name == name:
+            return launcher
+    if name:
+        names = ", ".join(sorted(one.name for one in startable(in_allocation=True)))
+        raise ConfigError(f"there is no launcher '{name}'", where="--launcher", fix=f"one of auto, {names}")
+    return NONE
+
+
+def choose(name: str) -> Launcher:
+    """Return the launcher of this name, or with ``auto`` the preferred one. Raises ConfigError if it cannot start
+    ranks here."""
+    if name == AUTO:
+        preferred = [named(one) for one in PREFERRED]
+        launcher = next((one for one in preferred if one.usable()), preferred[-1])
+    else:
+        launcher = named(name)
+    launcher.check()
+    return launcher
+
+
+def detect(environ: Mapping[str, str]) -> World:
+    """Return the place of this process. Raises ConfigError for one of several processes that Horovod cannot join."""
+    for launcher in LAUNCHERS:
+        if world := launcher.detect(environ):
+            return world
+    refuse_unknown(environ)
+    return World()

@@ -1,0 +1,125 @@
+"""The contract of a launcher: how it starts ranks, how a rank knows that it was started by it, and what differs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch.launchers import installed
+
+if TYPE_CHECKING:
+    from hvd_train.launch.hosts import Hosts
+    from hvd_train.launch.rendezvous.step import Step
+
+# Exit codes of launchers for a rank that a signal ended.
+FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among the ranks. ``launcher`` is empty for a process that was started alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks are to start, and where: on ``hosts`` (None: on this one), or on so many ``nodes`` of an
+    allocation with ``ranks_per_node`` each (None: as its scheduler decides)."""
+
+    num_proc: int | None
+    hosts: Hosts | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+
+
+class Launcher:
+    """What starts ranks. The defaults describe a process that was started alone and a launcher that needs no care."""
+
+    name = ""
+    # Variables of each rank: (rank, world size, local rank, local size); "" if the launcher has no such variable.
+    place_variables = ("", "", "", "")
+
+    # How it starts ranks
+    starts_ranks = False  # --launcher offers it
+    tool = ""  # the program that must be installed
+    install = "run scripts/setup"  # how to get the tool
+    library = ""  # by which Horovod's ranks exchange: "mpi" or "gloo"
+    help = ""  # the launcher's part of the help of --launcher
+    in_allocation = False  # a scheduler gives the hosts, and only fit offers the launcher
+    no_hosts = ""  # in an allocation: what to do instead of naming hosts or asking for restarts
+    slow_to_end = False  # ranks are left running for a second or more after one was lost, unless we end them
+    forwarded_signals: Mapping[int, int] = {}  # signals that the launcher must be sent as another
+
+    # What its ranks can rely on
+    binds_ranks = True  # False: each rank gets all cores of its host, and takes its share of them by itself
+    opens_terminals = False  # a rank's output is a terminal, wherever the user sends it
+    leads_session = False  # a shell may stand between launcher and rank: the launcher leads the session of both
+    opens_mpi = True  # mpi4py finds all ranks
+    other_library = "use horovodrun --gloo"  # if Horovod and the launcher do not speak the same MPI
+
+    def check(self) -> None:
+        """Raise ConfigError if the launcher cannot start ranks here."""
+        if installed.find_tool(self.tool) is None:
+            fix = "run scripts/setup, or 'hvd-train doctor'"
+            raise ConfigError(f"{self.tool} is not installed", where="--launcher", fix=fix)
+
+    def usable(self) -> bool:
+        """Return whether ``auto`` can take the launcher."""
+        return installed.find_tool(self.tool) is not None
+
+    def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
+        """Return the command line that starts ``program`` on all ranks of ``layout``."""
+        return list(program)
+
+    def settings(self, hosts: Hosts | None) -> dict[str, str]:
+        """Return the variables that the launcher needs in its environment, except those that the user has set."""
+        return {}
+
+    def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
+        """Return the job's exit code. ``code`` is the launcher's; ``signals`` were sent to this process meanwhile."""
+        if signals and code:
+            return 128 + signals[0]
+        if code in FATAL and layout.num_proc != 1:
+            what = f"a rank was ended by {signal.Signals(code - 128).name}"
+            fix = "look for a crash or too little memory; --resume auto goes on from there"
+            raise CommunicationError(what, fix=fix)
+        return code
+
+    def detect(self, environ: Mapping[str, str]) -> World | None:
+        """Return the place of this process, or None if the launcher did not start it."""
+        rank, size, local_rank, local_size = self.place_variables
+        if rank not in environ or size not in environ:
+            return None
+        place = number(environ, rank), number(environ, size)
+        return World(*place, number(environ, local_rank, place[0]), number(environ, local_size, place[1]), self.name)
+
+    def place(self, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+        """Return the variables that tell a rank this place."""
+        numbers = zip(self.place_variables, (rank, size, local_rank, local_size), strict=True)
+        return {name: str(value) for name, value in numbers if name}
+
+    def joins_ranks(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the launcher brings its ranks together, and ends all when one fails."""
+        return True
+
+    def step(self, environ: Mapping[str, str]) -> Step:
+        """Describe the ranks that were started together, for a launcher that does not bring them together."""
+        raise NotImplementedError
+
+
+def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the variable as a whole number. Raises ConfigError if it is something else, or absent without default."""
+    text = environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(
+            f"'{text}' is not a number", where=f"environment variable {name}", fix="unset it, or start anew"
+        )
+    return int(text)

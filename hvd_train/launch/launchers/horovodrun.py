@@ -1,0 +1,27 @@
+"""Ranks over Gloo. They look like those of ``horovodrun --gloo``, but ``launch/gloo.py`` starts them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hvd_train.launch.launchers.base import Launcher, Layout
+
+
+class Horovodrun(Launcher):
+    name = tool = "horovodrun"
+    place_variables = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+    starts_ranks = True
+    library = "gloo"
+    binds_ranks = False
+    leads_session = True
+    opens_mpi = False
+
+    def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
+        # Not the tool itself, which puts the whole environment on command lines.
+        line = [sys.executable, "-m", "hvd_train.launch.gloo", "-np", str(layout.num_proc)]
+        if layout.hosts:
+            line += ["-H", layout.hosts.words]
+            if layout.hosts.interfaces:
+                line += ["--network-interfaces", layout.hosts.interfaces]
+        return [*line, *program]

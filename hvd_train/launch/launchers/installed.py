@@ -1,0 +1,29 @@
+"""The programs that start ranks, and what Horovod was built with."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from hvd_train.errors import ConfigError
+
+
+def find_tool(name: str) -> str | None:
+    """Return the path of a program: beside this Python (a virtual environment need not be active), else on PATH."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def mpi_built() -> bool:
+    """Return whether Horovod speaks MPI. A file name shows it; loading Horovod would load a framework."""
+    from importlib.util import find_spec
+
+    spec = find_spec("horovod")
+    if spec is None or spec.origin is None:
+        raise ConfigError("Horovod is not installed", fix="run scripts/setup")
+    for library in Path(spec.origin).parent.glob("*/mpi_lib*.so"):
+        linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False).stdout
+        return "libmpi" in linked
+    return False

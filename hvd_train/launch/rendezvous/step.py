@@ -1,0 +1,49 @@
+"""Ranks that were started together, as far as they must find one another."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hvd_train.errors import ConfigError
+from hvd_train.launch.rendezvous.endpoint import LOOPBACK
+
+PORT = "HVD_TRAIN_PORT"
+PORTS = range(16384, 32768)  # below those that systems give away themselves
+TRIES = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """One start of ranks by ``launcher`` on ``nodes`` nodes.
+
+    No other step has the same ``name``, nor has this one after a requeue. On ``first_node`` rank 0 can be asked for;
+    ``node`` is this rank's. ``resolve`` gives a node's address.
+    """
+
+    name: str
+    launcher: str
+    first_node: str
+    node: str
+    nodes: int
+    resolve: Callable[[str], str]
+
+    def ports(self, environ: Mapping[str, str]) -> list[int]:
+        """Return the ports at which the step's servers may be."""
+        if PORT in environ:
+            text = environ[PORT]
+            if not text.isdigit() or not 0 < int(text) <= 65536 - TRIES:
+                raise ConfigError(f"'{text}' is no port", where=f"environment variable {PORT}", common=True)
+            return [int(text) + k for k in range(TRIES)]
+        return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]
+
+    def token(self, secret: bytes) -> str:
+        """Return what this step's ranks show. The secret cannot be told from it."""
+        return hmac.new(secret, f"step {self.name}".encode(), hashlib.sha256).hexdigest()
+
+    def address(self) -> str:
+        """Return the first node's IPv4 address, for this rank."""
+        return LOOPBACK if self.node == self.first_node else self.resolve(self.first_node)

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.launch import start
 from hvd_train.launch.board import Board
+from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.supervise import _cause, _going_on, supervise
 
@@ -69,10 +69,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(Mpirun, "slow_to_end", False)  # a shell ends its ranks at once
     plans, ends = [], []
 
-    def command(size, launcher, arguments, *more):
-        return ["bash", "-c", script(tmp_path, plans[-1], arguments, ends[-1], size)]
+    def command(self, layout, program):
+        return ["bash", "-c", script(tmp_path, plans[-1], program[3:], ends[-1], layout.num_proc)]
 
-    monkeypatch.setattr(start, "command", command)
+    for kind in (Launcher, Mpirun):  # of one rank, and of more
+        monkeypatch.setattr(kind, "command", command)
 
     def go(plan, restarts=0, arguments=("fit",), end=True, watchdog_s=0.0, min_np=None):
         plans.append(plan)
@@ -201,11 +202,10 @@ def watched(tmp_path):
         code = f"""
         import sys
         from pathlib import Path
-        from hvd_train.launch import start
         from hvd_train.launch.launchers.mpirun import Mpirun
         from hvd_train.launch.supervise import supervise
         Mpirun.check, Mpirun.slow_to_end = lambda self: None, False
-        start.command = lambda *args: ["bash", "-c", {script(tmp_path, plan, ["fit"])!r}]
+        Mpirun.command = lambda *args: ["bash", "-c", {script(tmp_path, plan, ["fit"])!r}]
         sys.exit(supervise(2, "mpirun", ["fit"], Path({str(tmp_path / "run")!r}), 3, False))
         """
         made.append(subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from old_runs import CUT, END, EVALUATED, FRAMEWORKS, RESUMED, config_of
 
-from hvd_train.launch.local import command, environment
+from hvd_train.launch.local import command, environment  # isort: skip (its place in the old code)
 
 HERE = Path(__file__).parent
 # Kept of a run folder; environment.json tells of the machine.

@@ -135,7 +135,7 @@ def test_what_cannot_start(monkeypatch):
         hvd_train.launch(lambda: lock, np=1)
     with pytest.raises(ConfigError, match="np=0"):
         hvd_train.launch(os.getpid, np=0)
-    with pytest.raises(ConfigError, match="abacus is not installed"):
+    with pytest.raises(ConfigError, match="there is no launcher 'abacus'; --launcher; one of auto, horovodrun, mpirun"):
         hvd_train.launch(os.getpid, launcher="abacus")
 
 

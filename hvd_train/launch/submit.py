@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvd_train.errors import ConfigError
+from hvd_train.launch.launchers.srun import Srun
 from hvd_train.launch.outside import JOB_END
 from hvd_train.launch.rendezvous.secret import SECRET
 
@@ -104,7 +105,7 @@ def script(
     loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
     # srun takes most of the job's options from the environment, but not this one.
     each = f" --cpus-per-task={options['cpus-per-task']}" if options.get("cpus-per-task") else ""
-    *commands, last = [f"srun{each} {_words(program)}", *(f"{_words(command)} $?" for command in then)]
+    *commands, last = [f"{Srun.tool}{each} {_words(program)}", *(f"{_words(command)} $?" for command in then)]
     shell = "#!/bin/bash -l" if modules else "#!/bin/bash"  # a login shell knows 'module'
     return "\n".join(
         [

@@ -328,7 +328,7 @@ class Compressor(Protocol):
         """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
 
 
-Sums = Tensor  # float64, as the task has them (core/task.py); by default [loss, number correct, number of samples]
+Sums = Tensor  # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples]
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class FrontEnd(Protocol):
     """
 
     ops: Ops
-    task: Any  # core.task.Task
+    task: Any  # task.task.Task
     communicator: Communicator
     packing: Packing
 

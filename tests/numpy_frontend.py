@@ -11,9 +11,9 @@ import ml_dtypes  # noqa: F401  makes NumPy know bfloat16
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.core.task import Task
 from hvd_train.frontends.base import Layout, StateTree
 from hvd_train.protocol import Field, Packing, Sample, TensorSpec
+from hvd_train.task.task import Task
 
 SECONDS = 60
 

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.metrics.table import LOSSES, METRICS
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -211,20 +212,6 @@ class DataConfig(Section):
         return self
 
 
-LOSSES = ("cross_entropy", "mse", "mae", "huber", "bce")
-# {metric: (what it is, how its classes or labels are joined; "": by default)}
-AVERAGED = {
-    f"{kind}_{how}" if how else kind: (kind, how)
-    for kind in ("f1", "precision", "recall", "auc")
-    for how in ("", "macro", "micro", "weighted")
-}
-# {metric: whether a smaller or a larger value is better}
-METRICS: dict[str, Literal["min", "max"]] = {
-    **dict.fromkeys(("cross_entropy", "mse", "mae", "huber", "bce", "rmse"), "min"),
-    **dict.fromkeys(("accuracy", "top5", "r2", *AVERAGED), "max"),
-}
-
-
 TAKEN = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # what else a line of the log holds
 
 
@@ -304,7 +291,8 @@ class TaskConfig(Section):
         losses: list[tuple[str, Literal["min", "max"] | None]] = [("loss", "min")]
         losses += [(f"{name}_loss", "min") for name in self.terms] if len(self.terms) > 1 else []
         each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
-        return losses + [(title_of(name, metric), METRICS.get(metric)) for name, metric in each]
+        rows = [(title_of(name, metric), METRICS.get(metric)) for name, metric in each]
+        return losses + [(title, row.better if row else None) for title, row in rows]
 
     @model_validator(mode="after")
     def _combinations(self) -> TaskConfig:

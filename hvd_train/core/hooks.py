@@ -186,9 +186,9 @@ class Lines(Hook):
         self.pending.clear()
         task = trainer.frontend.task
         sums = ordered_sum(local, trainer.communicator)
-        if task.counted:
+        if task.weighted_by_data:
             task.check(sums, sums[task.length :])
-            trainer.counts, sums = np.zeros(len(task.terms)), sums[: task.length]
+            trainer.counts, sums = np.zeros(len(task.objectives)), sums[: task.length]
         result = task.results(sums)
         if result["samples"] and not math.isfinite(result["loss"]):
             where = f"epoch {p.epoch + 1}, up to step {p.step}"

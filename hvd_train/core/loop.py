@@ -93,7 +93,7 @@ class Trainer:
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         # Of this rank's samples since the last line of the log, by which each loss is divided.
-        self.counts = np.zeros(len(frontend.task.terms) if frontend.task.counted else 0)
+        self.counts = np.zeros(len(frontend.task.objectives) if frontend.task.weighted_by_data else 0)
         self._skips = Skips(frontend, log, self.scaled) if config.on_nonfinite == "skip" else None
         self._last: Path | None = None  # the checkpoint that this run saved or began from
         self._rolled_back = 0  # since the last one
@@ -294,7 +294,7 @@ class Trainer:
         own = sum(batch.count for batch in step.micro_batches)
         scale: Scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
         counts = self.counts
-        if self.frontend.task.counted:
+        if self.frontend.task.weighted_by_data:
             scale = self._shares(step)
         rate = self._rate(p.consumed // self.global_batch, p.step)
         *earlier, last = step.micro_batches

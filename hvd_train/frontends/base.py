@@ -11,7 +11,6 @@ import numpy as np
 
 from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
-from hvd_train.core.task import Task
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -21,6 +20,7 @@ from hvd_train.protocol import (
     Tree,
     made_up,
 )
+from hvd_train.task.task import Task
 
 
 def checksum(x: np.ndarray) -> int:
@@ -95,7 +95,7 @@ class StateTree(ABC):
 
     def _ask(self, sample: Sample) -> None:
         """Shows the task what the model gives, where functions of the user's own are asked."""
-        if self.task.own:
+        if self.task.has_user_functions:
             inputs, labels, weights = self.to_device(made_up(sample))
             self.task.probe(self._evaluated(inputs), labels, weights)
 
@@ -113,7 +113,7 @@ class StateTree(ABC):
 
     def _scales(self, scale: Scale) -> np.ndarray:
         """(losses,)."""
-        return np.broadcast_to(np.atleast_1d(scale), (len(self.task.terms),))
+        return np.broadcast_to(np.atleast_1d(scale), (len(self.task.objectives),))
 
     @abstractmethod
     def _measure(self, placed: Any, scale: Scale, seed: int) -> Any: ...

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from hvd_train.config.own import GIVEN, handed_over, place_of, user_module
-from hvd_train.core.task import refused
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
@@ -104,7 +103,8 @@ def checked(found: Any, name: str) -> Any:
     for x in found.values() if isinstance(found, Mapping) else [found]:
         if not hasattr(x, "shape"):
             what = f"the model gives a {type(x).__name__} {'by a name' if isinstance(found, Mapping) else ''}".rstrip()
-            raise refused(what, f"model.name: {name}", "return a tensor, or a dict of them with a name for each loss")
+            fix = "return a tensor, or a dict of them with a name for each loss"
+            raise ConfigError(what, where=f"model.name: {name}", fix=fix)
     return found
 
 

@@ -14,10 +14,10 @@ from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core.exchange import Exchange
-from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch, Field, Sample
+from hvd_train.task.task import Task
 from tests.numpy_frontend import NumpyFrontEnd
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
@@ -837,7 +837,7 @@ def task_run(framework, task, kind):
     vectors = []
     for k, one in enumerate(task_batches(kind)):
         placed = frontend.to_device(one)
-        scale = [1 / max(float(c), 1) for c in frontend.counts(one)] if frontend.task.counted else 1 / ROWS
+        scale = [1 / max(float(c), 1) for c in frontend.counts(one)] if frontend.task.weighted_by_data else 1 / ROWS
         vectors.append(frontend.ops.to_numpy(frontend.train_step(placed, scale, k, 0.1)))
         vectors.append(frontend.ops.to_numpy(frontend.evaluate_batch(placed)))
     return frontend, vectors
@@ -858,7 +858,7 @@ def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
     logits = np.asarray(first.predict(first.to_device(last)))
     sums = first.ops.to_numpy(first.evaluate_batch(first.to_device(last)))
     plain = Task(first.config.task, first._sample, OPS["numpy"]())
-    if plain.own:
+    if plain.has_user_functions:
         plain.probe(logits[:2], {"label": last.labels["label"][:2]}, np.ones(2))
     labels = last.labels["label"].astype(np.float64 if kind != "classes" else np.int64)
     np.testing.assert_allclose(plain(logits, {"label": labels}, np.ones(6))[1], sums, rtol=1e-12, atol=1e-12)

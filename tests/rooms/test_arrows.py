@@ -17,6 +17,7 @@ ROOMS = {
     "errors": 0, "files": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "core": 2,
     "launch": 3, "report": 3, "frontends": 4, "jobs": 5, "script": 5, "api": 6, "doctor": 6, "verify": 6,
     "sweep": 6, "torch": 6, "keras": 6, "cli": 7, "__main__": 8, "__init__": 0,
+    "metrics": 0, "task": 1,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

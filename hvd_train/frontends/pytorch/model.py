@@ -13,7 +13,6 @@ import torch
 
 from hvd_train.config import Config
 from hvd_train.core.exchange import Overlap
-from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree, layouts_of
@@ -35,6 +34,7 @@ from hvd_train.protocol import (
     TensorSpec,
     made_up,
 )
+from hvd_train.task.task import Task
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises

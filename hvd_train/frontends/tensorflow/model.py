@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree, layouts_of
@@ -37,6 +36,7 @@ from hvd_train.protocol import (
     made_up,
     one_or_all,
 )
+from hvd_train.task.task import Task
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.

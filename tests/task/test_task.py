@@ -12,14 +12,15 @@ import pytest
 
 from hvd_train.cli import guide
 from hvd_train.config import Config, TaskConfig
-from hvd_train.config.keys import AVERAGED, LOSSES, METRICS
-from hvd_train.core import task as module
-from hvd_train.core.task import Task
 from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import Metric
+from hvd_train.metrics.table import LOSSES, METRICS, loss_function
 from hvd_train.protocol import Field, Sample
+from hvd_train.task.task import Task
 from tests.numpy_frontend import NumpyOps
 
 N, PLACES, CLASSES = 23, 5, 7
+AVERAGED = [name for name, row in METRICS.items() if "average" in row.options]
 RNG = np.random.default_rng(0)
 
 
@@ -80,7 +81,7 @@ def made(loss, metrics, kind, shape, masked=False):
         labels[RNG.random(labels.shape) < 0.6] = -100
     config = TaskConfig(loss=loss, metrics=metrics)
     task = Task(config, Sample({}, {"label": field}), NumpyOps())
-    if task.own:
+    if task.has_user_functions:
         task.probe(outputs[:2], {"label": labels[:2]}, np.ones(2))
     return task, outputs, labels
 
@@ -333,7 +334,7 @@ def test_several_outputs_are_added_each_by_its_own_count():
     z = {"words": RNG.normal(size=(N, PLACES, CLASSES)), "next": RNG.normal(size=(N, 2))}
     y = {"words": RNG.integers(0, CLASSES, (N, PLACES)), "next": RNG.integers(0, 2, N)}
     y["words"][RNG.random((N, PLACES)) < 0.7] = -100
-    assert task.counted and task.counts(y, np.ones(N)).tolist() == [N, (y["words"] >= 0).sum()]
+    assert task.weighted_by_data and task.counts(y, np.ones(N)).tolist() == [N, (y["words"] >= 0).sum()]
     loss, sums = task(z, y, np.ones(N), 1 / task.counts(y, np.ones(N)))
     found = task.results(sums)
     assert list(found) == [*config.names, "samples"] == ["loss", "next_loss", "words_loss", "next_accuracy", "samples"]
@@ -348,11 +349,12 @@ def test_the_order_of_outputs_in_a_file_means_nothing():
 
 def test_the_default_costs_no_count():
     task = Task(TaskConfig(), Sample({}, {"label": Field((), "int64", classes=3)}), NumpyOps())
-    assert not task.counted and task.length == 3 and task.entries == [(0, 2)]
+    assert not task.weighted_by_data and task.length == 3 and task.entries == [(0, 2)]
 
 
 def test_the_names_of_the_configuration_are_those_that_there_are():
-    assert set(LOSSES) == set(module.LOSSES) and set(METRICS) == set(module.MEANS) | set(module.SUMS)
+    assert all(callable(loss_function(name)) for name in LOSSES)
+    assert all(issubclass(row.metric_class, Metric) for row in METRICS.values())
 
 
 @pytest.mark.parametrize(

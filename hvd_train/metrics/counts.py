@@ -1,0 +1,76 @@
+"""Precision, recall and F1, from counts for each class or label.
+
+A place is *predicted* as a class by its largest output, or as class 1 where its only output is above 0. A class is
+*right* where it is predicted and the label says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+
+from hvd_train.metrics.metric import LabelForm, Metric, Predictions
+from hvd_train.protocol import Tensor
+
+
+class Counts(Metric):
+    """A rate of three counts for each of K classes or labels: right, predicted, and actual, which the labels say.
+
+    ``rate``: precision is right / predicted, recall is right / actual, f1 is their harmonic mean (van Rijsbergen 1979).
+    ``average``: how the K rates become one number, as in scikit-learn; "": of two classes that of class 1, else macro.
+    """
+
+    def __init__(
+        self, form: LabelForm, masked: bool = False, *, rate: Literal["f1", "precision", "recall"], average: str
+    ) -> None:
+        super().__init__(form, masked)
+        self.rate = rate
+        self.average = average or ("class 1" if form == LabelForm("classes", 2) else "macro")
+        self.length = 3 * form.size
+
+    def sums(self, predictions: Predictions) -> Tensor:
+        return self._class_sums(predictions) if self.form.kind == "classes" else self._label_sums(predictions)
+
+    def _class_sums(self, predictions: Predictions) -> Tensor:
+        ops, classes = predictions.ops, self.form.size
+        z, y, w = predictions.flat()  # (places,) or (places, C); (places,); (places,)
+        actual = ops.cast(y, "int64")
+        predicted = ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
+        right = w * ops.cast(predicted == actual, ops.dtype(w))
+        # A model may have more outputs than there are classes, as with a vocabulary that is rounded up.
+        known = predicted < classes
+        per_class = ops.scatter(classes, ops.where(known, predicted, 0), ops.where(known, w, 0.0))
+        return ops.join([ops.scatter(classes, actual, right), per_class, ops.scatter(classes, actual, w)])
+
+    def _label_sums(self, predictions: Predictions) -> Tensor:
+        ops = predictions.ops
+        z, y, w = (ops.reshape(x, (-1, self.form.size)) for x in predictions.flat())  # (n, K) each
+        predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(y > 0.5, ops.dtype(w))
+        return ops.join([ops.add_rows(w * x) for x in (predicted * actual, predicted, actual)])
+
+    def result(self, sums: np.ndarray) -> float:
+        counts = sums.reshape(3, -1)  # (3, K)
+        _, predicted, actual = counts
+        if self.form.kind == "classes" and not counts.any():  # no place had a label
+            return math.nan
+        if self.average == "micro":
+            return float(self._rates(counts.sum(1, keepdims=True))[0])
+        rates = self._rates(counts)
+        if self.average == "class 1":
+            return float(rates[1])
+        if self.average == "weighted":
+            return float(rates @ actual / actual.sum()) if actual.any() else 0.0
+        # As scikit-learn: a class that neither labels nor predictions hold is not averaged, but every label is.
+        return float(rates[predicted + actual > 0].mean() if self.form.kind == "classes" else rates.mean())
+
+    def _rates(self, counts: np.ndarray) -> np.ndarray:
+        """(3, K) -> (K,); 0 where the denominator is 0, as in scikit-learn."""
+        right, predicted, actual = counts
+        above, below = {
+            "f1": (2 * right, predicted + actual),
+            "precision": (right, predicted),
+            "recall": (right, actual),
+        }[self.rate]
+        return np.divide(above, below, out=np.zeros_like(below, dtype=float), where=below > 0)

@@ -1,0 +1,193 @@
+"""One loss with its metrics: which outputs and labels they look at, and in which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions, weighted_sum
+from hvd_train.metrics.table import METRICS, loss_function
+from hvd_train.protocol import Field, Ops, Sample, Tensor, one_or_all
+from hvd_train.task.user_functions import UserFunction, UserMean, UserSums, for_each, user_metric
+
+
+class Objective:
+    """A loss and the metrics of one output; ``output`` "": of all that the model gives."""
+
+    def __init__(
+        self, output: str, loss: str, metrics: Sequence[str], sample: Sample, ignore_index: int, ops: Ops
+    ) -> None:
+        self.output, self.loss, self.ignore_index, self._ops = output, loss, ignore_index, ops
+        by_user = ":" in loss
+        where = f"task.loss: {loss}"
+        if output and output not in sample.labels:
+            fix = f"the data have {', '.join(sample.labels)}"
+            raise ConfigError(f"there are no labels '{output}'", where=where, fix=fix)
+        if not output and not by_user and len(sample.labels) != 1:
+            fix = f"give a loss for each: {{{', '.join(f'{name}: {loss}' for name in sample.labels)}}}"
+            raise ConfigError(f"one loss for the labels {', '.join(sample.labels)}", where=where, fix=fix)
+        label = output or (next(iter(sample.labels)) if len(sample.labels) == 1 else "")
+        self.field: Field | None = sample.labels[label] if label else None
+        self.user_loss = UserFunction("task.loss", loss) if by_user else None
+        # Some places have no label: then W depends on the data.
+        self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
+        self.weighted_by_data = self.masked
+        self._built_in = [name for name in metrics if ":" not in name]
+        self._check_metrics()
+        self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
+        form = self._form_of_labels()
+        self.metrics: dict[str, Metric] = {
+            name: user_metric(name, form) if ":" in name else self._built(name, form) for name in metrics
+        }
+
+    def _built(self, name: str, form: LabelForm) -> Metric:
+        row = METRICS[name]
+        return row.metric_class(form, self.masked, **row.options)
+
+    def _check_metrics(self) -> None:
+        """Check that built-in metrics look at the kind of labels that a built-in loss looks at."""
+        if self.user_loss:
+            return
+        of_loss, other = ("classes", "numbers") if self.loss == "cross_entropy" else ("numbers", "classes")
+        for name in self._built_in:
+            if METRICS[name].labels == other:
+                fix = f"leave it out: it is of {other}, and the loss {self.loss} of {of_loss}"
+                raise ConfigError("the metric does not fit the loss", where=f"task.metrics: {name}", fix=fix)
+
+    def _check_classes(self, count: int) -> None:
+        """Check that no metric is asked for that more than two classes do not have."""
+        for name in self._built_in:
+            if count > 2 and METRICS[name].metric_class.two_classes_only:
+                fix = "leave it out, or give a metric of your own"
+                raise ConfigError(f"{count} classes, and it is of two", where=f"task.metrics: {name}", fix=fix)
+
+    def _form_of_labels(self) -> LabelForm:
+        """Derive the form of the labels from the data; with a loss of the user, the outputs tell more (``probe``)."""
+        if self.loss == "cross_entropy" and self.field:
+            return LabelForm("classes", self.field.classes or 1)
+        return LabelForm.of_shapes((), self.field.shape if self.field else ())
+
+    def select(self, tensors: Any) -> Any:
+        """Take the outputs or labels of this objective from all of the model's or the data's."""
+        if not self.output:
+            if isinstance(tensors, Mapping) and len(tensors) > 1 and not self.user_loss:
+                fix = f"give a loss for each: {{{', '.join(f'{name}: {self.loss}' for name in tensors)}}}"
+                what = f"the model gives {', '.join(tensors)}"
+                raise ConfigError(what, where=f"task.loss: {self.loss}", fix=fix)
+            return one_or_all(tensors) if isinstance(tensors, Mapping) else tensors
+        if not isinstance(tensors, Mapping) or self.output not in tensors:
+            has = f"gives {', '.join(tensors)}" if isinstance(tensors, Mapping) else "gives one output"
+            what = f"the model {has}, and task.loss names '{self.output}'"
+            raise ConfigError(what, where="model.name", fix="return a dict with a name for each loss")
+        return tensors[self.output]
+
+    def probe(self, outputs: Any, labels: Any, weights: Tensor) -> None:
+        """Learn from made-up samples the shapes that functions of the user give."""
+        raw = self.select(outputs), self.select(labels)
+        if self.user_loss:
+            self.weighted_by_data = self.user_loss.probe(*raw, weights)
+            if any(not isinstance(self.metrics[name], Mean) for name in self._built_in):
+                form = LabelForm.of_shapes(*(tuple(x.shape)[1:] for x in self._for_built_in_metrics(*raw)))
+                self.metrics |= {name: self._built(name, form) for name in self._built_in}
+        predictions = Predictions(*raw, weights, None, raw, self._ops)
+        for metric in self.metrics.values():
+            if isinstance(metric, UserMean | UserSums):
+                metric.probe(predictions)
+
+    def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
+        """Return the sums of the loss, (S,) or (S, W), and the predictions that the metrics look at."""
+        raw = self.select(outputs), self.select(labels)
+        if self.user_loss:
+            values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
+            z, y = self._for_built_in_metrics(*raw)
+            present = None
+        else:
+            z, y, present = self._for_built_in_loss(*raw)
+            place_weights = present
+            # Where some places have no label, only those that have one cost time.
+            if present is None:
+                values = loss_function(self.loss)(z, y, self._ops)
+            else:
+                values = self._ops.cross_entropy(z, y, present)
+        sums = weighted_sum(values, place_weights, weights, self._ops, by_user=self.user_loss is not None)
+        # Metrics need no gradients.
+        z, raw_outputs = for_each(self._ops.constant, z), for_each(self._ops.constant, raw[0])
+        return sums, Predictions(z, y, weights, present, (raw_outputs, raw[1]), self._ops)
+
+    def place_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:
+        """Return how much each place counts, by its label alone: no model is asked; None: all count alike.
+
+        ``zeros``: outputs of zeros, of the model's shapes, for a loss of the user that gives weights.
+        """
+        y = self.select(labels)
+        if self.masked:
+            return self._ops.cast(y != self.ignore_index, self._ops.dtype(weights))
+        if self.user_loss and self.weighted_by_data:
+            return self.user_loss.checked_values(self.select(zeros()), y, weights, True)[1]
+        return None
+
+    # ---- shapes
+
+    def _for_built_in_loss(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Outputs and labels in shapes that belong together, and which places have a label if some do not."""
+        ops, present = self._ops, None
+        if self.masked:
+            present = ops.cast(y != self.ignore_index, ops.dtype(z))
+            y = ops.where(y == self.ignore_index, 0, y)
+        if self.loss == "cross_entropy":
+            classes = (self.field.classes if self.field else None) or 1
+            if not fits(tuple(z.shape), tuple(y.shape), classes):
+                raise unfit(tuple(z.shape), tuple(y.shape), classes)
+            return z, y, present
+        return *self._numbers(f"task.loss: {self.loss}", z, y), None
+
+    def _for_built_in_metrics(self, z: Any, y: Any) -> tuple[Any, Any]:
+        """Outputs and labels for built-in metrics beside a loss of the user, which may take any shapes."""
+        for name in self._built_in:
+            where = f"task.metrics: {name}"
+            if isinstance(z, Mapping) or isinstance(y, Mapping):
+                fix = "give a loss for each output, or a metric of your own"
+                raise ConfigError("the loss takes several outputs or labels together", where=where, fix=fix)
+            y = self._without_column(z, y)
+            has_classes = z.shape[-1] > 1 and len(z.shape) == len(y.shape) + 1
+            self._check_classes(z.shape[-1] if has_classes else 0)
+            takes = METRICS[name].labels
+            if takes == "classes" and not has_classes:
+                raise unfit(tuple(z.shape), tuple(y.shape), 2)
+            if takes == "numbers" or not has_classes:
+                z, y = self._numbers(where, z, y)
+        return z, y
+
+    def _numbers(self, where: str, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, ...) for labels (n, ...): a number for each number; the labels get the outputs' type."""
+        y = self._without_column(z, y)
+        if len(z.shape) == len(y.shape) + 1 and z.shape[-1] == 1:
+            # The first axis may be unknown while a graph is traced.
+            z = self._ops.reshape(z, (-1, *(int(k) for k in tuple(y.shape)[1:])))
+        if tuple(z.shape)[1:] != tuple(y.shape)[1:]:
+            what = f"the model gives outputs of shape {tuple(z.shape)} for labels of shape {tuple(y.shape)}"
+            raise ConfigError(what, where=where, fix="a model for it gives a number for each number of the labels")
+        return z, self._ops.cast(y, self._ops.dtype(z))
+
+    def _without_column(self, z: Tensor, y: Tensor) -> Tensor:
+        """Labels (n, 1) as (n,) for outputs (n,) and (n, C)."""
+        column = len(y.shape) == 2 and y.shape[-1] == 1 and tuple(z.shape)[1:] != (1,)
+        return self._ops.reshape(y, (-1,)) if column else y
+
+
+def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> bool:
+    """Return whether logits (n, ..., at least ``num_classes``) belong to labels (n, ...)."""
+    pairs = zip(logits[:-1], labels, strict=False)
+    same = len(logits) == len(labels) + 1 and all(a is None or b is None or a == b for a, b in pairs)
+    return same and (logits[-1] is None or logits[-1] >= num_classes)
+
+
+def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
+    """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
+    wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
+    return ConfigError(
+        f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",
+        where="model.name, data.name",
+        fix=f"choose a model that gives ({wanted}), a number for each class before any softmax or sigmoid",
+    )

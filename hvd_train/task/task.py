@@ -1,0 +1,156 @@
+"""The losses and metrics of a training as one vector of sums, the same for every framework.
+
+A loss or metric gives values, one per sample or place, never a mean. S = sum of w v and W = sum of w are added over
+places, micro-batches and ranks, and divided once. Where no place is left out, a sample counts by the mean over its
+places, and W is the number of samples, known beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from hvd_train.config.keys import TaskConfig, title_of
+from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import Mean, Metric, flat_weights
+from hvd_train.protocol import Ops, Sample, Tensor
+from hvd_train.task.objective import Objective
+from hvd_train.task.user_functions import for_each
+
+M = TypeVar("M", bound=Metric)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[M]):
+    """A metric's place: the number of its objective, and where its sums stand in the vector."""
+
+    title: str
+    objective: int
+    metric: M
+    sums: list[int]
+
+
+class Task:
+    """The objectives of a training, and the vector of their sums.
+
+    The vector: of each loss S, and W where that depends on the data; the sums of metrics that are means; the number of
+    samples; the sums of all other metrics. Checkpoints keep it, so this order belongs to their format.
+    """
+
+    def __init__(self, config: TaskConfig, sample: Sample, ops: Ops) -> None:
+        self._ops = ops
+        self.objectives = [
+            Objective(name, *names, sample, config.ignore_index, ops) for name, names in config.terms.items()
+        ]
+        self.has_user_functions = config.own
+        self._output_shapes: Any = None  # where losses of the user are asked for their weights
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Give each sum its place in the vector."""
+        titled = [
+            (k, title_of(objective.output, name), metric)
+            for k, objective in enumerate(self.objectives)
+            for name, metric in objective.metrics.items()
+        ]
+        end = sum(1 + objective.weighted_by_data for objective in self.objectives)
+        self._means: list[Entry[Mean]] = []
+        for k, title, metric in titled:
+            if isinstance(metric, Mean):
+                self._means.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
+                end += metric.length
+        self.samples = end  # the entry of their number
+        for entry in self._means:
+            if entry.metric.length == 1:
+                entry.sums.append(self.samples)
+        end += 1
+        self._others: list[Entry[Metric]] = []
+        for k, title, metric in titled:
+            if not isinstance(metric, Mean):
+                self._others.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
+                end += metric.length
+        self.length = end
+
+    @property
+    def weighted_by_data(self) -> bool:
+        """Whether the W of some loss depends on the data, and must be added over ranks before the step."""
+        return any(objective.weighted_by_data for objective in self.objectives)
+
+    @property
+    def entries(self) -> list[tuple[int, int]]:
+        """The places of S and W of each loss."""
+        places, end = [], 0
+        for objective in self.objectives:
+            places.append((end, end + 1 if objective.weighted_by_data else self.samples))
+            end += 1 + objective.weighted_by_data
+        return places
+
+    def probe(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor) -> None:
+        """Try functions of the user on made-up samples; only then ``length`` and the like are final."""
+        for objective in self.objectives:
+            objective.probe(outputs, labels, weights)
+        self._output_shapes = for_each(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
+        self._lay_out()
+
+    def __call__(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor, scale: Any = None) -> Any:
+        """Return the loss to minimize, and the vector of sums (length,) float64.
+
+        outputs: (n, ...) or {name: (n, ...)}; labels: {name: (n, ...)}; weights (n,): 1, or 0 for padding. ``scale``: a
+        number for each loss, by which its S is multiplied; None: no loss is needed.
+        """
+        ops, loss = self._ops, None
+        scalars, predictions = [], []
+        for k, objective in enumerate(self.objectives):
+            (total, *count), of_objective = objective.losses(outputs, labels, weights)
+            predictions.append(of_objective)
+            scalars += [ops.constant(total), *count]
+            if scale is not None:
+                loss = total * scale[k] if loss is None else loss + total * scale[k]
+        # Numbers of all losses and means are stacked and cast at once: each operation costs microseconds a step.
+        for entry in self._means:
+            scalars += entry.metric.totals(predictions[entry.objective])
+        vectors = [ops.stack([*scalars, ops.add_rows(weights)])]
+        vectors += [entry.metric.sums(predictions[entry.objective]) for entry in self._others]
+        sums = [ops.cast(x, "float64") for x in vectors]
+        return loss, ops.join(sums) if len(sums) > 1 else sums[0]
+
+    def counts(self, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+        """Compute the W of each loss, (losses,) float64, from labels alone: no model is asked."""
+        ops, counts = self._ops, []
+        for objective in self.objectives:
+            place_weights = objective.place_weights(labels, weights, partial(self._zeros, weights))
+            counts.append(ops.add_rows(weights if place_weights is None else flat_weights(place_weights, weights, ops)))
+        return ops.cast(ops.stack(counts), "float64")
+
+    def _zeros(self, weights: Tensor) -> Any:
+        """Outputs of zeros in the shapes of the model's, for as many samples as there are weights."""
+        rows, ops = int(weights.shape[0]), self._ops
+        return for_each(lambda like: ops.cast(ops.from_numpy(np.zeros((rows, *like[0]))), like[1]), self._output_shapes)
+
+    def check(self, sums: np.ndarray, counts: np.ndarray) -> None:
+        """Compare W with ``counts``, which labels alone gave before the steps: gradients were divided by those."""
+        for objective, (_, place), count in zip(self.objectives, self.entries, counts.tolist(), strict=True):
+            if not math.isclose(sums[place], count, rel_tol=1e-3):
+                what = f"the weights add up to {sums[place]:g}, and for outputs of zeros to {count:g}"
+                fix = "let weights follow from the labels alone; what outputs change belongs into the values"
+                raise ConfigError(what, where=f"task.loss: {objective.loss}", fix=fix, common=True)
+
+    def results(self, sums: np.ndarray) -> dict[str, float]:
+        """Compute {"loss", each loss of several, each metric, "samples"} from sums over all ranks.
+
+        All are nan where no sample counts.
+        """
+        samples, losses = float(sums[self.samples]), {}
+        for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
+            losses[f"{objective.output}_loss"] = float(sums[value]) / (float(sums[count]) or 1.0)
+        values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
+        metrics: tuple[Entry[Any], ...] = (*self._means, *self._others)
+        if not samples:
+            return dict.fromkeys([*values, *(entry.title for entry in metrics)], math.nan) | {"samples": 0}
+        values |= {entry.title: entry.metric.result(sums[entry.sums]) for entry in metrics}
+        return values | {"samples": round(samples)}

@@ -1,0 +1,160 @@
+"""Losses and metrics of the user: called, and held to their contract.
+
+A function gets (outputs, labels) as the model and the data give them. It gives a value for each sample or place, or
+(values, weights) of one shape. A mean is refused: a mean over parts of unequal size is not the mean of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config.own import own_function
+from hvd_train.errors import ConfigError
+from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
+from hvd_train.protocol import Tensor
+
+
+def for_each(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Apply the function to each of several named tensors, or to the only one."""
+    return {name: function(x) for name, x in outputs.items()} if isinstance(outputs, Mapping) else function(outputs)
+
+
+class UserFunction:
+    """A loss or metric of the user, ``package.module:function``; ``key``: the configuration's, for messages."""
+
+    def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
+        self.where = f"{key}: {name}"
+        self._function = function or own_function(name, self.where)
+
+    def checked_values(
+        self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the function and check what it gives: values (n, ...), and their weights of the same shape or None.
+
+        ``weights``: (n,), of the samples. ``weighted``: whether it gave weights before; None: not known yet.
+        """
+        values, place_weights = self._call(outputs, labels)
+        fix = "give a value for each sample or place (in PyTorch losses: reduction='none')"
+        fix += "; of class weights w give (values without weights, w[labels]): their mean divides by the sum of weights"
+        if weighted is not None and weighted != (place_weights is not None):
+            what = "the function gives weights for some batches and none for others"
+            raise ConfigError(what, where=self.where, fix="give them always")
+        for x in (values,) if place_weights is None else (values, place_weights):
+            if not hasattr(x, "shape"):
+                what = f"the function gives {type(x).__name__}, and no tensor"
+                raise ConfigError(what, where=self.where, fix=fix)
+            shape = tuple(x.shape)
+            if not shape:
+                what = "the function gives one number for a batch: a mean over parts of unequal size is no mean of all"
+                raise ConfigError(what, where=self.where, fix=fix)
+            # A size is None while a graph is traced.
+            if None not in (shape[0], weights.shape[0]) and shape[0] != weights.shape[0]:
+                what = f"the function gives {shape} for {weights.shape[0]} samples"
+                raise ConfigError(what, where=self.where, fix=fix)
+        if place_weights is not None and tuple(place_weights.shape) != tuple(values.shape):
+            what = f"the function gives values {tuple(values.shape)} and weights {tuple(place_weights.shape)}"
+            raise ConfigError(what, where=self.where, fix="give both the same shape")
+        return values, place_weights
+
+    def probe(self, outputs: Any, labels: Any, weights: Tensor) -> bool:
+        """Call the function for two samples and for one; return whether it gives weights.
+
+        Outputs (n, 1) less labels (n,) are (n, n), each sample compared with all others: the two calls tell.
+        """
+        values, place_weights = self.checked_values(outputs, labels, weights)
+        first, _ = self._call(for_each(lambda x: x[:1], outputs), for_each(lambda x: x[:1], labels))
+        alone = tuple(first.shape)
+        if alone[1:] != tuple(values.shape)[1:]:
+            shapes = " and ".join(str(for_each(lambda x: tuple(x.shape), x)) for x in (outputs, labels))
+            what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
+            fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
+            raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
+        return place_weights is not None
+
+    def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
+        try:
+            answer = self._function(outputs, labels)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
+            raise ConfigError(f"the function failed: {reason}", where=self.where, fix=fix) from error
+        values, place_weights = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, None)
+        return values, place_weights
+
+
+class UserMean(Mean):
+    """A metric of the user that is a mean of values."""
+
+    by_user = True
+
+    def __init__(self, function: UserFunction, form: LabelForm) -> None:
+        super().__init__(form)
+        self._function = function
+
+    def values(self, predictions: Predictions) -> tuple[Tensor, Tensor | None]:
+        return self._function.checked_values(*predictions.raw, predictions.weights, self.masked)
+
+    def probe(self, predictions: Predictions) -> None:
+        """Learn from made-up samples whether the function gives weights."""
+        self.masked = self._function.probe(*predictions.raw, predictions.weights)
+        self.length = 2 if self.masked else 1
+
+
+class UserSums(Metric):
+    """A metric of the user with a ``result``: of each sample it gives the numbers that are added, (n, length)."""
+
+    def __init__(self, function: UserFunction, result: Callable[[np.ndarray], Any], form: LabelForm) -> None:
+        super().__init__(form)
+        self._function, self._result = function, result
+        self.length, self._probed = 1, False
+
+    def sums(self, predictions: Predictions) -> Tensor:
+        ops, weights, function = predictions.ops, predictions.weights, self._function
+        values, place_weights = function.checked_values(*predictions.raw, weights)
+        columns = tuple(values.shape)[1:]  # () or (length,)
+        length = self.length if self._probed else None
+        if place_weights is not None or len(columns) > 1 or (length is not None and (*columns, 1)[0] != length):
+            shape = "(values, weights)" if place_weights is not None else str(tuple(values.shape))
+            fix = f"a metric with a result gives (samples, {length or 'k'}): of each sample the numbers that are added"
+            raise ConfigError(f"the function gives {shape}", where=function.where, fix=fix)
+        # In 64 bits: squares of numbers far from zero cancel.
+        count = ops.reshape(ops.cast(weights, "float64"), (-1, 1))  # (n, 1)
+        values = ops.reshape(ops.cast(values, "float64"), (-1, *(columns or (1,))))  # (n, length)
+        return ops.add_rows(ops.where(count > 0, values, 0.0) * count)
+
+    def result(self, sums: np.ndarray) -> float:
+        try:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return float(self._result(sums))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            fix = f"it is called with the {len(sums)} sums and gives a number, math.nan where there is none"
+            where = self._function.where
+            raise ConfigError(f"its result failed: {reason}", where=where, fix=fix, common=True) from error
+
+    def probe(self, predictions: Predictions) -> None:
+        """Learn the number of sums from made-up samples, and try the result."""
+        self._function.probe(*predictions.raw, predictions.weights)
+        self._probed = False
+        sums = predictions.ops.to_numpy(self.sums(predictions))
+        self.length, self._probed = len(sums), True
+        self.result(sums)
+
+
+def user_metric(name: str, form: LabelForm) -> UserMean | UserSums:
+    """The metric of this name: a function or an object that can be called; a class is called without arguments."""
+    key = "task.metrics"
+    named = own_function(name, f"{key}: {name}")
+    metric = named() if isinstance(named, type) else named
+    function = UserFunction(key, name, metric)
+    return UserSums(function, metric.result, form) if hasattr(metric, "result") else UserMean(function, form)
+
+
+def _shapes(x: Any) -> str:
+    """The shape as text: (32, 10), or {price: (32, 1), sold: (32, 2)}."""
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{name}: {_shapes(value)}' for name, value in x.items())}}}"
+    return str(tuple(getattr(x, "shape", ())))

@@ -102,8 +102,8 @@ def fit(
     from hvd_train.config import load_config, resolved_yaml
     from hvd_train.launch.environment import world
     from hvd_train.launch.hosts import parse
-    from hvd_train.launch.outside import forget, listen
     from hvd_train.launch.plan import Restarts, plan
+    from hvd_train.launch.signals import listen, stop_listening
 
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
     where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)
@@ -116,13 +116,13 @@ def fit(
             click.echo(f"# {begun}. It would train with this configuration:")
             click.echo(resolved_yaml(config), nl=False)
     elif ranks:
-        forget()
+        stop_listening()
         sys.exit(ranks.run(rank_words(), config, verbose, once=check))
     elif check:
         from hvd_train.jobs.check import check as check_run
 
         prepare_rank()
-        forget()
+        stop_listening()
         sys.exit(check_run(config, resume, allow_change, overwrite, verbose))
     else:
         from hvd_train.jobs.fit import fit as train

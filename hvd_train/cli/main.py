@@ -74,9 +74,9 @@ def main() -> None:
     streams.guard("stderr", *(["stdout"] if sys.argv[1:2] in (["fit"], ["sweep"]) else []))
     try:
         if sys.argv[1:2] == ["fit"]:  # a signal may come at any moment
-            from hvd_train.launch.outside import listen
+            from hvd_train.launch.signals import listen
 
-            listen().anew()
+            listen().reset()
         cli.main(prog_name="hvd-train", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -86,18 +86,19 @@ def main() -> None:
 
 def _end_with(error: BaseException) -> None:
     """Print what went wrong, and exit with its code."""
-    from hvd_train.launch import shutdown  # loads much that help does not need
+    # What help does not need is loaded here.
+    from hvd_train.launch.exit import exit_rank, exit_with_error, print_error, rank_tag
 
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
-        shutdown.shutdown(error.exit_code)
+        exit_rank(error.exit_code)
     if isinstance(error, click.ClickException):
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hvd-train"
         text = " ".join(error.format_message().split())  # click lists choices one a line
-        shutdown.tell(text, [f"error{shutdown.rank_tag()}: {text} See '{command} --help'."], error.exit_code)
-        shutdown.shutdown(error.exit_code)
+        print_error(text, [f"error{rank_tag()}: {text} See '{command} --help'."], error.exit_code)
+        exit_rank(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        shutdown.shutdown(130)
+        exit_rank(130)
     if isinstance(error, streams.ReaderLeftError):
-        shutdown.shutdown(0)
-    shutdown.shutdown_with(error)
+        exit_rank(0)
+    exit_with_error(error)

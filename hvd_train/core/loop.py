@@ -24,7 +24,7 @@ from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, S
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import ordered_sum
-from hvd_train.core.meeting import Meetings, Outside
+from hvd_train.core.meeting import Meetings, StopSource
 from hvd_train.core.nonfinite import MOST_IN_A_ROW, Skips, rescale
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.schedule import Schedule
@@ -58,13 +58,13 @@ class Trainer:
         log: RunLog | NullLog,
         compression: str = "none",
         hooks: Sequence[Hook] = (),
-        outside: Outside | None = None,
+        stop_source: StopSource | None = None,
         until: int | None = None,
         memory: Path | None = None,
     ) -> None:
         self.memory = memory  # a folder for snapshots
         self.until = until  # epochs after which the run is left, to be gone on with
-        self.outside = outside or Outside()
+        self.stop_source = stop_source or StopSource()
         self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
         self.communicator = frontend.communicator
@@ -167,12 +167,12 @@ class Trainer:
 
     def _stop_request(self) -> int:
         """Why this rank wants all to save and leave; 0: it does not."""
-        return INCOMPLETE if self.log.incomplete() else self.outside.asked or self._late()
+        return INCOMPLETE if self.log.incomplete() else self.stop_source.asked or self._late()
 
     def _late(self) -> int:
         """SIGUSR1 where what is left of the batch job is needed to save, which may take three times as long as ever."""
-        end, need = self.outside.job_end, LAST_SECONDS + 3 * self._writer.longest
-        return int(signal.SIGUSR1) if end and self.outside.begun and time.time() > end - need else 0
+        end, need = self.stop_source.job_end, LAST_SECONDS + 3 * self._writer.longest
+        return int(signal.SIGUSR1) if end and self.stop_source.begun and time.time() > end - need else 0
 
     def _note_straggler(self, epoch: int) -> str:
         """Into the log; what the epoch's row says of it."""
@@ -201,7 +201,7 @@ class Trainer:
 
     def _between(self) -> None:
         """Within an evaluation, which an interrupted run does anew."""
-        self.outside.at("evaluation", self.progress.step)
+        self.stop_source.at("evaluation", self.progress.step)
         faults.at("evaluation")
         if self._batches.due():
             self._heed(self._batches, told=False)
@@ -214,7 +214,7 @@ class Trainer:
         if not self._begun:
             self.frontend.run_queued()
             collectively(self.communicator, lambda: self.log.begin(saving.size(self)))
-            self._begun = self.outside.begun = True
+            self._begun = self.stop_source.begun = True
 
     def _finished(self) -> bool:
         p, c = self.progress, self.config
@@ -250,7 +250,7 @@ class Trainer:
             self._begin()
             self._end_epoch(self._rate(done_in_epoch - 1, p.step - 1), 0.0, 0, complete=at_end)
             return
-        self.outside.at("training", p.step)
+        self.stop_source.at("training", p.step)
         self._steps.begin()
         with closing(self.train_loader.epoch(p.epoch, p.consumed)) as steps:
             clock = time.perf_counter()
@@ -270,7 +270,7 @@ class Trainer:
                     self.frontend.run_queued()
                 taken = Taken(step, rate, sums, time.perf_counter() - clock, told, compared)
                 self._begin()
-                self.outside.at("training", p.step)
+                self.stop_source.at("training", p.step)
                 faults.at("step")
                 try:
                     self._call("on_step", taken)
@@ -417,7 +417,7 @@ class Trainer:
         p = self.progress
         self._stragglers.pause()
         self._converge()
-        self.outside.at("evaluation", p.step)
+        self.stop_source.at("evaluation", p.step)
         self._batches.begin()
         batches = _limited(self.val_loader.evaluation(), self.config.limit_val_batches)
         val = evaluate(self.frontend, batches, self._between)
@@ -439,7 +439,7 @@ class Trainer:
             self._settle()
             try:
                 self._converge()
-                self.outside.at("saving", self.progress.step)
+                self.stop_source.at("saving", self.progress.step)
                 saving.save(self, metrics or {}, self._writer, keep=keep, memory=memory)
             except NonFiniteError as error:
                 self._roll_back(error)
@@ -450,7 +450,7 @@ class Trainer:
     def _settle(self) -> None:
         """Waits until what is being written is there."""
         if self._writer.path:
-            self.outside.at("saving", self.progress.step)
+            self.stop_source.at("saving", self.progress.step)
             outcome = None
             while outcome is None:  # Horovod takes ranks that wait for one for long to have diverged
                 self._writer.wait(SETTLE_SECONDS)

@@ -1,4 +1,4 @@
-"""What reaches a rank from outside (a signal), and where the ranks meet to learn of it: all at the same step."""
+"""Requests to stop (a signal, the end of a batch job), and where the ranks agree on them: all at the same step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ SHARE = 0.0025  # of the time, which meetings may take: one costs 0.3 ms, in Ten
 WORDS = 256  # bytes at least: Horovod knows a transfer of the same length again, and asks no rank about it
 
 
-class Outside:
-    """The world around a rank. This one asks nothing and is told in vain; ``launch.outside`` has one with ears.
+class StopSource:
+    """What may ask a rank to stop. This one never does; ``launch.signals`` has one that listens to signals."""
 
-    asked: the number of the first signal, 0: none; begun: whether there is something to save; ended: training is over,
-    and no signal matters any more.
-    """
-
-    asked = 0
+    asked = 0  # the number of the first signal; 0: none
     job_end: float | None = None  # seconds since 1970, when the time of the batch job is over
-    begun = False
-    ended = False
+    begun = False  # there is something to save
+    ended = False  # training is over, and no signal matters any more
 
     def at(self, phase: str, step: int) -> None:
-        """What this rank does now."""
+        """Report what this rank does now. No-op here."""
 
 
 class Meetings:

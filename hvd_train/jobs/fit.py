@@ -14,7 +14,7 @@ from hvd_train.core.checkpoint import Snapshot
 from hvd_train.core.hooks import Crowded, Hook
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer
-from hvd_train.core.meeting import Outside
+from hvd_train.core.meeting import StopSource
 from hvd_train.errors import Interrupted
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import messages
@@ -23,7 +23,7 @@ from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.launch import peers, snapshots
 from hvd_train.launch.environment import keep_memory, world
-from hvd_train.launch.outside import Ears
+from hvd_train.launch.signals import SignalListener
 
 
 def fit(
@@ -32,24 +32,24 @@ def fit(
     allow_change: tuple[str, ...],
     overwrite: bool,
     verbose: bool,
-    ears: Ears,
+    listener: SignalListener,
     until: int | None = None,
 ) -> int:
     """Train, and leave a run folder on rank 0; return the exit code."""
-    code, ears.run_dir = 0, Path(config.run_dir)
+    code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
     with locked_run_folder(config, resume, overwrite) as lock, opened_job(config, verbose, resume) as job:
-        if not ears.told and job.communicator.size > 1:
-            ears.seen = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
+        if not listener.is_watched and job.communicator.size > 1:
+            listener.peer_slot = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
         if lock:
-            ears.leaving.append(lock.release)
-        ears.leaving.append(snapshots.forget)
+            listener.last_calls.append(lock.release)
+        listener.last_calls.append(snapshots.forget)
         try:
-            train(job, resume, allow_change, overwrite, lock, outside=ears, until=until)
+            train(job, resume, allow_change, overwrite, lock, stop_source=listener, until=until)
         except Interrupted as error:
             code = error.exit_code
-        ears.leave(code)  # the ranks leave one by one, and launchers signal the last
-    ears.end(code=code)
+        listener.finish(code)  # the ranks leave one by one, and launchers signal the last
+    listener.report_end(code=code)
     return code
 
 
@@ -73,7 +73,7 @@ def train(
     overwrite: bool = False,
     lock: folder.Lock | None = None,
     hooks: Sequence[Hook] = (),
-    outside: Outside | None = None,
+    stop_source: StopSource | None = None,
     until: int | None = None,
 ) -> dict[str, Any]:
     """Train an opened job, to its end or to epoch ``until``; return the summary, equal on all ranks.
@@ -98,7 +98,9 @@ def train(
     compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks]
-    trainer = Trainer(config, job.frontend, *data, run_dir, log, compression, hooks, outside, until, snapshots.given())
+    trainer = Trainer(
+        config, job.frontend, *data, run_dir, log, compression, hooks, stop_source, until, snapshots.given()
+    )
     notes = trainer.restore(snapshot)
     start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))

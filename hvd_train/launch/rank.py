@@ -14,8 +14,8 @@ from typing import NoReturn
 from hvd_train.core.folder import put
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.frameworks import KERNELS
-from hvd_train.launch import shutdown
 from hvd_train.launch.environment import bind, rank_settings, threads, world
+from hvd_train.launch.exit import exit_rank
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         result = function(*args, **kwargs)
         (folder / f"result.{here.rank}").write_bytes(cloudpickle.dumps(result))
     except KeyboardInterrupt:
-        shutdown.shutdown(130)
+        exit_rank(130)
     except BaseException as error:
         _tell(folder, here.rank, error)
 
@@ -44,7 +44,7 @@ def _tell(folder: Path, rank: int, error: BaseException) -> NoReturn:
     told = {"kind": type(error).__name__, "message": str(error), "rank": rank, "trace": trace, "exit_code": code}
     order = [isinstance(error, LostRankError), time.monotonic()]  # who is told of a loss comes after who was lost
     put(folder / f"error.{rank}.json", {"order": order, "error": told})
-    shutdown.shutdown(code)
+    exit_rank(code)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers.srun import Srun
-from hvd_train.launch.outside import JOB_END
 from hvd_train.launch.rendezvous.secret import SECRET
+from hvd_train.launch.signals import JOB_END
 
 WHERE = "hvd-train submit"
 # A name of the user's own does not begin a line.

@@ -17,9 +17,10 @@ from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.frontends.rank import settle
-from hvd_train.launch import peers, shutdown
+from hvd_train.launch import peers
 from hvd_train.launch.board import SCRIPT
 from hvd_train.launch.environment import STALL, world
+from hvd_train.launch.exit import exit_rank, exit_with_error, rank_tag
 from hvd_train.launch.launchers.base import World
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
@@ -71,7 +72,7 @@ def _close() -> None:
     ((_, communicator),) = _opened
     failure = communicator.failure()
     if failure is not None:
-        shutdown.shutdown_with(failure)
+        exit_with_error(failure)
     page = getattr(communicator, "page", None)
     if page:
         page.end({"code": 0})  # others may wait for this rank
@@ -95,13 +96,13 @@ def exchange_options(where: str, compression: str, options: dict[str, Any], over
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not shutdown.rank_tag() and not isinstance(error, TrainError):
+    if not rank_tag() and not isinstance(error, TrainError):
         sys.__excepthook__(kind, error, trace)
         return
     if isinstance(error, KeyboardInterrupt):
-        shutdown.shutdown(130)
+        exit_rank(130)
     told = isinstance(error, EndedRankError | LostRankError)  # which say what this rank did
-    shutdown.shutdown_with(error if told or not _opened else _opened[0][1].failure(error) or error)
+    exit_with_error(error if told or not _opened else _opened[0][1].failure(error) or error)
 
 
 class Named:

@@ -22,7 +22,7 @@ from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import World
-from hvd_train.launch.outside import Ears, listen
+from hvd_train.launch.signals import SignalListener, listen
 from hvd_train.protocol import Communicator
 from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
 from hvd_train.sweep.plan import Trial
@@ -61,7 +61,7 @@ def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bo
     leave(code if here.rank else report(sweep, code))
 
 
-def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, ears: Ears) -> int:
+def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, listener: SignalListener) -> int:
     """Runs what has not ended; 0, or the code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
@@ -77,7 +77,7 @@ def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, ears: Ears) 
             taken = part.bcast(counter.next() if part.rank == 0 else None)
             if taken >= len(todo):
                 break
-            code, in_step = _run(sweep.trials[todo[taken]], until, rank, communicator, part, ears)
+            code, in_step = _run(sweep.trials[todo[taken]], until, rank, communicator, part, listener)
         counter.close()
         code = max(mpi.allgather(code))
     if in_step:
@@ -106,12 +106,12 @@ def _open(rank: Rank, part: Any, here: World) -> Communicator:
 
 
 def _run(
-    trial: Trial, until: int | None, rank: Rank, communicator: Communicator, part: Any, ears: Ears
+    trial: Trial, until: int | None, rank: Rank, communicator: Communicator, part: Any, listener: SignalListener
 ) -> tuple[int, bool]:
     """(what stopped the sweep, whether the group's ranks are in step)."""
     run_dir, error = Path(trial.config.run_dir), None
-    ears.anew()
-    ears.run_dir = run_dir
+    listener.reset()
+    listener.run_dir = run_dir
     if part.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / LOG if part.rank == 0 else os.devnull, "w") as log, redirect_stdout(log), redirect_stderr(log):
@@ -122,14 +122,14 @@ def _run(
                 settings = rank.settings | {"ranks": part.size}
                 with failures_explained(communicator):
                     job = build_job(trial.config, rank.module, communicator, data, settings)
-                    train(job, "auto", (), False, lock, outside=ears, until=until)
+                    train(job, "auto", (), False, lock, stop_source=listener, until=until)
         except Interrupted as caught:
-            ears.ended = True
+            listener.ended = True
             return caught.exit_code, True
         except Exception as caught:
             error = caught
             warn(str(caught))
-    ears.ended = True
+    listener.ended = True
     in_step = _met(part, error is not None, communicator)
     told = (type(error).__name__, str(error), getattr(error, "exit_code", 1)) if error else None
     results = part.allgather((told, in_step))

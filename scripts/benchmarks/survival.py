@@ -46,12 +46,12 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
     from hvd_train.core.hooks import Hook
     from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
-    from hvd_train.core.meeting import Outside
+    from hvd_train.core.meeting import StopSource
     from hvd_train.jobs.connect import connect
     from hvd_train.jobs.job import opened_job
     from hvd_train.launch import peers
     from hvd_train.launch.environment import keep_memory
-    from hvd_train.launch.outside import listen
+    from hvd_train.launch.signals import listen
 
     model, steps = PARTS[part]
     seconds: list[float] = []
@@ -65,15 +65,15 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
 
         def on_start(self, trainer) -> None:
             self.k, self.began = 0, 0.0
-            self.on = trainer._steps, trainer._hooks, trainer.outside, trainer._heed
+            self.on = trainer._steps, trainer._hooks, trainer.stop_source, trainer._heed
             others = [hook for hook in trainer._hooks if hook is not trainer._agreement]
-            self.off = Never(), others, Outside(), lambda *_: None
+            self.off = Never(), others, StopSource(), lambda *_: None
             self.switch(trainer)
 
         def switch(self, trainer) -> None:
             if part == "checks":
                 given = self.on if len(seconds) % 2 else self.off
-                trainer._steps, trainer._hooks, trainer.outside, trainer._heed = given
+                trainer._steps, trainer._hooks, trainer.stop_source, trainer._heed = given
                 trainer._stragglers.pause()
 
         def on_step(self, trainer, taken) -> None:
@@ -94,16 +94,16 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
     config = Config.model_validate(settings(framework, model, {}) | {"run_dir": str(file.parent), "checkpoint": rule})
     with opened_job(config, False) as job:
         connect(job, "none")
-        ears = listen()
-        ears.seen = peers.watch(job.communicator, config.watchdog_s)
+        listener = listen()
+        listener.peer_slot = peers.watch(job.communicator, config.watchdog_s)
         given = job.frontend, job.data.train, job.data.val, file.parent, NullLog()
-        trainer = Trainer(config, *given, hooks=[Blocks()], outside=ears)
+        trainer = Trainer(config, *given, hooks=[Blocks()], stop_source=listener)
         keep_memory()
         with suppress(Enough):
             trainer.fit()
         if job.communicator.rank == 0:
             file.write_text(json.dumps({"seconds": seconds[2 * WARM :], "longest": trainer._writer.longest}))
-        ears.ended = True
+        listener.ended = True
 
 
 def switched(framework: str, part: str, pairs: int) -> dict:

@@ -15,7 +15,7 @@ from hvd_train.core.agreement import collectively
 from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
 from hvd_train.core.log import NullLog, RunLog
-from hvd_train.core.meeting import Meetings, Outside
+from hvd_train.core.meeting import Meetings, StopSource
 from hvd_train.core.metrics_file import MetricsFile
 from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
@@ -24,7 +24,7 @@ from tests.core.test_loop import config, final, same, trainer, without_speed
 from tests.numpy_frontend import run_ranks
 
 
-class Signal(Outside):
+class Signal(StopSource):
     """Comes to one rank, ``after`` calls of ``at`` that name this phase."""
 
     def __init__(self, phase, after, number=signal.SIGTERM):
@@ -41,7 +41,7 @@ def every_turn(monkeypatch):
     monkeypatch.setattr(meeting, "MOST_SECONDS", 0.0)
 
 
-def interrupted(size, c, folder, outside, resume=False, **options):
+def interrupted(size, c, folder, stop_source, resume=False, **options):
     """The step at which all ranks left; None: the signal came too late."""
 
     def work(communicator):
@@ -49,11 +49,11 @@ def interrupted(size, c, folder, outside, resume=False, **options):
         made = trainer(communicator, c, folder, log, resume=resume, **options)
         if communicator.rank == 0 and resume:
             log.resumed_at, log.evaluates_again = made.progress.step, made.progress.ending
-        made.outside = outside if communicator.rank == size - 1 else Outside()
+        made.stop_source = stop_source if communicator.rank == size - 1 else StopSource()
         try:
             made.fit()
         except Interrupted as error:
-            assert error.exit_code == (130 if outside.number == signal.SIGINT else 75)
+            assert error.exit_code == (130 if stop_source.number == signal.SIGINT else 75)
             return made.progress.step
         finally:
             log.close()
@@ -80,15 +80,15 @@ def rows(folder):
 def test_interrupted_at_any_moment_and_gone_on_is_the_run(tmp_path, every_turn, size, compressor, phase):
     """F11."""
     c = config(accumulate_grad_batches=2, log_every_n_steps=5, checkpoint={"every_n_steps": 4, "save_top_k": 2})
-    quiet = Outside()
+    quiet = StopSource()
     quiet.number = 0
     assert interrupted(size, c, tmp_path / "whole", quiet, compressor=compressor) is None
     whole = final(size, c, tmp_path / "whole", compressor=compressor, resume=True)
     for after in range(1, 23, 1 if size == 1 else 3) if phase == "training" else range(1, 4):
         folder = tmp_path / str(after)
-        outside = Signal(phase, after)
-        step = interrupted(size, c, folder, outside, compressor=compressor)
-        assert outside.asked and (step is not None or after > 20 or phase != "training")
+        stop_source = Signal(phase, after)
+        step = interrupted(size, c, folder, stop_source, compressor=compressor)
+        assert stop_source.asked and (step is not None or after > 20 or phase != "training")
         if step is not None:
             assert find(folder / "checkpoints")[-1][0] == step
             assert interrupted(size, c, folder, quiet, resume=True, compressor=compressor) is None
@@ -155,9 +155,9 @@ def test_ranks_leave_while_the_batch_job_has_the_time_that_a_save_takes(
         begin(self, path, work)
 
     monkeypatch.setattr(saving.Writer, "begin", slow)
-    outside = Outside()
-    outside.number, outside.job_end = signal.SIGUSR1, time.time() + left
-    found = interrupted(size, config(checkpoint={"every_n_steps": 3}), tmp_path, outside)
+    stop_source = StopSource()
+    stop_source.number, stop_source.job_end = signal.SIGUSR1, time.time() + left
+    found = interrupted(size, config(checkpoint={"every_n_steps": 3}), tmp_path, stop_source)
     assert found == steps and (steps is None or find(tmp_path / "checkpoints")[-1][0] == steps)
 
 

@@ -163,7 +163,7 @@ def test_a_signal_before_the_line_that_tells_of_a_loss_goes_back_and_saves(tmp_p
         def spoiling(*given, **named):
             sums = step(*given, **named)
             if made.frontend.steps == 3:
-                made.outside.asked = signal.SIGTERM
+                made.stop_source.asked = signal.SIGTERM
                 return np.concatenate([[np.nan], sums[1:]])  # the sum of losses
             return sums
 
@@ -240,7 +240,7 @@ def test_a_signal_after_weights_were_spoilt_saves_those_that_it_goes_back_to(tmp
             sums = step(*given, **named)
             if made.frontend.steps == 3:
                 made.frontend.w["b"][1] = np.inf
-                made.outside.asked = signal.SIGTERM
+                made.stop_source.asked = signal.SIGTERM
             return sums
 
         made.frontend.train_step = spoiling

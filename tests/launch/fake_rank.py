@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hvd_train.errors import DataError, LostRankError, stopped_code
 from hvd_train.launch.environment import world
-from hvd_train.launch.outside import listen
-from hvd_train.launch.shutdown import shutdown_with
+from hvd_train.launch.exit import exit_with_error
+from hvd_train.launch.signals import listen
 
 
 def endless() -> None:
@@ -25,19 +25,19 @@ def endless() -> None:
 
 
 def main() -> None:
-    ears, rank = listen(), world().rank
+    listener, rank = listen(), world().rank
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
     starts = folder / f"starts.{rank}"
     with open(starts, "a") as stream:
         stream.write(json.dumps([os.getpid(), *sys.argv[3:]]) + "\n")
     number = len(starts.read_text().splitlines()) - 1
-    ears.run_dir = folder / "run"
-    ears.leaving.append(lambda: (folder / f"left.{rank}").touch())
+    listener.run_dir = folder / "run"
+    listener.last_calls.append(lambda: (folder / f"left.{rank}").touch())
     for word in plan[min(number, len(plan) - 1)][rank].split():
         verb, _, value = word.partition(":")
         if verb == "step":
-            ears.begun = True
-            ears.at("training", int(value))
+            listener.begun = True
+            listener.at("training", int(value))
         elif verb == "checkpoint":
             (folder / "run" / "checkpoints" / f"step-{int(value):08d}").mkdir(parents=True, exist_ok=True)
         elif verb == "sleep":
@@ -47,7 +47,7 @@ def main() -> None:
             ctypes.CDLL(None).poll(None, 0, 60_000)
             ctypes.CDLL(None).poll(None, 0, 60_000)
         elif verb == "saving":
-            ears.at("saving", int(value))
+            listener.at("saving", int(value))
         elif verb == "wait":  # in the file of a front-end, as far as a stack tells
             exec(compile("import time; time.sleep(60)", "/hvd_train/frontends/waits.py", "exec"))
         elif verb == "stop":
@@ -62,21 +62,21 @@ def main() -> None:
             try:
                 raise RuntimeError("boom")
             except RuntimeError as error:
-                shutdown_with(error)
+                exit_with_error(error)
         elif verb == "data":
-            shutdown_with(DataError("no such file", common=True))
+            exit_with_error(DataError("no such file", common=True))
         elif verb == "lost":
-            shutdown_with(LostRankError("another rank was lost"))
+            exit_with_error(LostRankError("another rank was lost"))
         elif verb == "save":  # at the next signal
             (folder / f"ready.{rank}").touch()
-            while not ears.asked:
+            while not listener.asked:
                 time.sleep(0.01)
-            ears.ended = True
-            ears.end(code=stopped_code(ears.asked))
-            sys.exit(stopped_code(ears.asked))
+            listener.ended = True
+            listener.report_end(code=stopped_code(listener.asked))
+            sys.exit(stopped_code(listener.asked))
         elif verb == "done":
-            ears.ended = True
-            ears.end(code=0)
+            listener.ended = True
+            listener.report_end(code=0)
 
 
 main()

@@ -394,7 +394,7 @@ ASKED_LONG = [
     ("mpirun", "pytorch", "rank", signal.SIGINT, 130),
     ("horovodrun --gloo", "pytorch", "job", signal.SIGTERM, None),  # two of its threads wait for the code: 75, 143 or 0
 ]
-LONG_REASON = "the same ears and the same loop as in the cases that run always; a launch each, and one to go on"
+LONG_REASON = "the same signals and the same loop as in the cases that run always; a launch each, and one to go on"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import sys
 import time
 
 from hvd_train.errors import DataError
-from hvd_train.launch import shutdown
 from hvd_train.launch.environment import world
+from hvd_train.launch.exit import exit_with_error
 from hvd_train.launch.rendezvous import rank as rendezvous
 
 here = world()
@@ -23,7 +23,7 @@ try:
         raise DataError("no such file", where=f"rank {here.rank}'s disk")
     rendezvous.join(here)
 except Exception as error:
-    shutdown.shutdown_with(error)
+    exit_with_error(error)
 own = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
 print(json.dumps({"launcher": here.launcher, "node": os.environ["SLURMD_NODENAME"], **own}), flush=True)
 time.sleep(1 if here.rank == 0 else 0)  # its desk answers the others; else Horovod keeps it

@@ -14,14 +14,14 @@ from typing import NoReturn
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.launch import peers
 from hvd_train.launch.environment import world
-from hvd_train.launch.outside import EARS
 from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.signals import current_listener
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
 
 
 def rank_tag(ranks: Sequence[int] = ()) -> str:
-    """``[rank 1]``: where an error came up; nothing for a process that was started alone."""
+    """Return ``[rank 1]``: where an error came up. Empty for a process that was started alone."""
     try:
         here = world()
     except TrainError:
@@ -30,9 +30,12 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
     return f"[rank {number}]" if here.launcher else ""
 
 
-def tell(text: str, lines: Sequence[str], code: int) -> None:
-    """Prints the lines of an error, ``text``. Rank 0 speaks at once. Another rank waits: if rank 0 has the same to say,
-    the launcher ends this one first; some launchers end nobody, so rank 0 is asked."""
+def print_error(text: str, lines: Sequence[str], code: int) -> None:
+    """Print the lines of the error ``text``.
+
+    Rank 0 prints at once. Another rank waits: if rank 0 has the same error, the launcher ends this rank first. Some
+    launchers end nobody, so rank 0 is asked.
+    """
     others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
         if others is None:
@@ -44,10 +47,11 @@ def tell(text: str, lines: Sequence[str], code: int) -> None:
         others.report_exit(text, code)
 
 
-def shutdown(code: int) -> NoReturn:
-    """Under a launcher without Python's own exit: Horovod's would wait for ranks that may never come."""
-    if EARS:
-        EARS[0].end(code=code, line=f"left with code {code}")
+def exit_rank(code: int) -> NoReturn:
+    """End this process. Under a launcher Python's own exit is left out: Horovod's would wait for ranks that may never
+    come."""
+    if listener := current_listener():
+        listener.report_end(code=code, line=f"left with code {code}")
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_tag():
@@ -55,36 +59,51 @@ def shutdown(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def shutdown_with(error: BaseException) -> None:
-    """Tells an error and ends: a line for the user's mistakes, the traceback as well for a fault of ours or theirs."""
-    ears = EARS[0] if EARS else None
+def exit_with_error(error: BaseException) -> None:
+    """Print an error and end this process: a line for a mistake of the user, else the traceback as well."""
     summary = f"{type(error).__name__}: {error}".splitlines()[0][:2000]
-    if ears:
-        code, told = (error.exit_code, str(error)) if isinstance(error, TrainError) else (1, summary)
-        kept = "" if isinstance(error, TrainError) else _keep(ears.run_dir, summary, error)
-        ears.end(code=code, line=told[:2000], lost=isinstance(error, LostRankError), kept=kept)
+    _report_error(error, summary)
     if isinstance(error, LostRankError):
-        code = rendezvous.exit_code_of_lost(error.exit_code)
-        if not (ears and ears.told) and not peers.told():  # who reads it knows the cause, which comes first
-            print(f"error{rank_tag()}: {error}", file=sys.stderr)
-        time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
-        shutdown(code)
+        _exit_after_lost(error)
     if isinstance(error, TrainError):
         if error.common and rank_tag() in ("", "[rank 0]"):
             print(*_lines(error), sep="\n", file=sys.stderr)
         elif not error.common:
-            tell(str(error), _lines(error), error.exit_code)
-        shutdown(error.exit_code)
+            print_error(str(error), _lines(error), error.exit_code)
+        exit_rank(error.exit_code)
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)
     others = rendezvous.current() if rank_tag() else None
     if others is not None:
         others.report_exit(summary, 1)
-    shutdown(1)
+    exit_rank(1)
 
 
-def _keep(run_dir: Path | None, summary: str, error: BaseException) -> str:
-    """The traceback in the run folder; gives the file, or nothing where it cannot be written."""
+def _report_error(error: BaseException, summary: str) -> None:
+    """Report the error to whoever started this rank."""
+    listener = current_listener()
+    if listener is None:
+        return
+    if isinstance(error, TrainError):
+        lost = isinstance(error, LostRankError)
+        listener.report_end(code=error.exit_code, line=str(error)[:2000], lost=lost, kept="")
+    else:
+        kept = _keep_traceback(listener.run_dir, summary, error)
+        listener.report_end(code=1, line=summary, lost=False, kept=kept)
+
+
+def _exit_after_lost(error: LostRankError) -> NoReturn:
+    """End this rank because another one was lost, with the exit code of that one if it is known."""
+    listener = current_listener()
+    code = rendezvous.exit_code_of_lost(error.exit_code)
+    if not (listener and listener.is_watched) and not peers.told():  # who reads it knows the cause, which comes first
+        print(f"error{rank_tag()}: {error}", file=sys.stderr)
+    time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
+    exit_rank(code)
+
+
+def _keep_traceback(run_dir: Path | None, summary: str, error: BaseException) -> str:
+    """Write the traceback into the run folder, and return the file, or nothing if it cannot be written."""
     if run_dir is None:
         return ""
     with suppress(OSError, TrainError):
@@ -97,7 +116,8 @@ def _keep(run_dir: Path | None, summary: str, error: BaseException) -> str:
 
 
 def _lines(error: TrainError) -> list[str]:
-    """``error[rank 1]: what; where; what to do``; a table below the first line is indented and stands as it is."""
+    """Return ``error[rank 1]: what; where; what to do``. A table below the first line is indented and stands as it
+    is."""
     first, *rest = str(error).split("\n")
     where = rank_tag(error.ranks)
     if rest and not rest[0].startswith("  "):

@@ -1,6 +1,6 @@
-"""A rank's ears: signals, and the end of whoever started it. A thread listens, for the main one may compute or wait.
+"""Signals to a rank, and the end of whoever started it. A thread listens, for the main one may compute or wait.
 
-The first signal is a wish, on which all ranks agree (``core.meeting``); before the first step, where there is nothing
+The first signal is a request, on which all ranks agree (``core.meeting``). Before the first step, when there is nothing
 to save, and at the second signal, this process ends at once. So it does when its launcher is gone.
 """
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_train.core.meeting import Outside
+from hvd_train.core.meeting import StopSource
 from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.board import Page, supported
 from hvd_train.launch.environment import world
@@ -33,53 +33,53 @@ def ignored(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
-class Ears(Outside):
-    """``leaving``: what a sudden end still does; ``run_dir``: where a failure is kept, once it is known. To be made in
-    the main thread."""
+class SignalListener(StopSource):
+    """What listens to signals, and reports this rank's phase and end to whoever watches it. Must be made in the main
+    thread."""
 
     def __init__(self) -> None:
         here = world()
-        self._speaks = here.rank == 0
+        self._prints = here.rank == 0
         self._page = Page.of(here.rank)
-        self.anew()
-        self._heard, ear = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._watched = _processes(here, self._page)
+        self.reset()
+        self._signal_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._launchers = _processes(here, self._page)
         for number in SIGNALS:
             if not ignored(number):
-                signal.signal(number, lambda number, frame: None)  # the thread hears it, whatever the main one does
-        signal.set_wakeup_fd(ear, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, name="ears", daemon=True).start()
+                signal.signal(number, lambda number, frame: None)  # the thread reads it, whatever the main one does
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def anew(self) -> None:
-        """For the next command of this process."""
+    def reset(self) -> None:
+        """Begin anew, for the next command of this process."""
         self.asked, self.begun, self.ended = 0, False, False
         end = os.environ.get(JOB_END, "")
         self.job_end = float(end) if end.isdigit() else None
-        self.leaving: list[Callable[[], None]] = []
-        self.run_dir: Path | None = None
-        self.seen: Page | None = None  # which the ranks of this host read, where nobody else does
+        self.last_calls: list[Callable[[], None]] = []  # also before a sudden end
+        self.run_dir: Path | None = None  # of failures, once it is known
+        self.peer_slot: Page | None = None  # read by the ranks of this host, if nobody else watches them
         self._code: int | None = None
 
     def at(self, phase: str, step: int) -> None:
-        for page in filter(None, (self._page, self.seen)):
+        for page in filter(None, (self._page, self.peer_slot)):
             page.at(phase, step)
 
     @property
-    def told(self) -> bool:
-        """Whether somebody reads what this rank tells."""
+    def is_watched(self) -> bool:
+        """Return whether the process that started the ranks reads what this one reports."""
         return self._page is not None
 
-    def end(self, code: int, **record: Any) -> None:
-        """This rank's last word to who started it: it is about to end with ``code``. The first one stands."""
+    def report_end(self, code: int, **record: Any) -> None:
+        """Report that this rank is about to end with ``code``. The first report stands."""
         if self._code is not None:
             return
         self._code = code
-        for page in filter(None, (self._page, self.seen)):
+        for page in filter(None, (self._page, self.peer_slot)):
             page.end({"code": code, **record})
 
-    def leave(self, code: int) -> None:
-        """Training is over, and all is written: this process ends with ``code`` within ``LEAVE_SECONDS``. MPI waits for
-        its launcher at the end, for ever where that is stopped."""
+    def finish(self, code: int) -> None:
+        """Note that training is over and all is written. This process ends with ``code`` within ``LEAVE_SECONDS``: MPI
+        waits for its launcher at the end, for ever if that is stopped."""
         self.ended = True
         if world().launcher:
             limit = threading.Timer(LEAVE_SECONDS, self._end_late, args=[code])
@@ -87,10 +87,10 @@ class Ears(Outside):
             limit.start()
 
     def _end_late(self, code: int) -> NoReturn:
-        for call in self.leaving:
+        for call in self.last_calls:
             with suppress(OSError):
                 call()
-        self.end(code=code)
+        self.report_end(code=code)
         what = f"the launcher has not answered for {LEAVE_SECONDS:g} s; all is written, and this rank ends without it"
         with suppress(OSError):
             os.write(2, f"{what}\n".encode())
@@ -98,18 +98,18 @@ class Ears(Outside):
 
     def _listen(self) -> None:
         poll = select.poll()
-        for descriptor in (self._heard, *self._watched):
+        for descriptor in (self._signal_pipe, *self._launchers):
             poll.register(descriptor, select.POLLIN)
         while True:
             for descriptor, _ in poll.poll():
-                if descriptor != self._heard:
+                if descriptor != self._signal_pipe:
                     why = "the launcher has ended; --resume auto goes on from the last checkpoint"
                     self._end_now(5, why, lost=True)
                 for number in os.read(descriptor, 64):
                     if number in SIGNALS:
-                        self._signalled(number)
+                        self._receive(number)
 
-    def _signalled(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         if self.ended:
             return
         if self._code is not None:
@@ -122,12 +122,12 @@ class Ears(Outside):
         self.asked = number
 
     def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:
-        for call in self.leaving:
+        for call in self.last_calls:
             with suppress(OSError):
                 call()
         # What a rank writes while its launcher ends may be lost.
-        self.end(code=code, line=why, lost=lost, unsaid=self.told and not lost)
-        if self._speaks and not (self.told and not lost):
+        self.report_end(code=code, line=why, lost=lost, unsaid=self.is_watched and not lost)
+        if self._prints and not (self.is_watched and not lost):
             with suppress(OSError):
                 os.write(2, f"{why}\n".encode())
         os._exit(code)
@@ -150,21 +150,27 @@ def _processes(here: World, page: Page | None) -> list[int]:
     return found
 
 
-EARS: list[Ears] = []  # of this process, once it listens
+_listener: SignalListener | None = None  # of this process, once it listens
 
 
-def listen() -> Ears:
-    """For the command that begins."""
-    if not EARS:
-        EARS.append(Ears())
-    return EARS[0]
+def current_listener() -> SignalListener | None:
+    """Return this process' listener, or None if it does not listen."""
+    return _listener
 
 
-def forget() -> None:
-    """For a process that becomes a launcher: signals do again what they do in every program."""
-    if EARS:
+def listen() -> SignalListener:
+    """Listen to signals from now on."""
+    global _listener
+    _listener = _listener or SignalListener()
+    return _listener
+
+
+def stop_listening() -> None:
+    """Give signals back the meaning that they have in every program, for a process that becomes a launcher."""
+    global _listener
+    if _listener:
         signal.set_wakeup_fd(-1)
-        EARS.pop().ended = True
+        _listener.ended, _listener = True, None
         for number in SIGNALS:
             if not ignored(number):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -398,7 +398,7 @@ class FrontEnd(Protocol):
         """What ``statistics`` gives, as ``load`` takes it."""
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
-        """``Exchange.compression_error`` of this batch's gradient, which is then forgotten; between steps."""
+        """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
 
     def evaluate_batch(self, placed: Any) -> Sums: ...
 
@@ -451,7 +451,10 @@ class CommunicatorModule(Protocol):
 
 
 class Exchange(Protocol):
-    """Gradients in, reduced gradients out (core/exchange.py): called eagerly, from hooks, or while tracing."""
+    """Gradients in, reduced gradients out (update/exchange.py): called eagerly, from hooks, or while tracing."""
+
+    communicator: Communicator
+    ops: Ops
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
@@ -470,8 +473,6 @@ class Exchange(Protocol):
     def finish(self, started: Sequence[Any]) -> tuple[list[Tensor], list[State]]: ...
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
-
-    def compression_error(self, gradients: Sequence[Tensor], states: Sequence[State]) -> Tensor: ...
 
 
 class Synchronizer(Protocol):

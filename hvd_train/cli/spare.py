@@ -64,7 +64,7 @@ def receive(connection: socket.socket) -> Place:
 def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
     """In a thread of low priority, which takes little from ranks that train; forks are of the main thread."""
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    for module in ("hvd_train.cli.fit", "hvd_train.jobs.fit", "hvd_train.core.exchange", "safetensors.numpy"):
+    for module in ("hvd_train.cli.fit", "hvd_train.jobs.fit", "hvd_train.update.exchange", "safetensors.numpy"):
         import_module(module)
     from hvd_train.frontends.rank import warm as load
 

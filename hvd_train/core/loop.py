@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, faults, saving, synchronizers
+from hvd_train.core import checkpoint, faults, saving
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
@@ -33,6 +33,7 @@ from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source
+from hvd_train.update import make_synchronizer
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
 INCOMPLETE = -1  # what rank 0 asks for instead of a signal's number: its log cannot be written
@@ -98,7 +99,7 @@ class Trainer:
         self._last: Path | None = None  # the checkpoint that this run saved or began from
         self._rolled_back = 0  # since the last one
         self._begun = False  # whether the run folder is written
-        self.synchronizer = synchronizers.make(config.exchange)
+        self.synchronizer = make_synchronizer(config.exchange)
         self._why = ""  # this rank's wish to stop
         self._asked = 0  # the signal that the ranks have agreed to follow, or INCOMPLETE
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)

@@ -119,7 +119,7 @@ class StateTree(ABC):
     def _measure(self, placed: Any, scale: Scale, seed: int) -> Any: ...
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
-        """``Exchange.compression_error`` of this batch's gradient; running statistics stay as they were."""
+        """The figures of ``update/error_meter.py`` for this batch's gradient; running statistics stay as they were."""
         kept = self.statistics()
         figures = self._measure(placed, scale, seed)
         self.put_back(kept)

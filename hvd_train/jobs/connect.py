@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from hvd_train.compression import make
-from hvd_train.core import auto, synchronizers
-from hvd_train.core.exchange import Clip, Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor
+from hvd_train.update import auto, make_synchronizer
+from hvd_train.update.clip import Clip
+from hvd_train.update.exchange import Exchange
 
 
 def connect(job: Job, compression: str) -> str:
@@ -39,7 +40,7 @@ def connect(job: Job, compression: str) -> str:
             world=communicator,
         )
 
-    frontend.connect(synchronizers.make(options).exchange(build, communicator, Serial()))
+    frontend.connect(make_synchronizer(options).exchange(build, communicator, Serial()))
     return compression
 
 

@@ -20,11 +20,11 @@ import keras
 import numpy as np
 
 from hvd_train.compression.uncompressed import Uncompressed
-from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
 from hvd_train.script.world import Named
+from hvd_train.update.exchange import Exchange
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hvd_train.core.agreement import agree_on_weights, due
-from hvd_train.core.exchange import Exchange, Overlap
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.frontends.pytorch.buckets import users
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
@@ -23,6 +22,8 @@ from hvd_train.script.world import Named
 from hvd_train.torch import backward
 from hvd_train.torch.buffers import Buffers, bits
 from hvd_train.torch.residuals import Residuals
+from hvd_train.update.exchange import Exchange
+from hvd_train.update.overlap import Overlap
 
 # Behind the flags of the parameters; on how many ranks:
 BROKEN = 0  # a gradient that would be compressed is not finite

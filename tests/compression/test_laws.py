@@ -9,9 +9,9 @@ from hvd_train.compression import make
 from hvd_train.compression.lowrank import PowerSGD
 from hvd_train.compression.quantized import LARGEST_FLOAT16, Int8
 from hvd_train.compression.sparse import LEAST, TopK
-from hvd_train.core.exchange import Exchange
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
+from hvd_train.update.exchange import Exchange
 from tests.frontends.test_contract import OPS
 from tests.numpy_frontend import NumpyOps, run_ranks
 

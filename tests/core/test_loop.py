@@ -17,7 +17,6 @@ from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.core import checkpoint, loop
-from hvd_train.core.exchange import Exchange
 from hvd_train.core.hooks import Crowded, Hook, Speed
 from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
@@ -25,6 +24,7 @@ from hvd_train.core.state_dict import weights_sha256
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
+from hvd_train.update.exchange import Exchange
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3

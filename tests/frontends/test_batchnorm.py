@@ -9,10 +9,10 @@ import pytest
 
 from hvd_train.compression import make
 from hvd_train.config import Config
-from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
+from hvd_train.update.exchange import Exchange
 from tests.frontends.test_contract import CLASSES, FRAMEWORKS, OWN, batch, close, module, opened, part, sample_of
 from tests.numpy_frontend import Threads, run_ranks
 

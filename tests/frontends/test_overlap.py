@@ -7,11 +7,11 @@ import torch
 
 from hvd_train.compression import make
 from hvd_train.config import Config
-from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch import model as pt
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing
+from hvd_train.update.exchange import Exchange
 from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close, sample_of
 
 

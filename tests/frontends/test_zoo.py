@@ -11,11 +11,11 @@ import pytest
 
 from hvd_train.compression import make
 from hvd_train.config import Config, TaskConfig
-from hvd_train.core.exchange import Exchange
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
 from hvd_train.task.task import Task
+from hvd_train.update.exchange import Exchange
 from tests.frontends.test_contract import FRAMEWORKS, module, sample_of
 
 ROWS = 6

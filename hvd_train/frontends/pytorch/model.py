@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from hvd_train.config import Config
-from hvd_train.core.exchange import Overlap
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree, layouts_of
@@ -35,6 +34,8 @@ from hvd_train.protocol import (
     made_up,
 )
 from hvd_train.task.task import Task
+from hvd_train.update.error_meter import compression_error
+from hvd_train.update.overlap import Overlap
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
@@ -296,7 +297,7 @@ class PyTorchFrontEnd(StateTree):
 
     def _measure(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)
-        figures = self.exchange.compression_error(self._gradients(), self._exchange_state)
+        figures = compression_error(self.exchange, self._gradients(), self._exchange_state)
         self._forget()
         return figures
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hvd_train.config import Config
-from hvd_train.core import optimizers as formulas
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.update import optimizers as formulas
 
 
 class _Layerwise(torch.optim.Optimizer):

@@ -37,6 +37,7 @@ from hvd_train.protocol import (
     one_or_all,
 )
 from hvd_train.task.task import Task
+from hvd_train.update.error_meter import compression_error
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
@@ -334,7 +335,7 @@ class TensorFlowFrontEnd(StateTree):
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
-        return self.exchange.compression_error(self.exchange.join(gradients), self._states())
+        return compression_error(self.exchange, self.exchange.join(gradients), self._states())
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
         return self.task(self._evaluated(inputs), labels, weights)[1]

@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.core import optimizers as formulas
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
+from hvd_train.update import optimizers as formulas
 
 
 class _WithSlots(keras.optimizers.Optimizer):
@@ -101,7 +101,7 @@ class Adam(_Fused):
 
 
 class LARS(_WithSlots):
-    """The formulas of core/optimizers.py, tensor by tensor."""
+    """The formulas of update/optimizers.py, tensor by tensor."""
 
     slot_names = ("momentum",)
 
@@ -117,7 +117,7 @@ class LARS(_WithSlots):
 
 
 class LAMB(_WithSlots):
-    """The formulas of core/optimizers.py, tensor by tensor."""
+    """The formulas of update/optimizers.py, tensor by tensor."""
 
     slot_names = ("exp_avg", "exp_avg_sq")
 

@@ -1,5 +1,5 @@
 from hvd_train.cli.main import main
-from hvd_train.core.exchange import Exchange
+from hvd_train.update.exchange import Exchange
 
 given = Exchange.__init__
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_train.config.keys import OptimConfig
-from hvd_train.core.optimizers import lamb, lars
+from hvd_train.update.optimizers import lamb, lars
 from tests.numpy_frontend import NumpyOps
 
 OPS = NumpyOps()

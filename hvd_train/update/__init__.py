@@ -1,15 +1,15 @@
-"""How N ranks are one model, by ``exchange.mode``: a file each, a keyword each in the configuration."""
+"""Everything between the backward pass and new weights. ``exchange.mode`` is a keyword and a file for each way."""
 
 from __future__ import annotations
 
 from hvd_train.config.keys import ExchangeConfig
-from hvd_train.core.synchronizers.allreduce import AllReduce
-from hvd_train.core.synchronizers.local_sgd import LocalSGD
-from hvd_train.core.synchronizers.partial import Partial
 from hvd_train.protocol import Synchronizer
+from hvd_train.update.local_sgd import LocalSGD
+from hvd_train.update.partial import Partial
+from hvd_train.update.replicated import AllReduce
 
 
-def make(exchange: ExchangeConfig) -> Synchronizer:
+def make_synchronizer(exchange: ExchangeConfig) -> Synchronizer:
     """The synchronizer ``exchange.mode``, with the options that belong to it."""
     if exchange.mode == "partial":
         return Partial(exchange.partial_fraction)

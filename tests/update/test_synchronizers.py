@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvd_train.config.keys import ExchangeConfig
-from hvd_train.core.synchronizers import make
-from hvd_train.core.synchronizers.partial import parts
 from hvd_train.protocol import TensorSpec
+from hvd_train.update import make_synchronizer as make
+from hvd_train.update.partial import parts
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 SPECS = [TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate((100, 1, 50, 200, 3, 3, 400, 10))]

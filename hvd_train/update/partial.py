@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_train.core.synchronizers.averaging import Averaging
 from hvd_train.protocol import TensorSpec
+from hvd_train.update.averaging import Averaging
 
 
 def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.core import auto
 from hvd_train.protocol import Packing, TensorSpec
+from hvd_train.update import auto
 from tests.numpy_frontend import NumpyOps, Threads, run_ranks
 
 SPECS = [TensorSpec("w", (300, 200), "float32"), TensorSpec("b", (200,), "float32")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_train.core.synchronizers.averaging import Averaging
 from hvd_train.protocol import TensorSpec
+from hvd_train.update.averaging import Averaging
 
 
 class LocalSGD(Averaging):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvd_train.core.exchange import Exchange
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
+from hvd_train.update.exchange import Exchange
 
 CANDIDATES = ("none", "fp16", "powersgd", "topk")  # what leaves out least comes first
 WORTH = 0.9  # a candidate that leaves out more must take less than this share of the time

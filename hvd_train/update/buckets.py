@@ -1,0 +1,36 @@
+"""Buckets: which tensors travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hvd_train.protocol import Packing, TensorSpec
+
+SMALL = 4096  # entries: tensors of fewer cost more time to compress than to send, and biases are worth their bytes
+COMPRESSED = Packing(4 << 20, 4 << 20)  # in every framework: what a compressor leaves out depends on its bucket
+JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors beside a compressor that takes each alone
+
+
+def plan(
+    specs: Sequence[TensorSpec], packing: Packing, small: int = 0, whole: Collection[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
+
+    Every index stands in exactly one bucket; a bucket holds one dtype, and tensors of fewer than ``small`` entries
+    and those of ``whole`` stand in buckets of their own; the plan depends on these alone: it is the same on all ranks.
+    """
+    buckets: list[tuple[int, ...]] = []
+    open_buckets: dict[tuple[str, bool], list[int]] = {}
+    for i in reversed(range(len(specs))):
+        spec, little = specs[i], specs[i].size < small or i in whole
+        limits = JOINED if little else packing
+        if spec.nbytes >= limits.alone_bytes:
+            buckets.append((i,))
+            continue
+        members = open_buckets.setdefault((spec.dtype, little), [])
+        if members and sum(specs[j].nbytes for j in members) + spec.nbytes > limits.bucket_bytes:
+            buckets.append(tuple(members))
+            members.clear()
+        members.append(i)
+    buckets.extend(tuple(members) for members in open_buckets.values() if members)
+    return tuple(buckets)

@@ -1,0 +1,25 @@
+"""Bounds on the reduced gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_train.protocol import Ops, Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Bounds on the reduced gradient: its global 2-norm, or each entry's absolute value. ``limit`` 0: no bound."""
+
+    limit: float = 0.0
+    algorithm: str = "norm"
+
+    def __call__(self, gradients: list[Tensor], ops: Ops) -> list[Tensor]:
+        if not self.limit:
+            return gradients
+        if self.algorithm == "value":
+            return [ops.clip(g, self.limit) for g in gradients]
+        squares = sum(ops.sum_of_squares(g) for g in gradients)
+        # The 1e-6 is that of torch.nn.utils.clip_grad_norm_: a zero gradient stays zero.
+        factor = ops.clip(self.limit / (squares**0.5 + 1e-6), 1.0)
+        return [g * factor for g in gradients]

@@ -1,0 +1,139 @@
+"""The exchange of gradients: which tensors travel together, through which compressor, and what happens to the sum.
+
+The same object is called eagerly (PyTorch) and while a ``tf.function`` is traced (TensorFlow): it keeps no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_train.compression.uncompressed import Uncompressed
+from hvd_train.protocol import Communicator, Compressor, Handle, Ops, Packing, Rounds, State, Tensor, TensorSpec, Wire
+from hvd_train.update.buckets import COMPRESSED, SMALL, plan
+from hvd_train.update.clip import Clip
+
+
+@dataclass(frozen=True)
+class _Started:
+    bucket: int
+    rounds: Rounds
+    wire: Wire
+    handles: tuple[Handle, ...]
+
+
+class Exchange:
+    """Joins gradients over ranks. One per front-end; ``reduce``, or ``start`` for each bucket, then ``finish`` once.
+
+    ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
+    Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel plain beside a compressor.
+    ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (gradients that stay on their rank).
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        packing: Packing,
+        compressor: Compressor,
+        communicator: Communicator,
+        ops: Ops,
+        clip: Clip | None = None,
+        *,
+        op: str = "sum",
+        small: int = SMALL,
+        whole: Collection[int] = (),
+        world: Communicator | None = None,
+    ) -> None:
+        plain = isinstance(compressor, Uncompressed)
+        if compressor.per_tensor or op == "adasum":
+            packing = Packing(bucket_bytes=0, alone_bytes=0)
+        elif not plain:
+            packing = COMPRESSED
+        self.buckets = plan(specs, packing) if plain else plan(specs, packing, small, whole)
+        self._specs, self.communicator, self.ops, self._op = specs, communicator, ops, op
+        self._world = world or communicator
+        self.clip = clip or Clip()
+        little = [all(specs[i].size < small or i in whole for i in members) for members in self.buckets]
+        self._compressors = [Uncompressed() if few else compressor for few in little]
+        self._shapes = [self._shape(b) for b in range(len(self.buckets))]
+
+    def _shape(self, bucket: int) -> tuple[int, ...]:
+        """The tensor's own shape if the compressor wants it, else one flat tensor."""
+        members = [self._specs[i] for i in self.buckets[bucket]]
+        return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
+
+    def init_state(self) -> list[tuple[np.ndarray, ...]]:
+        """Each bucket's first compressor state."""
+        return [
+            self._compressors[b].init_state(self._shapes[b], self._specs[members[0]].dtype)
+            for b, members in enumerate(self.buckets)
+        ]
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the order of the specs -> each bucket's flat one; what is alone in its bucket is not copied."""
+        flats = []
+        for members in self.buckets:
+            parts = [self.ops.reshape(tensors[i], (-1,)) for i in members]
+            flats.append(parts[0] if len(parts) == 1 else self.ops.join(parts))
+        return flats
+
+    def split(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The way back: each bucket's flat tensor -> tensors in the order and the shapes of the specs."""
+        found: dict[int, Tensor] = {}
+        for members, flat in zip(self.buckets, flats, strict=True):
+            sizes = [self._specs[i].size for i in members]
+            parts = self.ops.cut(flat, sizes) if len(members) > 1 else [flat]
+            for i, part in zip(members, parts, strict=True):
+                found[i] = self.ops.reshape(part, self._specs[i].shape)
+        return [found[i] for i in range(len(self._specs))]
+
+    def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]:
+        """All buckets at once: ``start``, then ``finish``."""
+        return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
+
+    def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
+        """Starts the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
+        shaped = self.ops.reshape(gradient, self._shapes[bucket])
+        rounds = self._compressors[bucket].rounds(shaped, state, self.ops)
+        return self._send(bucket, rounds, next(rounds), 0)
+
+    def finish(self, started: Sequence[_Started]) -> tuple[list[Tensor], list[State]]:
+        """Waits for every bucket; returns reduced flat gradients and new states in bucket order."""
+        results: dict[int, tuple[Tensor, State]] = {}
+        pending, turn = list(started), 0
+        while pending:
+            turn += 1
+            again = []
+            for item in pending:
+                reduced = tuple(self.communicator.synchronize(handle) for handle in item.handles)
+                try:
+                    wire = item.rounds.send(reduced)
+                except StopIteration as done:
+                    results[item.bucket] = done.value
+                else:
+                    again.append(self._send(item.bucket, item.rounds, wire, turn))
+            pending = again
+        ordered = [results[b] for b in range(len(self.buckets))]
+        flat = [self.ops.reshape(gradient, (-1,)) for gradient, _ in ordered]
+        return self.clip(flat, self.ops), [state for _, state in ordered]
+
+    def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> _Started:
+        # Names say which transfers belong together on all ranks, whatever order they start in.
+        names = [f"bucket{bucket}.{turn}.{k}" for k in range(len(wire.tensors))]
+        if wire.kind == "gather":
+            handles = [self.communicator.allgather_async(x, n) for x, n in zip(wire.tensors, names, strict=True)]
+        else:
+            pairs = zip(wire.tensors, names, strict=True)
+            handles = [self.communicator.allreduce_async(x, n, self._op) for x, n in pairs]
+        return _Started(bucket, rounds, wire, tuple(handles))
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor:
+        """(1,) float32: on how many ranks a gradient of this step is not finite. The ranks must ask together, and
+        before anything lossy: a compressor may hide what is not finite, and its residual would keep it."""
+        ops = self.ops
+        finite = ops.cast(ops.all_finite(gradients[0]), "float32")
+        for gradient in gradients[1:]:
+            finite = finite * ops.cast(ops.all_finite(gradient), "float32")
+        return self._world.synchronize(self._world.allreduce_async(ops.reshape(1 - finite, (1,)), "failures"))

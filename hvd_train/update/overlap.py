@@ -1,0 +1,52 @@
+"""Exchanges that begin while the backward pass still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvd_train import protocol
+from hvd_train.protocol import State, Tensor
+
+
+class Overlap:
+    """The buckets of a backward pass: each starts when the last of its gradients arrives, the others at the end.
+
+    ``start(b)`` brings bucket ``b`` together and hands it to ``Exchange.start``. Members that no backward pass reaches,
+    and all where nothing is told to ``arrived``, leave their buckets to ``finish``.
+    """
+
+    def __init__(self, exchange: protocol.Exchange, start: Callable[[int], Any]) -> None:
+        self._exchange, self._start = exchange, start
+        self.bucket = {i: b for b, members in enumerate(exchange.buckets) for i in members}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new pass; ``finish`` is the other end of one, unless an error is."""
+        self.started: dict[int, Any] = {}
+        self._awaited: dict[int, set[int]] = {}
+
+    def arrived(self, i: int) -> int | None:
+        """Gradient ``i`` is there: the bucket that started thereby. Once more is no other, until its bucket is gone."""
+        b = self.bucket[i]
+        if b in self.started:
+            return None
+        if b not in self._awaited:
+            self._awaited[b] = set(self._exchange.buckets[b])
+        self._awaited[b].discard(i)
+        if self._awaited[b]:
+            return None
+        self.started[b] = self._start(b)
+        return b
+
+    def finish(
+        self, last: int | None = None, start: Callable[[int], Any] | None = None
+    ) -> tuple[list[Tensor], list[State]]:
+        """Starts what has not yet, ``last`` behind the others, by ``start`` if given; then as ``Exchange.finish``."""
+        buckets = range(len(self._exchange.buckets))
+        for b in sorted(buckets, key=lambda b: b == last):
+            if b not in self.started:
+                self.started[b] = (start or self._start)(b)
+        started = [self.started[b] for b in buckets]
+        self.begin()
+        return self._exchange.finish(started)

@@ -367,7 +367,10 @@ class FrontEnd(Protocol):
         """Sets the rate of every dropout layer to 0; before ``connect``."""
 
     def connect(self, exchange: Exchange) -> None:
-        """Takes the exchange that every later ``train_step`` uses."""
+        """Build the optimizer and its slots, and take the exchange of every later ``train_step``.
+
+        Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
+        """
 
     def to_device(self, batch: Batch) -> Any: ...
 

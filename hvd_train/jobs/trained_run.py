@@ -22,7 +22,6 @@ from hvd_train.data.sources import Asked, DataSet, open_data
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
 from hvd_train.frontends.rank import settle
-from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import Job, build_job, failures_explained
 from hvd_train.jobs.resume import best_rule, changed_parts, saved_vocabulary
 from hvd_train.protocol import Field, Sample, one_or_all
@@ -121,14 +120,19 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         job = build_job(config, rank.module, communicator, data, rank.settings, split)
         if communicator.rank == 0:
             _print_notes(job, run, same, meta.get("data") or {})
-        connect(job, "none")
-        tree = without_slots(snapshot.tree) if snapshot else {}
-        collectively(communicator, lambda: check_tree(without_slots(job.frontend.state()), tree) if snapshot else None)
-        for piece in broadcast(communicator, tree):
-            job.frontend.load(piece)
+        _load_weights(job, snapshot)
+        del snapshot  # weights and slots: three times the model, with adam
         yield job
         communicator.barrier()
     communicator.close()
+
+
+def _load_weights(job: Job, snapshot: checkpoint.Snapshot | None) -> None:
+    """Load the weights and statistics of ``snapshot``, which rank 0 has, on all ranks."""
+    tree = without_slots(snapshot.tree) if snapshot else {}
+    collectively(job.communicator, lambda: check_tree(job.frontend.state(), tree) if snapshot else None)
+    for piece in broadcast(job.communicator, tree):
+        job.frontend.load(piece)
 
 
 def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:

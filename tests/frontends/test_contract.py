@@ -41,8 +41,17 @@ def sample_of(shape, classes, dtype="float32", labels=()):
     return Sample({"input": Field(shape, dtype)}, {"label": Field(labels, "int64", classes=classes)})
 
 
-def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap=lambda exchange: exchange, **keys):
-    """A front-end on one rank, connected."""
+def opened(
+    framework,
+    model=None,
+    optim=None,
+    compressor=None,
+    shape=SHAPE,
+    wrap=lambda exchange: exchange,
+    connect=True,
+    **keys,
+):
+    """A front-end on one rank, connected unless told otherwise."""
     optim = {"lr": 0.1, "momentum": 0.9} if optim is None else optim
     if framework == "numpy":
         frontend = NumpyFrontEnd(Serial(), int(np.prod(shape)), CLASSES, momentum=optim.get("momentum", 0.0))
@@ -51,7 +60,8 @@ def opened(framework, model=None, optim=None, compressor=None, shape=SHAPE, wrap
         config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
         frontend = module(framework).open_frontend(config, Serial(), sample_of(shape, CLASSES))
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
-    frontend.connect(wrap(Exchange(*parts, small=0)))
+    if connect:
+        frontend.connect(wrap(Exchange(*parts, small=0)))
     return frontend
 
 
@@ -227,6 +237,19 @@ def test_scores_are_sums_over_weighted_rows_of_the_logits(framework):
     sums = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one)))
     assert sums.dtype == np.float64
     np.testing.assert_allclose(sums, [loss, correct, 4], rtol=1e-12)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_inference_needs_no_optimizer_and_holds_no_slots(framework):
+    optim = {"name": "adam", "lr": 0.1}
+    trained, alone = opened(framework, optim=optim), opened(framework, optim=optim, connect=False)
+    stepped(trained, [batch()])
+    alone.load(trained.state())
+    assert same(alone.state(), {key: x for key, x in trained.state().items() if not key.startswith("slots/")})
+    one = batch(7)
+    for score in ("evaluate_batch", "predict"):
+        a, b = (np.asarray(getattr(f, score)(f.to_device(one))) for f in (trained, alone))
+        np.testing.assert_allclose(a, b, rtol=1e-13)
 
 
 # ---- state

@@ -101,6 +101,9 @@ class TensorFlowFrontEnd(StateTree):
         if table:
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
+        self._optimizer: Any = None
+        self._compiled: dict[Any, Callable] = {}
+        self._score, self._predict = graph(self._traced_score), graph(self._evaluated)
         self._ask(sample)
 
     def _try(self) -> None:
@@ -149,7 +152,6 @@ class TensorFlowFrontEnd(StateTree):
         self._accumulate = graph(self._traced_accumulate)
         self._step = graph(self._traced_step)
         self._steps: dict[Any, Callable] = {}  # by the shape of a batch
-        self._compiled: dict[Any, Callable] = {}
         steps = self.config.steps_per_execution
         # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
         # while Python prepares more.
@@ -159,8 +161,6 @@ class TensorFlowFrontEnd(StateTree):
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self.queued: list[tuple[tuple[Any, ...], _Later]] = []
         self._compression_error = graph(self._traced_compression_error)
-        self._score = graph(self._traced_score)
-        self._predict = graph(self._evaluated)
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
@@ -354,9 +354,10 @@ class TensorFlowFrontEnd(StateTree):
         self.run_queued()
         found = {f"weights/{p}": v for p, v in self._trainable.items()}
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
-        for slot, variables in self._optimizer.slots.items():
+        slots = self._optimizer.slots if self._optimizer else {}
+        for slot, variables in slots.items():
             found |= {f"slots/{slot}/{p}": v for p, v in zip(self._trainable, variables, strict=True)}
-        if "exp_avg" in self._optimizer.slots:
+        if "exp_avg" in slots:
             found["slots/step"] = self._optimizer.iterations
         return found
 

@@ -74,8 +74,8 @@ def submit(
     hvd-train submit --nodes 2 --time 30 -- python train.py --lr 0.1  a script with hvd_train.torch or .keras
     """
     from hvd_train.config import SlurmConfig, load_config
-    from hvd_train.core.folder import check_free
     from hvd_train.launch import submit as slurm
+    from hvd_train.run_folder.layout import check_free
     from hvd_train.sweep import array
     from hvd_train.sweep.plan import plan
 

@@ -11,28 +11,31 @@ import signal
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvd_train import faults
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import weights_sha256
+from hvd_train.checkpoint.manifest import Progress
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, faults, saving
+from hvd_train.core import saving
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
-from hvd_train.core.log import NullLog, RunLog
-from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import ordered_sum
 from hvd_train.core.meeting import Meetings, StopSource
 from hvd_train.core.nonfinite import MOST_IN_A_ROW, Skips, rescale
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.schedule import Schedule
-from hvd_train.core.state_dict import weights_sha256
 from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Batch, FrontEnd, Scale, Source
+from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update import make_synchronizer
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
@@ -180,7 +183,7 @@ class Trainer:
         found = self._stragglers.found
         if found is None:
             return ""
-        self.log.straggler(epoch, self.progress.step, found)
+        self.log.straggler(epoch, self.progress.step, asdict(found))
         return f"rank {found.rank} is slow: {found.share:.0%}"
 
     def _interrupt(self) -> None:
@@ -354,7 +357,7 @@ class Trainer:
             raise NonFiniteError(
                 f"{error.what}, and there is no checkpoint yet", where=error.where, fix=error.fix, common=True
             )
-        snapshot = collectively(self.communicator, lambda: checkpoint.load(Path(found)) if first else None)
+        snapshot = collectively(self.communicator, lambda: store.load(Path(found)) if first else None)
         saving.restore(self, snapshot)
         p.loss_scale, p.good_steps, self.progress = self.progress.loss_scale, 0, p
         self._lines.pending.clear()
@@ -465,7 +468,7 @@ class Trainer:
         if path and path.parent == self.folder and outcome != saving.NOT_KEPT:
             self._call("on_checkpoint", path)
 
-    def restore(self, snapshot: checkpoint.Snapshot | None) -> list[str]:
+    def restore(self, snapshot: store.Snapshot | None) -> list[str]:
         """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
 
         Returns what of it was left behind, a line each.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvd_train.core.state_dict import PIECE_BYTES
+from hvd_train.checkpoint.arrays import PIECE_BYTES
 from hvd_train.errors import CommunicationError
 from hvd_train.protocol import Communicator, Ops, Tree
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.checkpoint.manifest import Progress
 from hvd_train.core.agreement import NONFINITE_FIX
-from hvd_train.core.log import NullLog, RunLog
-from hvd_train.core.manifest import Progress
 from hvd_train.core.precision import next_scale
 from hvd_train.errors import NonFiniteError
 from hvd_train.protocol import FrontEnd, Tree
+from hvd_train.run_folder.log import NullLog, RunLog
 
 MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more is no accident
 

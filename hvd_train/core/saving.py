@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_train import errors
+from hvd_train import errors, faults
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import broadcast, pack, unpack, without_slots
+from hvd_train.checkpoint.manifest import Progress
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, faults
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
-from hvd_train.core.manifest import Progress
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
-from hvd_train.core.state_dict import broadcast, pack, unpack, without_slots
 from hvd_train.errors import CheckpointError, NonFiniteError, TrainError
 from hvd_train.protocol import Source, Tree
 
@@ -168,23 +168,23 @@ def save(
     settle(communicator.broadcast_bytes(outcome.encode()).decode())
     work, folder = None, memory or trainer.folder
     if communicator.rank == 0:
-        snapshot = checkpoint.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta)
+        snapshot = store.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta)
         rule = c.checkpoint
         # A rollback goes back to the newest.
         last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
 
         def work() -> bool:
-            checkpoint.save(folder, snapshot, writer.moved)
-            checkpoint.prune(
+            store.save(folder, snapshot, writer.moved)
+            store.prune(
                 folder,
                 save_top_k=0 if memory else rule.save_top_k,
                 save_last=last,
                 monitor=rule.monitor,
                 mode=c.mode_of(rule),
             )
-            return checkpoint.place(folder, snapshot.step).exists()
+            return store.place(folder, snapshot.step).exists()
 
-    writer.begin(checkpoint.place(folder, p.step), work)
+    writer.begin(store.place(folder, p.step), work)
 
 
 def _check_finite(tree: Tree, where: str) -> None:
@@ -199,7 +199,7 @@ def _local(trainer: Trainer) -> Tree:
     return trainer.frontend.local_state() | trainer.synchronizer.local_state(trainer.frontend)
 
 
-def restore(trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> list[str]:
+def restore(trainer: Trainer, snapshot: store.Snapshot | None) -> list[str]:
     """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
 
     Returns what of it was left behind, a line each.
@@ -315,7 +315,7 @@ def _rule(config: Config) -> str:
     return f"{config.mode_of(rule)} of {rule.monitor}" if rule else "none"
 
 
-def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
+def _head(snapshot: store.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
     config = snapshot.config()
@@ -336,5 +336,5 @@ def _head(snapshot: checkpoint.Snapshot | None) -> bytes:
     return json.dumps(head).encode()
 
 
-def _locals(snapshot: checkpoint.Snapshot | None, ranks: int) -> list[Tree]:
+def _locals(snapshot: store.Snapshot | None, ranks: int) -> list[Tree]:
     return list(snapshot.local) if snapshot else [{}] * ranks

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.core.state_dict import PIECE_BYTES
+from hvd_train.checkpoint.arrays import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named

@@ -6,30 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import without_slots
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, folder
 from hvd_train.core.agreement import collectively
-from hvd_train.core.log import NullLog, WordLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.saving import check_tree
-from hvd_train.core.state_dict import without_slots
 from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import opened_job
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.launch.environment import world
+from hvd_train.run_folder import layout
+from hvd_train.run_folder.log import NullLog, WordLog
 
 
 def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
     """Do what comes before a training, then one step and one batch of an evaluation; write nothing."""
     run_dir = Path(config.run_dir)
     if world().rank == 0:
-        folder.check_free(run_dir, resume, overwrite)
+        layout.check_free(run_dir, resume, overwrite)
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
         log = WordLog() if first else NullLog()
 
-        def find() -> checkpoint.Snapshot | None:
+        def find() -> store.Snapshot | None:
             snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
             if snapshot:
                 check_tree(without_slots(job.frontend.state()), without_slots(snapshot.tree))

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hvd_train import __version__, files
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import without_slots
+from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.own import look_in
-from hvd_train.core import checkpoint
-from hvd_train.core.manifest import sample_of
-from hvd_train.core.state_dict import without_slots
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
@@ -102,7 +102,7 @@ def _builder(config: Config, to: str) -> Framework | None:
     return own
 
 
-def _trained(config: Config, snapshot: checkpoint.Snapshot) -> Trained:
+def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
     """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
     sample = sample_of(snapshot.meta) or open_data(config.data, config.task).sample
     arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvd_train import faults
+from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, resolved_yaml
-from hvd_train.core import faults, folder
 from hvd_train.core.agreement import collectively
-from hvd_train.core.checkpoint import Snapshot
 from hvd_train.core.hooks import Crowded, Hook
-from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer
 from hvd_train.core.meeting import StopSource
 from hvd_train.errors import Interrupted
@@ -24,6 +23,9 @@ from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.launch import peers, snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.signals import SignalListener
+from hvd_train.run_folder import layout
+from hvd_train.run_folder.lock import Lock
+from hvd_train.run_folder.log import NullLog, RunLog
 
 
 def fit(
@@ -54,15 +56,15 @@ def fit(
 
 
 @contextmanager
-def locked_run_folder(config: Config, resume: str | None, overwrite: bool) -> Iterator[folder.Lock | None]:
+def locked_run_folder(config: Config, resume: str | None, overwrite: bool) -> Iterator[Lock | None]:
     """Lock the run folder on rank 0, if it is free for this run."""
     if world().rank:
         yield None
         return
     run_dir = Path(config.run_dir)
-    with folder.Lock(run_dir) as lock:
-        folder.bring_back(run_dir)
-        folder.check_free(run_dir, resume, overwrite)
+    with Lock(run_dir) as lock:
+        layout.bring_back(run_dir)
+        layout.check_free(run_dir, resume, overwrite)
         yield lock
 
 
@@ -71,7 +73,7 @@ def train(
     resume: str | None = None,
     allow_change: Sequence[str] = (),
     overwrite: bool = False,
-    lock: folder.Lock | None = None,
+    lock: Lock | None = None,
     hooks: Sequence[Hook] = (),
     stop_source: StopSource | None = None,
     until: int | None = None,
@@ -112,10 +114,10 @@ def train(
         about |= {"compression": compression, "keeps_freed_memory": keeps_memory}
         log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
         if job.data.vocabulary:
-            log.files[folder.VOCABULARY] = job.data.vocabulary
+            log.files[layout.VOCABULARY] = job.data.vocabulary
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
-        log.replace = overwrite and not folder.goes_on(run_dir, resume)
+        log.replace = overwrite and not layout.goes_on(run_dir, resume)
     faults.at("start")
     try:
         summary = trainer.fit()

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.checkpoint import store
 from hvd_train.config import Config
-from hvd_train.core import checkpoint
-from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Batch, Sample, one_or_all
+from hvd_train.run_folder.log import NullLog, RunLog
 
 
-def start(job: Job, trainer: Trainer, snapshot: checkpoint.Snapshot | None) -> str:
+def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     """Describe the model, the data, the world and, where a run goes on, the place it goes on from."""
     c, count, size = job.config, sum(spec.size for spec in job.frontend.specs()), job.communicator.size
     steps = f"{trainer.steps_per_epoch} steps per epoch"
@@ -69,7 +69,7 @@ def end(summary: dict[str, Any], config: Config) -> str:
     result = f"validation {listed}" if listed else "no evaluation"
     at = summary.get("paused_at")
     word = f"left after epoch {at}, --resume auto goes on" if at else "done"
-    best = checkpoint.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
+    best = store.best(run_dir / "checkpoints", *best_rule(config)) if config.checkpoint.save_top_k else ""
     best = f"; best: {best}" if best else ""
     speed = summary["samples_per_second"]
     speed = f", {speed:,.0f} samples/s" if speed else ""

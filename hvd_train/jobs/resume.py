@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config, changed
-from hvd_train.core import checkpoint, folder
 from hvd_train.core.agreement import collectively
-from hvd_train.core.log import warn
-from hvd_train.core.manifest import sample_of
 from hvd_train.core.saving import data_facts
 from hvd_train.data.classes import listing
 from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.launch import snapshots
 from hvd_train.protocol import Communicator, Sample
+from hvd_train.run_folder import layout
+from hvd_train.run_folder.terminal import warn
 
 
 def best_rule(config: Config) -> tuple[str, str]:
@@ -28,7 +29,7 @@ def best_rule(config: Config) -> tuple[str, str]:
 
 def find_checkpoint(
     config: Config, user_config: Config, data: DataSet, resume: str | None, allow_change: Sequence[str]
-) -> checkpoint.Snapshot | None:
+) -> store.Snapshot | None:
     """Read the checkpoint that ``resume`` names; None to start anew.
 
     Its configuration and data must be this run's, except what ``allow_change`` names. ``user_config`` is the
@@ -38,11 +39,11 @@ def find_checkpoint(
         return None
     run_dir = Path(config.run_dir)
     if resume in ("auto", "last"):
-        snapshot = checkpoint.newest(run_dir / "checkpoints", warn, snapshots.given())
+        snapshot = store.newest(run_dir / "checkpoints", warn, snapshots.given())
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:
-        snapshot = checkpoint.load(checkpoint.resolve(run_dir, resume, *best_rule(config), warn))
+        snapshot = store.load(store.resolve(run_dir, resume, *best_rule(config), warn))
     if snapshot is None:
         return None
     _check_config(snapshot.config(), config, user_config, allow_change)
@@ -50,7 +51,7 @@ def find_checkpoint(
     learned = saved_vocabulary(run_dir) if data.vocabulary else ""
     if learned and json.loads(learned) != json.loads(data.vocabulary):
         what = "the vocabulary that was learned from the text is another one than at the checkpoint"
-        fix = f"keep to the run's: --set data.vocabulary={(run_dir / folder.VOCABULARY).resolve()} --allow-change data"
+        fix = f"keep to the run's: --set data.vocabulary={(run_dir / layout.VOCABULARY).resolve()} --allow-change data"
         raise DataError(what, where=str(snapshot.path), fix=fix)
     if "data" not in allow_change:
         _check_data(snapshot, data_facts(data.train, data.val), len(data.train))
@@ -77,7 +78,7 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
 
 
-def _check_fields(snapshot: checkpoint.Snapshot, sample: Sample, allowed: bool) -> None:
+def _check_fields(snapshot: store.Snapshot, sample: Sample, allowed: bool) -> None:
     """Refuse columns in another order, and inputs of another scale: weights know them by place and size alone."""
     run = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None
     pairs = [(kind, getattr(run, kind), getattr(sample, kind)) for kind in ("inputs", "labels")] if run else []
@@ -102,7 +103,7 @@ def _check_fields(snapshot: checkpoint.Snapshot, sample: Sample, allowed: bool) 
                 raise DataError(what, where=str(snapshot.path), fix=f"store them as {old.dtype}")
 
 
-def _check_data(snapshot: checkpoint.Snapshot, facts: dict[str, dict[str, Any]], size: int) -> None:
+def _check_data(snapshot: store.Snapshot, facts: dict[str, dict[str, Any]], size: int) -> None:
     """Refuse training and validation data with other samples than the checkpoint's."""
     rows = changed_parts(snapshot.meta.get("data", {}), facts)
     consumed = snapshot.progress.consumed
@@ -127,13 +128,13 @@ def changed_parts(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]
 def saved_vocabulary(run_dir: Path) -> str:
     """Read the run's vocabulary, as JSON; empty if the run has none, or is of an older version."""
     try:
-        text = (run_dir / folder.VOCABULARY).read_text(encoding="utf-8")
+        text = (run_dir / layout.VOCABULARY).read_text(encoding="utf-8")
         json.loads(text)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
         what = f"the vocabulary of the run cannot be read: {error}"
-        raise CheckpointError(what, where=str(run_dir / folder.VOCABULARY)) from error
+        raise CheckpointError(what, where=str(run_dir / layout.VOCABULARY)) from error
     return text
 
 
@@ -165,11 +166,11 @@ def _were_images(config: Config, data: DataSet, resume: str) -> bool:
     try:
         newest = resume in ("auto", "last")
         place = (
-            checkpoint.newest_readable(run_dir / "checkpoints")
+            store.newest_readable(run_dir / "checkpoints")
             if newest
-            else checkpoint.resolve(run_dir, resume, rule.monitor, rule.mode)
+            else store.resolve(run_dir, resume, rule.monitor, rule.mode)
         )
-        run = sample_of(checkpoint.read(place)[1])
+        run = sample_of(store.read(place)[1])
     except (CheckpointError, OSError):  # reported where the checkpoint is loaded
         return False
     pairs = [(run.inputs[name], field) for name, field in data.sample.inputs.items() if run and name in run.inputs]

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import broadcast, without_slots
+from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import look_in, source_of
-from hvd_train.core import checkpoint
 from hvd_train.core.agreement import collectively
-from hvd_train.core.log import warn
-from hvd_train.core.manifest import sample_of
 from hvd_train.core.saving import check_tree, data_facts
-from hvd_train.core.state_dict import broadcast, without_slots
 from hvd_train.data.classes import listing
 from hvd_train.data.sources import Asked, DataSet, open_data
 from hvd_train.errors import ConfigError, DataError
@@ -25,6 +24,7 @@ from hvd_train.frontends.rank import settle
 from hvd_train.jobs.job import Job, build_job, failures_explained
 from hvd_train.jobs.resume import best_rule, changed_parts, saved_vocabulary
 from hvd_train.protocol import Field, Sample, one_or_all
+from hvd_train.run_folder.terminal import warn
 
 
 def trained_config(
@@ -46,13 +46,13 @@ def trained_config(
         raise ConfigError("is no run folder: it holds no checkpoints and no config.yaml", where=run_dir)
 
     def saved(place: Path) -> Config:
-        return load_config(None, sets, base=checkpoint.config_of(place), run_dir=run_dir).restoring()
+        return load_config(None, sets, base=store.config_of(place), run_dir=run_dir).restoring()
 
     # "best" is a matter of the configuration, which is that of the newest one as long as none is chosen.
-    place = checkpoint.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
+    place = store.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
     config = saved(place) if place else None
     if which != "last":
-        place = checkpoint.resolve(folder, which, *best_rule(config or Config()))
+        place = store.resolve(folder, which, *best_rule(config or Config()))
         config = saved(place)
     assert config is not None and place is not None
     named_keys = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
@@ -85,12 +85,12 @@ def refuse_foreign(code: Mapping[str, str], run_dir: str | None) -> None:
         raise ConfigError(what, where=run_dir or "", fix=fix)
 
 
-def choose_checkpoint(config: Config, which: str) -> checkpoint.Snapshot:
+def choose_checkpoint(config: Config, which: str) -> store.Snapshot:
     """Read and verify the checkpoint that --checkpoint names."""
     if which == "best":
         for note in config.notes:
             warn(note)
-    return checkpoint.choose(Path(config.run_dir), which, *best_rule(config), warn)
+    return store.choose(Path(config.run_dir), which, *best_rule(config), warn)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
     communicator.close()
 
 
-def _load_weights(job: Job, snapshot: checkpoint.Snapshot | None) -> None:
+def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
     """Load the weights and statistics of ``snapshot``, which rank 0 has, on all ranks."""
     tree = without_slots(snapshot.tree) if snapshot else {}
     collectively(job.communicator, lambda: check_tree(job.frontend.state(), tree) if snapshot else None)

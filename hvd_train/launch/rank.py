@@ -11,11 +11,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_train.core.folder import put
 from hvd_train.errors import LostRankError, TrainError
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch.environment import bind, rank_settings, threads, world
 from hvd_train.launch.exit import exit_rank
+from hvd_train.run_folder.layout import put
 
 
 def main() -> None:

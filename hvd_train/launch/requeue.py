@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from hvd_train import files
-from hvd_train.core import checkpoint
-from hvd_train.core.folder import REQUEUED
+from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, Interrupted
 from hvd_train.launch.launchers.base import FATAL
+from hvd_train.run_folder.layout import REQUEUED
 
 SAVED = Interrupted.exit_code  # of the ranks
 AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}  # srun hands on the code of a rank that a signal ended
@@ -37,7 +37,7 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
         return _stay(code, f"it was started again {count} times, and --requeue allows {times}")
     job = os.environ["SLURM_JOB_ID"]
     if run_dir is not None:
-        found = checkpoint.find(run_dir / "checkpoints")
+        found = store.find(run_dir / "checkpoints")
         step = found[-1][0] if found else 0
         if count and step <= _before(run_dir / REQUEUED, job):
             fix = "give it more --time" if code == SAVED else "look at what ended its ranks"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvd_train.core.folder import ticks
 from hvd_train.errors import ConfigError
+from hvd_train.run_folder.lock import ticks
 
 VARIABLE = "HVD_TRAIN_SNAPSHOTS"  # the folder, set for the ranks
 PLACE, PREFIX = Path("/dev/shm"), "hvd-train-snapshots-"

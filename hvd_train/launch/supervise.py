@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 
-from hvd_train.core import checkpoint, faults
+from hvd_train import faults
+from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.board import VARIABLE, Board, supported
@@ -174,7 +175,7 @@ def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
 def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
     """(step, folder, inode): one that was written again is another."""
     found = set()
-    for step, path in checkpoint.find(run_dir / "checkpoints"):
+    for step, path in store.find(run_dir / "checkpoints"):
         with suppress(FileNotFoundError):
             found.add((step, path, path.stat().st_ino))
     return found

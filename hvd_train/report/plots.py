@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.core import metrics_file
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import jsonl
 
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
@@ -43,7 +43,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    runs = [(run_dir.name, metrics_file.read(run_dir)[0]) for run_dir in run_dirs]
+    runs = [(run_dir.name, jsonl.read(run_dir)[0]) for run_dir in run_dirs]
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvd_train.config.own import look_in
-from hvd_train.core.log import warn
 from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
@@ -24,6 +23,7 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import World
 from hvd_train.launch.signals import SignalListener, listen
 from hvd_train.protocol import Communicator
+from hvd_train.run_folder.terminal import warn
 from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import report

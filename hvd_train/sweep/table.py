@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from hvd_train.core.log import on_terminal
+from hvd_train.run_folder.terminal import on_terminal
 from hvd_train.sweep.folder import State, Sweep, state
 from hvd_train.sweep.halving import describe
 from hvd_train.sweep.results import shown

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.checkpoint.arrays import pack, unpack
 from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, Taken
-from hvd_train.core.log import NullLog
 from hvd_train.core.loop import Trainer
-from hvd_train.core.state_dict import pack, unpack
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
+from hvd_train.run_folder.log import NullLog
 
 STAGES = ("first", "last")
 

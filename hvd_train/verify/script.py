@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_train.core.state_dict import unpack
+from hvd_train.checkpoint.arrays import unpack
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch

@@ -88,11 +88,11 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
     """The product's own loop."""
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
-    from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
     from hvd_train.jobs.connect import connect
     from hvd_train.jobs.job import opened_job
     from hvd_train.launch.environment import keep_memory
+    from hvd_train.run_folder.log import NullLog
 
     class Counting(Hook):
         def __init__(self) -> None:

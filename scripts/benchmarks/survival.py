@@ -44,7 +44,6 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
     """One rank: trains, and on rank 0 writes the seconds of each block."""
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
-    from hvd_train.core.log import NullLog
     from hvd_train.core.loop import Trainer
     from hvd_train.core.meeting import StopSource
     from hvd_train.jobs.connect import connect
@@ -52,6 +51,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
     from hvd_train.launch import peers
     from hvd_train.launch.environment import keep_memory
     from hvd_train.launch.signals import listen
+    from hvd_train.run_folder.log import NullLog
 
     model, steps = PARTS[part]
     seconds: list[float] = []

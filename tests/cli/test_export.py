@@ -14,8 +14,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from hvd_train.checkpoint.manifest import encode
 from hvd_train.config import load_config
-from hvd_train.core.manifest import encode
 from hvd_train.data.sources import open_data
 from tests.cli.test_commands import ROOT, SECONDS, run
 

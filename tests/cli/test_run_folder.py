@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.core.manifest import encode
+from hvd_train.checkpoint.manifest import encode
 from tests.cli.test_commands import ROOT, SECONDS
 
 # One process runs many command lines, so that PyTorch is loaded once. stdin: lists of arguments.

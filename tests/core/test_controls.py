@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.core import checkpoint, saving
+from hvd_train.checkpoint import store
+from hvd_train.core import saving
 from hvd_train.errors import CheckpointError
-from tests.core.test_checkpoint import TREE, snapshot
+from tests.checkpoint.test_store import TREE, snapshot
 from tests.core.test_loop import KillingLog, Stop, config, final, same, trainer
 from tests.numpy_frontend import run_ranks
 
@@ -26,7 +27,7 @@ class Disk:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.root, self.synced, self.lost = root / "checkpoints", root, set(), []
-        checkpoint.save(self.folder, snapshot(1))
+        store.save(self.folder, snapshot(1))
         self.synced |= {path.stat().st_ino for path in self.folder.rglob("*")}
         self.folder_current = True  # whether all renames in it are on the disk
         fsync, rename, self.rmtree = os.fsync, os.rename, shutil.rmtree
@@ -51,7 +52,7 @@ class Disk:
             patch.setattr(os, "fsync", synced)
             patch.setattr(os, "rename", renamed)
             patch.setattr(shutil, "rmtree", removed)
-            checkpoint.save(self.folder, snapshot(2))
+            store.save(self.folder, snapshot(2))
         self.cut("end")
         if not self.folder_current:
             self.lost.append("committed, but its name is not on the disk")
@@ -63,7 +64,7 @@ class Disk:
             if path.is_file() and path.stat().st_ino not in self.synced:
                 (copy / path.relative_to(self.folder)).write_bytes(b"")
         try:
-            checkpoint.newest(copy, lambda line: self.lost.append(f"{after}: {line}"))
+            store.newest(copy, lambda line: self.lost.append(f"{after}: {line}"))
         except CheckpointError as error:
             self.lost.append(f"{after}: {error}")
         self.rmtree(copy)
@@ -80,29 +81,29 @@ def unsynced(path, pieces):
 @pytest.mark.parametrize("missing", ["fsync of files", "fsync of the folder", "the rename"])
 def test_control_f04_without_the_order_a_power_cut_is_found_to_damage(tmp_path, monkeypatch, missing):
     if missing == "fsync of files":
-        monkeypatch.setattr(checkpoint, "write", unsynced)
+        monkeypatch.setattr(store, "write", unsynced)
     elif missing == "fsync of the folder":
-        monkeypatch.setattr(checkpoint, "sync", lambda folder: None)
+        monkeypatch.setattr(store, "sync", lambda folder: None)
     else:
-        monkeypatch.setattr(checkpoint, "NAME", re.compile(r"step-([0-9]+)(\..*)?$"))  # counts as it is written
+        monkeypatch.setattr(store, "NAME", re.compile(r"step-([0-9]+)(\..*)?$"))  # counts as it is written
     assert Disk(tmp_path, monkeypatch).lost
 
 
 def test_control_f20_without_the_hash_a_flipped_bit_would_be_trained_on(tmp_path, monkeypatch):
-    path = checkpoint.save(tmp_path, snapshot())
+    path = store.save(tmp_path, snapshot())
     flip_last(path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="SHA-256"):
-        checkpoint.load(path)
+        store.load(path)
 
     class Same:
         def hexdigest(self):
-            return checkpoint.read(path)[0].files[self.name].sha256
+            return store.read(path)[0].files[self.name].sha256
 
         def __init__(self, content):
             self.name = next(n for n in os.listdir(path) if (path / n).read_bytes() == content)
 
-    monkeypatch.setattr(checkpoint, "hashlib", SimpleNamespace(sha256=Same))  # not for the manifest's own
-    found = checkpoint.load(path).tree
+    monkeypatch.setattr(store, "hashlib", SimpleNamespace(sha256=Same))  # not for the manifest's own
+    found = store.load(path).tree
     assert any((found[key] != array).any() for key, array in TREE.items())
 
 

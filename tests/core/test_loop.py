@@ -13,17 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.arrays import weights_sha256
 from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
-from hvd_train.core import checkpoint, loop
+from hvd_train.core import loop
 from hvd_train.core.hooks import Crowded, Hook, Speed
-from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.loop import Trainer, forward_seed
-from hvd_train.core.state_dict import weights_sha256
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
+from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.exchange import Exchange
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
@@ -83,7 +84,7 @@ def trainer(communicator, c, folder, log=None, compressor=None, resume=False, ho
     )
     frontend.connect(exchange)
     made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
-    found = checkpoint.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
+    found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
     return made
 
@@ -199,7 +200,7 @@ def test_what_is_left_twice_stays_the_best(tmp_path):
     c = config(checkpoint={"save_last": False})
     for _ in range(2):
         final(1, c, tmp_path, resume=True, until=1)
-        assert checkpoint.resolve(tmp_path, "best").name == "step-00000007"
+        assert store.resolve(tmp_path, "best").name == "step-00000007"
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 5)])
@@ -241,8 +242,8 @@ def test_stopped_by_max_steps_and_gone_on_is_the_run(tmp_path):
 def test_ranks_that_wait_for_a_save_meet_meanwhile(tmp_path, monkeypatch):
     """Horovod ends ranks that wait for one another for ten minutes, and a large checkpoint may take longer."""
     monkeypatch.setattr(loop, "SETTLE_SECONDS", 0.02)
-    real = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *given: (time.sleep(0.4), real(*given)))
+    real = store.save
+    monkeypatch.setattr(store, "save", lambda *given: (time.sleep(0.4), real(*given)))
     meetings = []
 
     def work(communicator):
@@ -253,7 +254,7 @@ def test_ranks_that_wait_for_a_save_meet_meanwhile(tmp_path, monkeypatch):
 
     assert run_ranks(2, work) == [1, 1]
     assert meetings.count(0) == meetings.count(1) > 10
-    assert checkpoint.newest(tmp_path / "checkpoints", pytest.fail).step == 1
+    assert store.newest(tmp_path / "checkpoints", pytest.fail).step == 1
 
 
 def test_gone_on_from_an_older_checkpoint_its_own_are_the_newest(tmp_path, capsys):
@@ -269,14 +270,14 @@ def test_gone_on_from_an_older_checkpoint_its_own_are_the_newest(tmp_path, capsy
 
     folder = tmp_path / "checkpoints"
     run(config(checkpoint={"save_top_k": 9}))
-    assert [step for step, _ in checkpoint.find(folder)] == [7, 14, 21]
-    run(config(max_steps=9), checkpoint.load(folder / "step-00000007"))
-    assert [step for step, _ in checkpoint.find(folder)] == [7, 9]
+    assert [step for step, _ in store.find(folder)] == [7, 14, 21]
+    run(config(max_steps=9), store.load(folder / "step-00000007"))
+    assert [step for step, _ in store.find(folder)] == [7, 9]
     (left,) = folder.glob("left-*")
     assert str(left) in capsys.readouterr().out
-    assert [checkpoint.load(path).step for _, path in checkpoint.find(left)] == [14, 21]
-    run(config(), checkpoint.load(folder / "step-00000007"), until=1)
-    assert [step for step, _ in checkpoint.find(folder)] == [7]
+    assert [store.load(path).step for _, path in store.find(left)] == [14, 21]
+    run(config(), store.load(folder / "step-00000007"), until=1)
+    assert [step for step, _ in store.find(folder)] == [7]
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
@@ -296,7 +297,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
         frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops, None))
         made = Trainer(config(), frontend, TRAIN, VALIDATION, tmp_path, NullLog())
         with pytest.raises(CheckpointError, match="weights/w: .* in the checkpoint") as caught:
-            made.restore(checkpoint.newest(made.folder, pytest.fail) if communicator.rank == 0 else None)
+            made.restore(store.newest(made.folder, pytest.fail) if communicator.rank == 0 else None)
         return str(caught.value)
 
     assert len(run_ranks(2, work)) == 2
@@ -308,7 +309,7 @@ def test_the_loss_scale_belongs_to_its_precision(tmp_path, size, before, after):
     """Here arithmetic is exact in every precision, so the run that changes it is the one that does not."""
     whole = final(size, config(precision=after), tmp_path / "whole")
     final(size, config(precision=before, max_steps=10), tmp_path / "cut")
-    saved = checkpoint.newest(tmp_path / "cut" / "checkpoints", pytest.fail).progress
+    saved = store.newest(tmp_path / "cut" / "checkpoints", pytest.fail).progress
     assert saved.loss_scale == (1.0 if before == "32" else 2.0**16)
     again = final(size, config(precision=after), tmp_path / "cut", resume=True)
     assert same(again[1], whole[1])
@@ -326,7 +327,7 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
         def work(communicator):
             made = trainer(communicator, config(**keys), tmp_path, compressor=compressor)
             made.compression = name
-            found = checkpoint.newest(made.folder, pytest.fail) if communicator.rank == 0 else None
+            found = store.newest(made.folder, pytest.fail) if communicator.rank == 0 else None
             return made.restore(found), sum(np.abs(x).sum() for x in made.frontend.local_state().values())
 
         return run_ranks(size, work)
@@ -350,7 +351,7 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
 
 
 def steps_saved(folder):
-    return [step for step, _ in checkpoint.find(folder / "checkpoints")]
+    return [step for step, _ in store.find(folder / "checkpoints")]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,7 @@ def test_training_ends_where_it_should(tmp_path, keys, steps, samples):
     ids=str,
 )
 def test_checkpoints_come_when_asked(tmp_path, monkeypatch, rule, kept):
-    monkeypatch.setattr(checkpoint, "prune", lambda *args, **kwargs: None)
+    monkeypatch.setattr(store, "prune", lambda *args, **kwargs: None)
     final(1, config(checkpoint=rule), tmp_path)
     assert steps_saved(tmp_path) == kept
 
@@ -419,11 +420,11 @@ def test_a_row_counts_the_samples_of_its_own_seconds(tmp_path):
 def test_the_best_checkpoint_in_words(tmp_path, monitor, mode):
     """One within an epoch is of that epoch."""
     rule = {"every_n_steps": 3, "save_top_k": 9, "monitor": monitor, "mode": mode}
-    assert checkpoint.best(tmp_path / "checkpoints", monitor, mode) == ""
+    assert store.best(tmp_path / "checkpoints", monitor, mode) == ""
     final(1, config(checkpoint=rule), tmp_path)
-    words = checkpoint.best(tmp_path / "checkpoints", monitor, mode)
-    path = checkpoint.resolve(tmp_path, "best", monitor, mode)
-    saved = checkpoint.load(path)
+    words = store.best(tmp_path / "checkpoints", monitor, mode)
+    path = store.resolve(tmp_path, "best", monitor, mode)
+    saved = store.load(path)
     value, epoch = saved.meta["monitor"][monitor], -(-saved.step // 7)
     assert words == f"{monitor} {value:.4f} in epoch {epoch}, checkpoint {path.name}"
     assert (saved.step == 21) == (mode == "min")
@@ -463,7 +464,7 @@ def test_an_accuracy_that_grows_improves(tmp_path):
 
     assert final(1, c, tmp_path, hooks=[Watch()])[0]["epochs"] == 6
     (kept,) = (tmp_path / "checkpoints").iterdir()
-    assert checkpoint.load(kept).meta["monitor"]["train_accuracy"] == max(told) > min(told)
+    assert store.load(kept).meta["monitor"]["train_accuracy"] == max(told) > min(told)
 
 
 def test_min_delta_counts_small_gains_as_none(tmp_path):
@@ -491,7 +492,7 @@ def test_another_rule_of_early_stopping_begins_anew(tmp_path, numbers):
 
     def work(communicator):
         made = trainer(communicator, config(max_epochs=9, early_stopping=rules["then"], **slow), tmp_path)
-        found = checkpoint.newest(tmp_path / "checkpoints", pytest.fail)
+        found = store.newest(tmp_path / "checkpoints", pytest.fail)
         assert found.progress.stopped and found.progress.waited and found.progress.best is not None
         found.meta["progress"]["best"] = found.progress.best if numbers else None
         return made.restore(found), made.fit()
@@ -508,7 +509,7 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
 
     def work(patience, communicator):
         made = trainer(communicator, config(early_stopping=rule | {"patience": patience}, **slow), tmp_path)
-        notes = made.restore(checkpoint.newest(tmp_path / "checkpoints", pytest.fail))
+        notes = made.restore(store.newest(tmp_path / "checkpoints", pytest.fail))
         return notes, made.complete, made.fit()["epochs"]
 
     ((notes, complete, epochs),) = run_ranks(1, partial(work, 2))
@@ -637,7 +638,7 @@ def test_hooks_see_no_checkpoint_that_was_not_kept(tmp_path, size):
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tmp_path, monkeypatch):
     """The write ends only when three more steps were taken; the one that is asked for meanwhile waits for it."""
-    three_more, real, writing, most = threading.Event(), checkpoint.save, [], []
+    three_more, real, writing, most = threading.Event(), store.save, [], []
 
     def slow(folder, snapshot, moved):
         writing.append(snapshot.step)
@@ -651,14 +652,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tm
             if trainer.progress.step == 8:
                 three_more.set()
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(store, "save", slow)
     rule = {"checkpoint": {"every_n_steps": 5, "every_n_epochs": 0}}
     whole = final(2, config(**rule), tmp_path, hooks=[Steps()])
     assert len(most) == 5 and max(most) == 1
-    found = checkpoint.newest(tmp_path / "checkpoints", pytest.fail)
+    found = store.newest(tmp_path / "checkpoints", pytest.fail)
     assert same(found.tree, whole[1]) and found.step == 21
     monkeypatch.undo()
-    before = checkpoint.load(checkpoint.find(tmp_path / "checkpoints")[-2][1])
+    before = store.load(store.find(tmp_path / "checkpoints")[-2][1])
     until = final(2, config(max_steps=20, **rule), tmp_path / "20")[1]
     assert same(before.tree, until), "what was copied, not what came after"
 
@@ -668,7 +669,7 @@ def test_f07_a_write_that_fails_ends_all_ranks(tmp_path, monkeypatch, error):
     def fails(folder, snapshot, moved):
         raise error
 
-    monkeypatch.setattr(checkpoint, "save", fails)
+    monkeypatch.setattr(store, "save", fails)
     steps = []
 
     def work(communicator):
@@ -783,7 +784,7 @@ def test_run_folder(tmp_path):
     assert all(math.isfinite(line["loss"]) and 0 <= line["accuracy"] <= 1 for line in lines)
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert kept == summary and kept["weights_sha256"] == weights_sha256(
-        checkpoint.newest(tmp_path / "checkpoints", pytest.fail).tree
+        store.newest(tmp_path / "checkpoints", pytest.fail).tree
     )
 
 

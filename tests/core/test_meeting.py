@@ -8,20 +8,21 @@ import time
 
 import pytest
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.store import find
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core import checkpoint, meeting, saving
-from hvd_train.core import log as log_module
+from hvd_train.core import meeting, saving
 from hvd_train.core.agreement import collectively
-from hvd_train.core.checkpoint import find
 from hvd_train.core.hooks import Hook
-from hvd_train.core.log import NullLog, RunLog
 from hvd_train.core.meeting import Meetings, StopSource
-from hvd_train.core.metrics_file import MetricsFile
 from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
-from tests.core.test_log import Disk
+from hvd_train.run_folder import log as log_module
+from hvd_train.run_folder.jsonl import MetricsFile
+from hvd_train.run_folder.log import NullLog, RunLog
 from tests.core.test_loop import config, final, same, trainer, without_speed
 from tests.numpy_frontend import run_ranks
+from tests.run_folder.test_log import Disk
 
 
 class Signal(StopSource):
@@ -66,7 +67,7 @@ def interrupted(size, c, folder, stop_source, resume=False, **options):
 
 def ranked(folder):
     """The checkpoints that are kept for their value, best first."""
-    return [(value, step) for value, step, _ in checkpoint._ranked(folder / "checkpoints", "val_loss", "min")]
+    return [(value, step) for value, step, _ in store._ranked(folder / "checkpoints", "val_loss", "min")]
 
 
 def rows(folder):
@@ -165,7 +166,7 @@ def test_statistics_that_nothing_takes_are_refused(tmp_path, every_turn):
     """Each rank's own have neutral names; those of older checkpoints, which may not, are left behind as ever."""
     c = config()
     step = interrupted(2, c, tmp_path, Signal("training", 2))
-    found = checkpoint.load(checkpoint.place(tmp_path / "checkpoints", step))
+    found = store.load(store.place(tmp_path / "checkpoints", step))
     for tree in found.local:
         tree["statistics/mean"] = tree.pop("statistics/norm.mean")
 

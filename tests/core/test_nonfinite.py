@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_train.checkpoint import store
 from hvd_train.compression import make
-from hvd_train.core import checkpoint, meeting
-from hvd_train.core.log import NullLog
+from hvd_train.core import meeting
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
+from hvd_train.run_folder.log import NullLog
 from tests.core import test_loop
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
@@ -123,7 +124,7 @@ def test_an_epoch_that_was_left_out_is_not_the_best(tmp_path, monkeypatch):
     c = config(on_nonfinite="skip", checkpoint=rule, early_stopping=early, max_epochs=4)
     summary = final(1, c, tmp_path, checks=True, log=log)[0]
     assert summary["skipped_steps"] == 7 and summary["epochs"] == 4
-    assert checkpoint.resolve(tmp_path, "best", "train_loss").name == "step-00000028"
+    assert store.resolve(tmp_path, "best", "train_loss").name == "step-00000028"
 
 
 def test_steps_that_were_left_out_count_over_a_resume(tmp_path, one_bad_sample):
@@ -250,5 +251,5 @@ def test_a_signal_after_weights_were_spoilt_saves_those_that_it_goes_back_to(tmp
 
     (told, step), other = run_ranks(2, work)
     assert other == (told, step) and told.endswith(f"at step {step}") and steps_saved(tmp_path)[-1] == step
-    kept = checkpoint.load(checkpoint.place(tmp_path / "checkpoints", step))
+    kept = store.load(store.place(tmp_path / "checkpoints", step))
     assert all(np.isfinite(x).all() for key, x in kept.tree.items() if key.startswith("weights/"))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.core.manifest import sample_of
 from hvd_train.data import sources
 from hvd_train.data.packing import Alone
 from hvd_train.data.sources import Asked, open_data

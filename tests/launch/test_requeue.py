@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from hvd_train.core import checkpoint
+from hvd_train.checkpoint import store
 from hvd_train.launch import requeue as module
 from hvd_train.launch.requeue import requeue
 from hvd_train.launch.submit import script, starts
@@ -29,7 +29,7 @@ def asked(tmp_path, monkeypatch):
 
 
 def saved(folder, step):
-    checkpoint.place(folder / "checkpoints", step).mkdir(parents=True)
+    store.place(folder / "checkpoints", step).mkdir(parents=True)
 
 
 def test_it_starts_again_as_often_as_it_may_and_while_it_comes_on(tmp_path, asked, monkeypatch, capsys):

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from hvd_train.core.folder import ticks
 from hvd_train.errors import ConfigError
 from hvd_train.launch import snapshots
+from hvd_train.run_folder.lock import ticks
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_it_lies_there_for_the_job_and_no_longer(place):
 
 
 def test_what_a_killed_job_left_goes_with_the_next_one(place):
-    code = "import os; from hvd_train.core.folder import ticks; print(os.getpid(), ticks(os.getpid()))"
+    code = "import os; from hvd_train.run_folder.lock import ticks; print(os.getpid(), ticks(os.getpid()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     pid, began = done.stdout.split()
     dead = place / f"hvd-train-snapshots-{pid}-{began}-abc"

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvd_train.core.folder import Lock
 from hvd_train.launch import stub
 from hvd_train.launch.start import environment
+from hvd_train.run_folder.lock import Lock
 from tests.command_lines import none_tells_a_secret
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hvd_train.core import metrics_file
 from hvd_train.errors import CheckpointError
 from hvd_train.report import plots, tables
+from hvd_train.run_folder import jsonl
 
 SUMMARY = {
     "framework": "pytorch",
@@ -76,7 +76,7 @@ def test_a_folder_without_a_finished_run(tmp_path, make, words):
 
 
 def test_epochs_weigh_lines_by_their_samples(tmp_path):
-    rows, damaged = metrics_file.read(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
+    rows, damaged = jsonl.read(write(tmp_path / "a", ROWS, tail='{"event": "tr'))
     assert rows == ROWS and damaged == 0, "a line that a kill cut short is left out"
     assert plots.epochs(rows, "train", "loss") == ([1, 2], [3.25, 1.0])
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
@@ -92,7 +92,7 @@ def test_a_damaged_line_is_left_out_of_a_picture(tmp_path, line):
     text = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     strange = b'{"event": "val", "epoch": 2, "step": 3, "loss": "x"}\n'
     (run / "metrics.jsonl").write_bytes(b"".join([text[0], line, strange, *text[1:]]))
-    rows, damaged = metrics_file.read(run)
+    rows, damaged = jsonl.read(run)
     assert damaged == 1 and len(rows) == len(ROWS) + 1
     assert plots.epochs(rows, "val", "loss") == ([1, 2], [2.0, 1.5])
 

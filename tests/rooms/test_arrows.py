@@ -14,10 +14,10 @@ import hvd_train
 PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
-    "errors": 0, "files": 0, "config": 0, "frameworks": 0, "protocol": 0, "compression": 1, "data": 1, "update": 2,
-    "core": 3, "launch": 4, "report": 4, "frontends": 5, "jobs": 6, "script": 6, "api": 7, "doctor": 7, "verify": 7,
-    "sweep": 7, "torch": 7, "keras": 7, "cli": 8, "__main__": 9, "__init__": 0,
-    "metrics": 0, "task": 1,
+    "errors": 0, "files": 0, "faults": 0, "config": 0, "frameworks": 0, "protocol": 0, "metrics": 0,
+    "compression": 1, "data": 1, "task": 1, "checkpoint": 1, "run_folder": 2, "update": 2, "core": 3, "launch": 4,
+    "report": 4, "frontends": 5, "jobs": 6, "script": 6, "api": 7, "doctor": 7, "verify": 7, "sweep": 7, "torch": 7,
+    "keras": 7, "cli": 8, "__main__": 9, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from hvd_train import faults
+from hvd_train.checkpoint.arrays import packed, unpack, without_slots
+from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
 from hvd_train.config import Config
-from hvd_train.core import faults
-from hvd_train.core.manifest import MANIFEST, NAME, Progress, encode, read
-from hvd_train.core.state_dict import packed, unpack, without_slots
 from hvd_train.errors import CheckpointError
 from hvd_train.files import sync, write
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from hvd_train.core import saving, state_dict
-from hvd_train.core.state_dict import pack, packed
+from hvd_train.checkpoint import arrays
+from hvd_train.checkpoint.arrays import pack, packed
+from hvd_train.core import saving
 
 PATH = Path("checkpoints") / "step-00000004"
 
@@ -20,7 +21,7 @@ PATH = Path("checkpoints") / "step-00000004"
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
 def test_pieces_are_a_safetensors_file(monkeypatch, piece):
     """Of arrays as they lie in memory: transposed, cut out, empty, a number; each aligned to its own width."""
-    monkeypatch.setattr(state_dict, "CACHED_BYTES", piece)
+    monkeypatch.setattr(arrays, "CACHED_BYTES", piece)
     base = np.random.default_rng(0).normal(size=(7, 5, 3))
     tree = {
         "transposed": base.transpose(2, 0, 1),

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvd_train.core import checkpoint, folder, metrics_file
-from hvd_train.core.metrics_file import MetricsFile
-from hvd_train.core.straggler import Straggler
+from hvd_train.checkpoint import store
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import jsonl, layout
+from hvd_train.run_folder.jsonl import MetricsFile
+from hvd_train.run_folder.lock import Lock
+from hvd_train.run_folder.tensorboard import Events
+from hvd_train.run_folder.terminal import Terminal, on_terminal, warn
 
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
 REFRESH_SECONDS = 0.1
-
-
-def on_terminal() -> bool:
-    """Return whether the output goes to a terminal. A rank's launcher may know better than the rank."""
-    if "HVD_TRAIN_TERMINAL" in os.environ:
-        return os.environ["HVD_TRAIN_TERMINAL"] != "0"
-    return sys.stdout.isatty()
-
-
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class NullLog:
@@ -81,9 +69,7 @@ class RunLog:
     ``resumed_at`` and sets later checkpoints aside, for a resumed run repeats the steps after its checkpoint.
     """
 
-    def __init__(
-        self, run_dir: Path, *, tensorboard: bool, total_epochs: int | None, lock: folder.Lock | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, *, tensorboard: bool, total_epochs: int | None, lock: Lock | None = None) -> None:
         self.run_dir, self._epochs, self._tensorboard, self._lock = run_dir, total_epochs, tensorboard, lock
         self.files: dict[str, Any] = {}
         self.resumed_at: int | None = None
@@ -91,8 +77,8 @@ class RunLog:
         self.replace = False
         self._metrics: MetricsFile | None = None
         self._early: list[Callable[[], None]] = []  # what came before begin
-        self._events: _Events | None = None
-        self._terminal = _Terminal() if on_terminal() else None
+        self._events: Events | None = None
+        self._terminal = Terminal() if on_terminal() else None
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
     def begin(self, needed: int) -> None:
@@ -101,23 +87,23 @@ class RunLog:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            aside = folder.set_aside(self.run_dir) if self.replace else None
-            checkpoint.preflight(self.run_dir / "checkpoints", needed)
+            aside = layout.set_aside(self.run_dir) if self.replace else None
+            store.preflight(self.run_dir / "checkpoints", needed)
             left = None
             if self.resumed_at is not None:
-                left = checkpoint.leave(self.run_dir / "checkpoints", self.resumed_at)
+                left = store.leave(self.run_dir / "checkpoints", self.resumed_at)
                 self._truncate_after(self.resumed_at)
             for name, content in self.files.items():
-                folder.put(self.run_dir / name, content)
+                layout.put(self.run_dir / name, content)
             if self._tensorboard:
                 self._open_events()
             self._metrics = MetricsFile(self.run_dir)
             if aside:
-                folder.drop(aside)
+                layout.drop(aside)
             if left:
                 self.message(f"checkpoints after step {self.resumed_at} are not of this run any more: now in {left}")
         except (OSError, CheckpointError) as error:
-            folder.bring_back(self.run_dir)
+            layout.bring_back(self.run_dir)
             if isinstance(error, CheckpointError):
                 raise
             what = f"the run folder cannot be written: {error.strerror}"
@@ -145,7 +131,7 @@ class RunLog:
 
     def _open_events(self) -> None:
         try:
-            self._events = _Events(self.run_dir / "tensorboard")
+            self._events = Events(self.run_dir / "tensorboard")
         except OSError as error:
             self._without_events(error)
 
@@ -195,26 +181,26 @@ class RunLog:
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
         self._show(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
 
-    def straggler(self, epoch: int, step: int, found: Straggler) -> None:
-        self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **asdict(found)})
+    def straggler(self, epoch: int, step: int, row: Mapping[str, Any]) -> None:
+        self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})
 
     def _truncate_after(self, step: int) -> None:
-        if not (self.run_dir / metrics_file.NAME).exists():
+        if not (self.run_dir / jsonl.NAME).exists():
             return
-        rows, damaged = metrics_file.read(self.run_dir)
+        rows, damaged = jsonl.read(self.run_dir)
         end = {"val": step + (not self.evaluates_again)}
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] < end.get(row["event"], step + 1)]
-        folder.put(self.run_dir / metrics_file.NAME, "".join(kept))
+        layout.put(self.run_dir / jsonl.NAME, "".join(kept))
         if damaged:
             lines = "1 damaged line" if damaged == 1 else f"{damaged} damaged lines"
-            self.message(f"{lines} of {metrics_file.NAME} left out")
+            self.message(f"{lines} of {jsonl.NAME} left out")
 
     def summary(self, values: dict[str, Any]) -> None:
         """Writes summary.json and ends metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
         self.check()
         path = self.run_dir / "summary.json"
         try:
-            folder.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
+            layout.put(path, values if values.get("samples_per_second") else values | _speed(path, values))
         except OSError as error:
             what = f"the summary cannot be written: {error.strerror}"
             fix = "make room: the run is saved, and --resume auto ends it again"
@@ -283,40 +269,6 @@ class RunLog:
             self._events.close()
 
 
-class _Terminal:
-    """A progress bar on the last line; drawn anew, so that it works through a launcher's pipe as well."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        width = os.environ.get("HVD_TRAIN_TERMINAL", "")
-        self._console = Console(
-            force_terminal=True, width=int(width) if width.isdigit() else None, highlight=False, legacy_windows=False
-        )
-        self._shown = False
-
-    def progress(self, name: str, done: int, total: int, speed: float) -> None:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        left = (total - done) / speed if speed else 0
-        grid = Table.grid(padding=(0, 1))
-        words = f"{done:,}/{total:,}", f"{speed:,.0f} samples/s", f"{int(left) // 60}:{int(left) % 60:02d} left"
-        grid.add_row(name, ProgressBar(total=total, completed=done, width=24), *words)
-        with self._console.capture() as capture:
-            self._console.print(grid, end="")
-        self.clear()
-        sys.stdout.write(capture.get().rstrip("\n"))
-        sys.stdout.flush()
-        self._shown = True
-
-    def clear(self) -> None:
-        if self._shown:
-            sys.stdout.write("\r\x1b[2K")
-            sys.stdout.flush()
-        self._shown = False
-
-
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
     """The speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -324,29 +276,3 @@ def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
         if before["weights_sha256"] == values["weights_sha256"]:
             return {"samples_per_second": float(before["samples_per_second"])}
     return {}
-
-
-class _Events:
-    """TensorBoard scalars through TensorBoard's own record writer, which needs no TensorFlow."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._writer = RecordWriter(open(folder / name, "wb"))  # noqa: SIM115
-        self._write(file_version="brain.Event:2")
-
-    def _write(self, **fields: Any) -> None:
-        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        items = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(step=step, summary=self._summary(value=items))
-        self._writer.flush()
-
-    def close(self) -> None:
-        with suppress(OSError):  # a full disk refuses what is still in memory
-            self._writer.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_train.core import folder
-from hvd_train.core.folder import Lock
 from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.run_folder import layout, lock
+from hvd_train.run_folder.lock import Lock
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,14 +61,14 @@ def test_a_checkpoint_of_another_run_goes_into_no_run(tmp_path):
     os.rename(tmp_path / "a" / "checkpoints", tmp_path / "disk")
     (tmp_path / "a" / "checkpoints").symlink_to(tmp_path / "disk")
     for own in ("auto", "last", "best", tmp_path / "a", link, *places):
-        folder.check_free(tmp_path / "a", str(own), False)
-        assert folder.goes_on(tmp_path / "a", str(own))
+        layout.check_free(tmp_path / "a", str(own), False)
+        assert layout.goes_on(tmp_path / "a", str(own))
     for other in (None, str(tmp_path / "b"), str(tmp_path / "b" / "checkpoints" / "step-00000003"), str(tmp_path)):
-        assert not folder.goes_on(tmp_path / "a", other)
+        assert not layout.goes_on(tmp_path / "a", other)
         with pytest.raises(ConfigError, match="holds a run already.*--overwrite"):
-            folder.check_free(tmp_path / "a", other, False)
-        folder.check_free(tmp_path / "a", other, True)
-        folder.check_free(tmp_path / "new", other, False)
+            layout.check_free(tmp_path / "a", other, False)
+        layout.check_free(tmp_path / "a", other, True)
+        layout.check_free(tmp_path / "new", other, False)
 
 
 def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
@@ -116,7 +116,7 @@ def test_of_another_host_only_time_tells(tmp_path, text):
         pass
     assert f"remove {path}" in str(caught.value) and "10 minutes" in str(caught.value)
     assert path.read_text() == text and names(tmp_path) == ["lock"]
-    os.utime(path, (time.time() - folder.OLD_SECONDS - 5,) * 2)
+    os.utime(path, (time.time() - lock.OLD_SECONDS - 5,) * 2)
     with Lock(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     assert names(tmp_path) == []
@@ -146,7 +146,7 @@ def test_words_of_a_foreign_lock_do_no_harm(tmp_path):
 
 
 def test_the_holder_shows_that_it_lives_and_notices_a_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("hvd_train.run_folder.lock.BEAT_SECONDS", 0.02)
     with Lock(tmp_path) as lock:
         os.utime(lock.path, (1, 1))
         stop = time.monotonic() + 10
@@ -191,21 +191,21 @@ def test_a_run_folder_that_was_removed_is_told_as_that(tmp_path):
 TAKERS = """
 import os, sys, time
 from pathlib import Path
-from hvd_train.core import folder
+from hvd_train.run_folder import lock
 from hvd_train.errors import CheckpointError
-from tests.core.test_folder import dead_lock
-root, real = Path(sys.argv[1]), folder._dead
+from tests.run_folder.test_lock import dead_lock
+root, real = Path(sys.argv[1]), lock._dead
 def slow(*args):
     found = real(*args)
     time.sleep(float.fromhex(f"0x0.{os.urandom(2).hex()}") / 50)  # up to 20 ms between looking and acting
     return found
-folder._dead = slow
+lock._dead = slow
 for turn in range(12):
     run = root / str(turn)
     dead_lock(run)
     if turn % 2:  # its first taker died as well, with the gate in its hand
         (run / "lock").rename(run / "kept")
-        gate = run / f"lock.after-{folder._read(run / 'kept').token}"
+        gate = run / f"lock.after-{lock._read(run / 'kept').token}"
         dead_lock(run).rename(gate)
         (run / "kept").rename(run / "lock")
     start = time.time() + 0.05
@@ -213,7 +213,7 @@ for turn in range(12):
         if os.fork() == 0:
             time.sleep(max(0, start - time.time()))
             try:
-                with folder.Lock(run):
+                with lock.Lock(run):
                     (run / f"won-{k}").touch()
                     while len(list(run.glob("lost-*"))) < 5 and time.time() < start + 5:  # a second winner: too few
                         time.sleep(0.01)
@@ -293,16 +293,16 @@ def test_killed_at_any_moment_the_old_run_or_the_new_one_is_there(tmp_path, monk
 
             for name in ("rename", "replace", "mkdir", "rmdir", "unlink", "open"):
                 setattr(os, name, counted(getattr(os, name)))
-            aside = folder.set_aside(run_dir)
-            folder.put(run_dir / "config.yaml", "new")
-            folder.put(run_dir / "metrics.jsonl", "")
+            aside = layout.set_aside(run_dir)
+            layout.put(run_dir / "config.yaml", "new")
+            layout.put(run_dir / "metrics.jsonl", "")
             (run_dir / "checkpoints").mkdir()
-            folder.drop(aside)
+            layout.drop(aside)
 
         code = forked(replace)
         assert code in (0, 42)
         for again in range(2):  # what mends may be killed as well
-            folder.bring_back(run_dir)
+            layout.bring_back(run_dir)
             found = {name: text for name, text in content(run_dir).items() if not name.endswith(".tmp")}
             assert found in (old, new), f"call {k}, turn {again}: {names(run_dir)}"
         ended.add(found == new)

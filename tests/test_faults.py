@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hvd_train.core import faults
+from hvd_train import faults
 from hvd_train.errors import ConfigError
 from tests.core.test_loop import config, final
 

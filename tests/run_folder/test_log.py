@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from hvd_train.core import log as module
-from hvd_train.core.log import NullLog, RunLog
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder import log as module
+from hvd_train.run_folder.log import NullLog, RunLog
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, capsys, at)
     def full(*args, **fields):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module._Events, "_write" if at == "begin" else "scalars", full)
+    monkeypatch.setattr(module.Events, "_write" if at == "begin" else "scalars", full)
     log.begin(0)
     for step in (2, 4):
         log.train(0, step, {"loss": 1.0, "accuracy": 0.5, "samples": 10}, 0.1, 3.0)
@@ -234,7 +234,7 @@ def test_a_launcher_knows_better_where_the_output_goes(monkeypatch, environ, exp
 def test_ranks_of_mpirun_are_not_deceived_by_their_pty(launcher, shown):
     program = """if True:
         import sys
-        from hvd_train.core.log import on_terminal
+        from hvd_train.run_folder.terminal import on_terminal
         from hvd_train.frontends import rank
         rank._load = lambda *_: None  # no framework
         sys.stdout.isatty = lambda: True

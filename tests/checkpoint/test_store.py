@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.manifest import encode, read
+from hvd_train.checkpoint.store import Progress, Snapshot
 from hvd_train.config import Config
-from hvd_train.core import checkpoint
-from hvd_train.core.checkpoint import Progress, Snapshot
-from hvd_train.core.manifest import encode, read
 from hvd_train.errors import CheckpointError
 from hvd_train.jobs import resume
 from hvd_train.jobs.trained_run import choose_checkpoint, trained_config
@@ -58,10 +58,10 @@ def names(folder):
 
 @pytest.mark.parametrize("local", [[], [{}], [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}]])
 def test_what_is_saved_is_loaded(tmp_path, local):
-    path = checkpoint.save(tmp_path, snapshot(local=local, val_loss=0.5))
+    path = store.save(tmp_path, snapshot(local=local, val_loss=0.5))
     assert path == tmp_path / "step-00000003" and path.stat().st_mode & 0o777 == 0o700
     assert names(path) == sorted(FILES + [f"rank-{r}.safetensors" for r, part in enumerate(local) if part])
-    found = checkpoint.load(path)
+    found = store.load(path)
     assert (found.step, found.epoch, found.consumed) == (3, 1, 32)
     assert found.meta == {"monitor": {"val_loss": 0.5}, "progress": {"step": 3}}
     assert found.tree.keys() == TREE.keys()
@@ -73,9 +73,9 @@ def test_what_is_saved_is_loaded(tmp_path, local):
 
 
 def test_the_same_step_is_replaced(tmp_path):
-    checkpoint.save(tmp_path, snapshot(val_loss=1.0))
-    path = checkpoint.save(tmp_path, snapshot(val_loss=2.0))
-    assert checkpoint.load(path).meta["monitor"] == {"val_loss": 2.0}
+    store.save(tmp_path, snapshot(val_loss=1.0))
+    path = store.save(tmp_path, snapshot(val_loss=2.0))
+    assert store.load(path).meta["monitor"] == {"val_loss": 2.0}
     assert names(tmp_path) == ["step-00000003"]
 
 
@@ -102,14 +102,14 @@ def link(path):
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip, link], ids=["missing", "cut", "flipped", "link"])
 def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
     """F19, F20."""
-    checkpoint.save(tmp_path, snapshot(3))
-    path = checkpoint.save(tmp_path, snapshot(7))
+    store.save(tmp_path, snapshot(3))
+    path = store.save(tmp_path, snapshot(7))
     damage(path / name)
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path)
+        store.load(path)
     assert "step-00000007" in caught.value.where
     warnings = []
-    found = checkpoint.newest(tmp_path, warnings.append)
+    found = store.newest(tmp_path, warnings.append)
     assert found.step == 3
     assert len(warnings) == 1 and "step-00000007" in warnings[0] and "the one before" in warnings[0]
 
@@ -129,11 +129,11 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, name, damage):
 )
 def test_a_manifest_is_not_trusted(tmp_path, change):
     """F20, F34."""
-    path = checkpoint.save(tmp_path, snapshot())
+    path = store.save(tmp_path, snapshot())
     manifest = json.loads((path / "manifest.json").read_text()) | change
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError):
-        checkpoint.load(path)
+        store.load(path)
 
 
 GARBAGE = [
@@ -177,7 +177,7 @@ def one_line(error, path):
 def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
     """F44: mutations of a whole manifest, seeded, four of five of its fields and the others of its bytes: it loads as
     it should, or is one line, with little memory."""
-    rng, path = np.random.default_rng(0), checkpoint.save(tmp_path / "checkpoints", full_snapshot())
+    rng, path = np.random.default_rng(0), store.save(tmp_path / "checkpoints", full_snapshot())
     text = (path / "manifest.json").read_bytes()
     refused, tracked = 0, 0
     tracemalloc.start()
@@ -191,7 +191,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
         (path / "manifest.json").write_bytes(content)
         tracemalloc.reset_peak()
         try:
-            found = checkpoint.load(path)
+            found = store.load(path)
             assert found.step == 3 and len(found.local) <= 2 and found.tree.keys() == TREE.keys()
             assert found.config().seed >= 0 and found.progress.step >= 0
         except CheckpointError as error:
@@ -199,7 +199,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
             one_line(error, path)
         except ValueError as error:
             pytest.fail(f"{content!r}: {error!r}")
-        checkpoint.prune(tmp_path / "checkpoints", save_top_k=1, save_last=True, monitor="val_loss", mode="min")
+        store.prune(tmp_path / "checkpoints", save_top_k=1, save_last=True, monitor="val_loss", mode="min")
         tracked = max(tracked, tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
     assert refused > CASES / 2 and tracked < 8e6
@@ -207,7 +207,7 @@ def test_no_manifest_gives_more_than_one_clear_line(tmp_path):
 
 def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
     """F44: their bytes changed, most often in the header, with the right hash in the manifest."""
-    rng, path = np.random.default_rng(1), checkpoint.save(tmp_path / "checkpoints", full_snapshot())
+    rng, path = np.random.default_rng(1), store.save(tmp_path / "checkpoints", full_snapshot())
     manifest, refused = json.loads((path / "manifest.json").read_text()), 0
     files = {name: (path / name).read_bytes() for name in manifest["files"]}
     tracemalloc.start()
@@ -226,7 +226,7 @@ def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
         (path / "manifest.json").write_bytes(encode(manifest | {"files": manifest["files"] | {name: entry}}))
         tracemalloc.reset_peak()
         try:
-            found = checkpoint.load(path)
+            found = store.load(path)
             assert found.step == 3 and all(isinstance(x, np.ndarray) for x in found.tree.values())
         except CheckpointError as error:
             refused += 1
@@ -251,17 +251,17 @@ def test_no_file_of_tensors_gives_more_than_one_clear_line(tmp_path):
     ids=str,
 )
 def test_a_field_that_cannot_be_is_named(tmp_path, change, words):
-    path = checkpoint.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, full_snapshot())
     manifest = json.loads((path / "manifest.json").read_text()) | change
     (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path)
+        store.load(path)
     assert words in str(caught.value) and str(path) in caught.value.where
 
 
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path):
     """F20: every bit, one at a time: it is told, or the manifest means the same (the case of "\\u00e9", of 1e-05)."""
-    path = checkpoint.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, full_snapshot())
     file, seen = path / "manifest.json", 0
     text = file.read_bytes()
     saved = json.loads(text)
@@ -292,10 +292,10 @@ def older(path):
 
 
 def test_an_older_manifest_is_read_and_what_it_says_twice_is_compared(tmp_path):
-    path = checkpoint.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, full_snapshot())
     manifest, told = older(path), []
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.newest(tmp_path, told.append).progress.consumed == 32 and told == []
+    assert store.newest(tmp_path, told.append).progress.consumed == 32 and told == []
     for change, words in [
         ({"consumed": 33}, "progress.consumed: 32 and 33"),
         ({"epoch": 0}, "progress.epoch: 1 and 0"),
@@ -304,52 +304,52 @@ def test_an_older_manifest_is_read_and_what_it_says_twice_is_compared(tmp_path):
     ]:
         (path / "manifest.json").write_text(json.dumps(manifest | change))
         with pytest.raises(CheckpointError) as caught:
-            checkpoint.load(path)
+            store.load(path)
         assert f"({words}, which must be equal); {path}" in str(caught.value)
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     """Readers of JSON differ in which of two they take."""
-    path = checkpoint.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, full_snapshot())
     text = json.dumps(older(path))
     for key in ("consumed", "monitor"):
         doubled = text.replace(f'"{key}":', f'"{key}": 5, "{key}":', 1)
         (path / "manifest.json").write_text(doubled)
         with pytest.raises(CheckpointError, match=f"the manifest is damaged .{key}: stands twice."):
-            checkpoint.load(path)
+            store.load(path)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "rank-1"])
 def test_a_file_that_the_manifest_does_not_name_is_missed(tmp_path, name):
     """Slots and residuals would begin anew without a word."""
-    path = checkpoint.save(tmp_path, full_snapshot())
+    path = store.save(tmp_path, full_snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][f"{name}.safetensors"]
     (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match="the manifest is damaged .files: (no optimizer|of 2 ranks: 0)"):
-        checkpoint.load(path)
+        store.load(path)
 
 
 def test_foreign_bytes_under_a_valid_hash(tmp_path):
-    path = checkpoint.save(tmp_path, snapshot())
+    path = store.save(tmp_path, snapshot())
     content = b"\x80\x04 a pickle, say"
     (path / "weights.safetensors").write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["weights.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (path / "manifest.json").write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match="no safetensors file"):
-        checkpoint.load(path)
+        store.load(path)
 
 
 def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
     """F19."""
     warnings = []
-    assert checkpoint.newest(tmp_path, warnings.append) is None
-    assert checkpoint.newest(tmp_path / "missing", warnings.append) is None
+    assert store.newest(tmp_path, warnings.append) is None
+    assert store.newest(tmp_path / "missing", warnings.append) is None
     for step in (1, 2):
-        cut(checkpoint.save(tmp_path, snapshot(step)) / "weights.safetensors")
+        cut(store.save(tmp_path, snapshot(step)) / "weights.safetensors")
     with pytest.raises(CheckpointError, match="no checkpoint can be used"):
-        checkpoint.newest(tmp_path, warnings.append)
+        store.newest(tmp_path, warnings.append)
     assert len(warnings) == 2
 
 
@@ -358,16 +358,16 @@ def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
 
 def test_a_full_disk_leaves_the_old_one_and_says_how_much_is_missing(tmp_path, monkeypatch):
     """F07."""
-    checkpoint.save(tmp_path, snapshot(1))
+    store.save(tmp_path, snapshot(1))
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"No space left.*bytes needed.*free"):
-        checkpoint.save(tmp_path, snapshot(2))
+        store.save(tmp_path, snapshot(2))
     assert names(tmp_path) == ["step-00000001"]
-    assert checkpoint.newest(tmp_path, pytest.fail).step == 1
+    assert store.newest(tmp_path, pytest.fail).step == 1
 
 
 def test_one_transient_error_is_survived(tmp_path, monkeypatch):
@@ -380,16 +380,16 @@ def test_one_transient_error_is_survived(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", flaky)
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
-    assert checkpoint.load(checkpoint.save(tmp_path, snapshot())).step == 3
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: None)
+    assert store.load(store.save(tmp_path, snapshot())).step == 3
     assert names(tmp_path) == ["step-00000003"]
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from hvd_train.core import checkpoint
-from tests.core.test_checkpoint import snapshot
+from hvd_train.checkpoint import store
+from tests.checkpoint.test_store import snapshot
 root, step, at, calls = Path(sys.argv[1]), int(sys.argv[2]), [0], [0]
 def counted(name):
     real = getattr(os, name)
@@ -403,11 +403,11 @@ for name in ("open", "fsync", "rename", "replace", "link", "mkdir", "rmdir", "un
     counted(name)
 for k in range(1, 100):
     folder = root / str(k)
-    checkpoint.save(folder, snapshot(1, val_loss=1.0))
+    store.save(folder, snapshot(1, val_loss=1.0))
     if os.fork() == 0:  # imports are paid once
         calls[0], at[0] = 0, k
-        checkpoint.save(folder, snapshot(step, val_loss=2.0))
-        checkpoint.prune(folder, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
+        store.save(folder, snapshot(step, val_loss=2.0))
+        store.prune(folder, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
         os._exit(0)
     if os.waitstatus_to_exitcode(os.wait()[1]) == 0:
         break
@@ -423,26 +423,26 @@ def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
     assert 8 < len(folders) < 99
     seen = set()
     for folder in folders:
-        found = checkpoint.newest(folder, pytest.fail)
+        found = store.newest(folder, pytest.fail)
         assert found is not None and found.step in (1, step), folder
         seen.add(found.meta["monitor"]["val_loss"])
-        assert checkpoint.load(checkpoint.resolve(folder, str(folder))).step == found.step
-        checkpoint.prune(folder, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
+        assert store.load(store.resolve(folder, str(folder))).step == found.step
+        store.prune(folder, save_top_k=1, save_last=True, monitor="val_loss", mode="min")
         wanted = ["step-00000001", "step-00000002"][: found.step]
         assert names(folder) == wanted, f"{folder}: what the killed process left is swept"
-        assert checkpoint.newest(folder, pytest.fail).meta == found.meta
+        assert store.newest(folder, pytest.fail).meta == found.meta
     assert seen == {1.0, 2.0}
 
 
 def test_preflight_proves_the_folder(tmp_path):
     """F09."""
-    checkpoint.preflight(tmp_path / "new" / "checkpoints", 1000)
+    store.preflight(tmp_path / "new" / "checkpoints", 1000)
     assert names(tmp_path / "new" / "checkpoints") == []
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        checkpoint.preflight(tmp_path / "file" / "checkpoints", 0)
+        store.preflight(tmp_path / "file" / "checkpoints", 0)
     with pytest.raises(CheckpointError, match=r"no room for a checkpoint: 1,000,000,000,000,000 bytes needed, .* free"):
-        checkpoint.preflight(tmp_path / "new" / "checkpoints", 10**15)
+        store.preflight(tmp_path / "new" / "checkpoints", 10**15)
 
 
 # ---- which stay, which are found
@@ -465,40 +465,40 @@ LOSSES = {1: 0.5, 2: 0.2, 3: 0.4, 4: 0.3}
 )
 def test_the_best_and_the_newest_stay(tmp_path, save_top_k, save_last, mode, kept):
     for step, loss in LOSSES.items():
-        checkpoint.save(tmp_path, snapshot(step, val_loss=loss))
+        store.save(tmp_path, snapshot(step, val_loss=loss))
     (tmp_path / "step-00000009.tmp-12ab").mkdir()
     (tmp_path / "step-00000009.old-12ab").mkdir()
     (tmp_path / "mine").mkdir()
-    checkpoint.prune(tmp_path, save_top_k=save_top_k, save_last=save_last, monitor="val_loss", mode=mode)
-    assert [step for step, _ in checkpoint.find(tmp_path)] == kept
+    store.prune(tmp_path, save_top_k=save_top_k, save_last=save_last, monitor="val_loss", mode=mode)
+    assert [step for step, _ in store.find(tmp_path)] == kept
     assert "mine" in names(tmp_path) and len(names(tmp_path)) == len(kept) + 1
 
 
 def test_without_a_monitored_value_a_checkpoint_is_not_best(tmp_path):
-    checkpoint.save(tmp_path, snapshot(1, val_loss=0.5))
-    checkpoint.save(tmp_path, snapshot(2, val_loss=float("nan")))
-    checkpoint.save(tmp_path, snapshot(3, val_loss=0.7))
-    checkpoint.save(tmp_path, snapshot(4))
-    checkpoint.prune(tmp_path, save_top_k=1, save_last=False, monitor="val_loss", mode="min")
-    assert [step for step, _ in checkpoint.find(tmp_path)] == [1]
+    store.save(tmp_path, snapshot(1, val_loss=0.5))
+    store.save(tmp_path, snapshot(2, val_loss=float("nan")))
+    store.save(tmp_path, snapshot(3, val_loss=0.7))
+    store.save(tmp_path, snapshot(4))
+    store.prune(tmp_path, save_top_k=1, save_last=False, monitor="val_loss", mode="min")
+    assert [step for step, _ in store.find(tmp_path)] == [1]
 
 
 def test_words_and_paths(tmp_path):
     folder = tmp_path / "checkpoints"
     for step, loss in LOSSES.items():
-        checkpoint.save(folder, snapshot(step, val_loss=loss))
+        store.save(folder, snapshot(step, val_loss=loss))
     last, best = folder / "step-00000004", folder / "step-00000002"
-    assert checkpoint.resolve(tmp_path, "best") == best
-    assert checkpoint.resolve(tmp_path, "best", mode="max") == folder / "step-00000001"
-    assert checkpoint.resolve(tmp_path, "last") == last
-    assert checkpoint.choose(tmp_path, "best", "val_loss", "max").step == 1
-    assert checkpoint.choose(tmp_path, "last", "val_loss", "min").step == checkpoint.load(last).step
+    assert store.resolve(tmp_path, "best") == best
+    assert store.resolve(tmp_path, "best", mode="max") == folder / "step-00000001"
+    assert store.resolve(tmp_path, "last") == last
+    assert store.choose(tmp_path, "best", "val_loss", "max").step == 1
+    assert store.choose(tmp_path, "last", "val_loss", "min").step == store.load(last).step
     for given in (tmp_path, folder, last):
-        assert checkpoint.resolve(Path("elsewhere"), str(given)) == last
+        assert store.resolve(Path("elsewhere"), str(given)) == last
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.resolve(tmp_path, str(tmp_path / "nothing"))
+        store.resolve(tmp_path, str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="no checkpoint has a val_accuracy"):
-        checkpoint.resolve(tmp_path, "best", "val_accuracy", "max")
+        store.resolve(tmp_path, "best", "val_accuracy", "max")
 
 
 def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, monkeypatch):
@@ -512,7 +512,7 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
         shutil.rmtree(folder, ignore_errors=True)
         config = Config.model_validate({"model": {"name": name}}).model_dump(mode="json")
         meta = {"monitor": {}, "progress": {"step": 1}, "config": config}
-        checkpoint.save(folder / "checkpoints", Snapshot(1, 1, 32, TREE, [], meta))
+        store.save(folder / "checkpoints", Snapshot(1, 1, 32, TREE, [], meta))
         return trained_config(None, [], str(folder), "last")[1]
 
     assert named() == {} and named("parts:network") == {"model.name": "parts:network"}, "there is no such module"
@@ -542,7 +542,7 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
         saved = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
         meta = {"monitor": {"val_accuracy": accuracy}, "progress": {"step": step}}
         meta["config"] = saved.model_dump(mode="json")
-        checkpoint.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
+        store.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
     for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
         config, _ = trained_config(None, sets, str(tmp_path), "best")
         assert choose_checkpoint(config, "best").step == step and config.restores
@@ -553,17 +553,17 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
 def test_a_damaged_best_is_told(tmp_path):
     """Its manifest cannot say that it was the best: the user hears that another one is taken."""
     for step, loss in LOSSES.items():
-        checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss))
+        store.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss))
     flip(tmp_path / "checkpoints" / "step-00000002" / "manifest.json")
     warnings = []
-    assert checkpoint.choose(tmp_path, "best", "val_loss", "min", warnings.append).step == 4
+    assert store.choose(tmp_path, "best", "val_loss", "min", warnings.append).step == 4
     (said,) = warnings
     assert said.startswith("checkpoint step-00000002 cannot be used (the manifest is damaged")
 
 
 def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
     for step, loss, accuracy in ((1, 0.3, 0.8), (2, 0.2, 0.9), (3, 0.1, 0.7)):
-        checkpoint.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
+        store.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
     monkeypatch.setattr(resume, "changed", lambda before, now: [])
     for rule, step in (({}, 3), ({"monitor": "val_accuracy"}, 2)):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})

@@ -1,4 +1,4 @@
-"""A run folder holds one run, and one process writes in it at a time.
+"""The lock of a run folder: one process writes in it at a time.
 
 The lock is a file with the writer's name: made whole by a hard link, which is atomic on NFS as well. A dead writer's
 lock is taken over: at once where its process was on this host and is gone; of another host (or a host that was started
@@ -9,14 +9,11 @@ suspended finds out (``check``) before it saves again.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import secrets
-import shutil
 import signal
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -26,17 +23,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvd_train import files
-from hvd_train.core import checkpoint
-from hvd_train.errors import CheckpointError, ConfigError
+from hvd_train.errors import CheckpointError
 
 NAME = "lock"
 BEAT_SECONDS, OLD_SECONDS = 30.0, 600.0
-REQUEUED = "requeued.json"  # at which step a job was started again
-VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
-RUN = (
-    "checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json", VOCABULARY,
-    REQUEUED,
-)  # fmt: skip
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 Text = Annotated[str, Field(max_length=200)]
 
@@ -237,62 +227,3 @@ def _in_use(path: Path, holder: Holder) -> CheckpointError:
     if holder.place != _place():  # whether it lives cannot be seen from here
         fix += f"; if it is gone: remove {path}, or try again {minutes} minutes after its end"
     return CheckpointError(f"the run folder is in use by {holder}", where=str(path.parent), fix=fix)
-
-
-def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
-    """A run folder holds one run: another one in its place must be asked for."""
-    metrics = run_dir / "metrics.jsonl"
-    used = (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoint.find(run_dir / "checkpoints"))
-    missing = resume is not None and not Path(resume).exists()  # which is told as that
-    if used and not overwrite and not missing and not goes_on(run_dir, resume):
-        other = f", and {resume} is not of it" if resume else ""
-        fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
-        raise ConfigError(f"the run folder holds a run already{other}", where=str(run_dir), fix=fix)
-
-
-def goes_on(run_dir: Path, resume: str | None) -> bool:
-    """Whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
-    if resume in (None, "auto", "last", "best"):
-        return resume is not None
-    named = Path(str(resume)).resolve()
-    return named == run_dir.resolve() or named.is_relative_to((run_dir / "checkpoints").resolve())  # may be a link
-
-
-# ---- an old run in the way of a new one
-
-
-def set_aside(run_dir: Path) -> Path:
-    """Moves the run's files and folders into ``replaced-XXXX``; ``bring_back`` undoes it, ``drop`` makes it final."""
-    aside = run_dir / f"replaced-{secrets.token_hex(4)}"
-    aside.mkdir()
-    _move([run_dir / name for name in RUN if (run_dir / name).exists()], aside)
-    return aside
-
-
-def drop(aside: Path) -> None:
-    """Renamed first: a kill in between leaves nothing that ``bring_back`` would take for a run."""
-    gone = aside.with_name(aside.name.replace("replaced-", "removed-"))
-    os.rename(aside, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def bring_back(run_dir: Path) -> None:
-    """What a new run set aside and did not replace; what it had begun to write goes. Also after a kill."""
-    for gone in run_dir.glob("removed-*"):
-        shutil.rmtree(gone, ignore_errors=True)
-    for aside in run_dir.glob("replaced-*"):
-        for path in aside.iterdir():
-            begun = run_dir / path.name
-            shutil.rmtree(begun) if begun.is_dir() else begun.unlink(missing_ok=True)
-        _move(list(aside.iterdir()), run_dir)
-        aside.rmdir()
-
-
-def _move(paths: Sequence[Path], to: Path) -> None:
-    for path in paths:
-        os.rename(path, to / path.name)
-
-
-def put(path: Path, values: dict[str, Any] | str) -> None:
-    text = values if isinstance(values, str) else json.dumps(values, indent=2) + "\n"
-    files.put(path, text.encode())

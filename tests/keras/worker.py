@@ -921,7 +921,7 @@ def main_rank():
     """What rank 0 alone prints and shows, and what it says of a validation that each rank adds up for itself."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         hk.print(hk.size(), "ranks", flush=True)
-    hk.keras_loop._unshared.cache_clear()  # cases before may have reduced in a graph
+    hk.loop._unshared.cache_clear()  # cases before may have reduced in a graph
     batches = hk.shard(np.arange(20.0 * hk.size()), batch_size=2)
     bar = hk.tqdm(batches, file=(shown := io.StringIO()))
     assert len(list(bar)) == 10 and hk.is_main() == (hk.rank() == 0)
@@ -1427,7 +1427,7 @@ if __name__ == "__main__":
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
-        hk.keras_loop._iterations.clear()  # steps of the cases before, which are not the same ones in each world
+        hk.loop._iterations.clear()  # steps of the cases before, which are not the same ones in each world
         with counted(f"Keras scripts on {keras.backend.backend()}", name):
             np.savez(FOLDER / f"{name}.{hk.size()}.{hk.rank()}.npz", **CASES[name]())
         if hk.rank() == 0:

@@ -58,6 +58,9 @@ class CommunicationError(TrainError):
     exit_code = 5
 
 
+SOME_RANK = "another rank"  # which one is told where it is known
+
+
 class LostRankError(CommunicationError):
     """Another rank has ended: what it said, and its exit code, come first."""
 

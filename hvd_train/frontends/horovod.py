@@ -18,6 +18,7 @@ import numpy as np
 
 from hvd_train.checkpoint.arrays import PIECE_BYTES
 from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
+from hvd_train.launch.board import announce_met
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.foreign import ALONE
@@ -98,6 +99,8 @@ class HorovodCommunicator(ABC):
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
         self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
         self.mpi = self.hvd.mpi_enabled()
+        if self.rank == 0:
+            announce_met()
         if self.size != self._expected:
             # Without this, each process would train alone and nobody would notice.
             launcher = named(here.launcher)

@@ -2,7 +2,8 @@
 
 A piece of memory of that process, which ranks of this host open through /proc: no file is left whoever is killed, and
 telling costs a write to memory. Each rank has a page: [pid, step, phase, bytes of the record, how often it has told,
-descriptor of its stack], then the record, JSON. Asked with ``ASK`` it writes its stack into memory of its own.
+descriptor of its stack], then the record, JSON. Asked with ``ASK`` it writes its stack into memory of its own. Behind
+the pages is one for news to all ranks (``launch/heartbeat.py``).
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import fcntl
 import json
 import mmap
 import os
+import platform
 import signal
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "HVD_TRAIN_BOARD"  # the path, set for the ranks
+# Set by -np over hosts: the path of a status without ranks, for news alone, and the host on which it is one.
+VERDICT = "HVD_TRAIN_VERDICT"
 PAGE = 16 << 10
 HEAD = struct.Struct("<qqqqqq")
 ASK = signal.SIGUSR2
@@ -35,6 +41,28 @@ def supported() -> bool:
     except (AttributeError, OSError):
         return False
     return True
+
+
+def host_key() -> str:
+    """Within which a pid means one process, and a port one listener."""
+    with suppress(OSError):
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    return f"{platform.node()} {os.getpid()}"
+
+
+def verdict_path(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the process that started the ranks, if that is on this host, looks for news."""
+    path, _, host = environ.get(VERDICT, "").partition(" ")
+    return path if host == host_key() else ""
+
+
+def announce_met() -> None:
+    """Rank 0 lets the process that started the ranks know that they have met."""
+    path = verdict_path()
+    if path:
+        with suppress(OSError):
+            Board(0, path).publish({"met": True})
 
 
 @dataclass(frozen=True)
@@ -64,8 +92,8 @@ class Board:
             else os.memfd_create("hvd-train-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         )
         if not path:
-            os.ftruncate(self._descriptor, ranks * PAGE)
-        self._memory = mmap.mmap(self._descriptor, ranks * PAGE)
+            os.ftruncate(self._descriptor, (ranks + 1) * PAGE)
+        self._memory = mmap.mmap(self._descriptor, (ranks + 1) * PAGE)
         self.path, self.ranks = path or f"/proc/{os.getpid()}/fd/{self._descriptor}", ranks
         self.open: dict[int, int] = {}  # rank: a descriptor of its process, which no other process can take over
         self.gone: set[int] = set()
@@ -96,6 +124,20 @@ class Board:
                     self.open[rank] = os.pidfd_open(pid)
                 except ProcessLookupError:
                     self.gone.add(rank)
+
+    def publish(self, news: dict[str, Any]) -> None:
+        """Let all readers know: from one process of a host."""
+        content, start = json.dumps(news).encode()[: PAGE - 8], self.ranks * PAGE
+        self._memory[start : start + 8 + len(content)] = struct.pack("<q", len(content)) + content
+
+    def news(self) -> dict[str, Any]:
+        """What was published last; {} while it is being written."""
+        start = self.ranks * PAGE
+        (length,) = struct.unpack_from("<q", self._memory, start)
+        with suppress(ValueError):
+            news = json.loads(self._memory[start + 8 : start + 8 + length]) if length else {}
+            return news if isinstance(news, dict) else {}
+        return {}
 
     def claim(self) -> bool:
         """True once, for the first of all its readers."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_train.errors import LostRankError, TrainError
+from hvd_train.errors import SOME_RANK, LostRankError, TrainError
 from hvd_train.launch import peers
 from hvd_train.launch.environment import world
 from hvd_train.launch.rendezvous import rank as rendezvous
@@ -97,7 +97,9 @@ def _exit_after_lost(error: LostRankError) -> NoReturn:
     listener = current_listener()
     code = rendezvous.exit_code_of_lost(error.exit_code)
     if not (listener and listener.is_watched) and not peers.told():  # who reads it knows the cause, which comes first
-        print(f"error{rank_tag()}: {error}", file=sys.stderr)
+        lost = peers.lost()
+        line = str(error).replace(SOME_RANK, lost, 1) if lost else str(error)
+        print(f"error{rank_tag()}: {line}", file=sys.stderr)
     time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
     exit_rank(code)
 

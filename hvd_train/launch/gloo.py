@@ -55,9 +55,16 @@ class Child:
     def signal(self, number: int) -> None:
         if self.ssh:
             self.send(str(number).encode())
+            if number == signal.SIGKILL:
+                threading.Timer(1.0, self._kill).start()  # of a host that does not hear it
         else:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def _kill(self) -> None:
+        """Its end is left to whoever waits for all children."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Place(NamedTuple):
@@ -120,7 +127,14 @@ class Children:
                 first = code if code > 0 else 128 - code
             if first not in LEAVING:
                 self.signal(signal.SIGTERM)
+                self._end_later()
         return first
+
+    def _end_later(self) -> None:
+        """A rank that is stopped, or waits for a lost one, does not heed the signal."""
+        timer = threading.Timer(GRACE_SECONDS, self.signal, [signal.SIGKILL])
+        timer.daemon = True
+        timer.start()
 
 
 def variables(place: Place, address: str, port: int, token: str, network: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,19 @@ ANSWER_SECONDS = 20.0
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
 ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]  # a silent host is given up after 20 s
+VERSION = "import hvd_train; print(hvd_train.__version__)"
+# What another host runs: the first of these addresses that answers.
+CONNECT = """
+import socket
+for address in {addresses}:
+    try:
+        socket.create_connection((address, {port}), 3).close()
+    except OSError:
+        continue
+    print(address)
+    break
+"""
+OPEN = "open the ports between the hosts, or name another network: --network-interfaces"
 
 
 @dataclass(frozen=True)
@@ -134,10 +148,9 @@ def look(hosts: Sequence[str]) -> None:
             raise ConfigError(f"it has hvd_train {out}, this host {__version__}", where=where, fix=fix)
 
 
-def asked(hosts: Sequence[str]) -> dict[str, tuple[int, str, str]]:
+def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str, str]]:
     """{host: (exit code, what it said, the last line of its error)}; 255: ssh's own, 124: it did not answer."""
     path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
-    code = "import hvd_train; print(hvd_train.__version__)"
 
     def one(host: str) -> tuple[int, str, str]:
         told = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-c", code]
@@ -155,6 +168,23 @@ def asked(hosts: Sequence[str]) -> dict[str, tuple[int, str, str]]:
 
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
         return dict(zip(hosts, pool.map(one, hosts), strict=True))
+
+
+def check_way_back(hosts: Sequence[str]) -> str:
+    """Ask the hosts over ssh to connect to this one by TCP; gives the line that names those that cannot, or nothing."""
+    import psutil
+
+    found = [one.address for kinds in psutil.net_if_addrs().values() for one in kinds if one.family == socket.AF_INET]
+    addresses = [address for address in found if not address.startswith("127.")]
+    with socket.create_server(("", 0), backlog=2 * len(hosts)) as server:
+        port = server.getsockname()[1]
+        answers = asked(hosts, CONNECT.format(addresses=addresses, port=port))
+    apart = [host for host, (code, out, _) in answers.items() if code == 0 and not out]
+    if not apart:
+        return ""
+    way = f"{', '.join(addresses)}, port {port}"
+    what = f"host {', '.join(apart)} does not reach this host by TCP ({way}), though ssh does"
+    return str(CommunicationError(what, where=f"hosts {', '.join(hosts)}", fix=OPEN))
 
 
 def after(hosts: Sequence[str], code: int) -> None:

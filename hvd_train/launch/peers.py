@@ -1,63 +1,162 @@
-"""Ranks of one host that watch one another, where no ``-np`` does: under a launcher alone, and in own scripts.
+"""Ranks that watch one another, where no ``-np`` of one host does: under a launcher alone, over hosts, in own scripts.
 
-The first few look at all from a thread of their own, without Horovod, whose own look waits for a rank that is stopped.
+Of one host the first few look at all from a thread of their own, without Horovod, whose own look waits for a rank that
+is stopped. Over several hosts a process of each tells rank 0's (``launch/heartbeat.py``).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import secrets
+import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hvd_train.launch.board import Board, Page, supported
-from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog
+from hvd_train.launch import heartbeat
+from hvd_train.launch.board import Board, Page, host_key, supported, verdict_path
+from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog, state
 
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
 LOOK_SECONDS, LOOKERS = 0.5, 4
+NEWS_SECONDS = 3.0  # for the other hosts to hear which rank was lost
+PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
+DEAD = "XZ?"
+
+
+class Company(NamedTuple):
+    """The ranks of this host; ``hosts``: how many there are that hear one another."""
+
+    board: Board
+    ranks: list[int]
+    name: str
+    hosts: int = 1
+
+
+_companies: list[Company] = []
 
 
 def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page | None:
     """To be called on all ranks: from here on they end with code 5 where one of them is stuck for ``limit`` seconds (0:
     never). What this rank tells of its place goes to the page; None: nobody on this host reads it. ``goes_on``: how the
     job does after that."""
-    hosts = communicator.allgather_bytes(_host().encode(), "hosts")
-    company = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
-    alone = len(company) == 1 or not limit or not supported()
+    hosts = _gather_hosts(communicator)
+    here = next(k for k, (_, ranks) in enumerate(hosts) if communicator.rank in ranks)
+    name, company = hosts[here]
+    alone = (len(company) == 1 and len(hosts) == 1) or not limit or not supported()
     first = company[0] == communicator.rank
     board = Board(len(company)) if first and not alone else None
     paths = communicator.allgather_bytes((board.path if board else "").encode(), "boards")
     path = paths[company[0]].decode()
-    if alone or not path:
+    page = None
+    if path:
+        try:
+            page = Page(path, company.index(communicator.rank))
+            board = board or Board(len(company), path)
+        except OSError:  # a kernel that keeps processes apart
+            board = None
+    beats = len(hosts) > 1 and _beat(communicator, heartbeat.Job(hosts, here, path, limit, goes_on, ""), first)
+    if page is None or board is None:
         return None
-    try:
-        page = Page(path, company.index(communicator.rank))
-        board = board or Board(len(company), path)
-    except OSError:  # a kernel that keeps processes apart
-        return None
-    _companies.append((board, company))
-    if company.index(communicator.rank) < LOOKERS:
+    _companies.append(Company(board, company, name, len(hosts) if beats else 1))
+    if beats:
+        threading.Thread(target=_follow, args=[board], name="watchdog", daemon=True).start()
+    elif len(company) > 1 and company.index(communicator.rank) < LOOKERS:
         given = [board, company, limit, goes_on]
         threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
     return page
 
 
-_companies: list[tuple[Board, list[int]]] = []  # the ranks of each
+def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
+    """(name, ranks) of each host, in the order of their first ranks."""
+    local = json.dumps([host_key(), os.environ.get("HOROVOD_HOSTNAME") or platform.node()])
+    groups: dict[bytes, tuple[str, list[int]]] = {}
+    for rank, key in enumerate(communicator.allgather_bytes(local.encode(), "hosts")):
+        groups.setdefault(key, (json.loads(key)[1], []))[1].append(rank)
+    return list(groups.values())
+
+
+def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
+    """Start the process of each host; False: there is none that listens."""
+    offer = ""
+    if communicator.rank == 0 and job.path:
+        token, begin = secrets.token_hex(32), os.environ.get(PORT, "")
+        ports = [int(begin) + k for k in range(PORTS)] if begin.isdigit() else [0]
+        addresses = _addresses()
+        with suppress(OSError):
+            job = job._replace(token=token, ports=ports, verdict=verdict_path())
+            port = heartbeat.start_hub(job)
+            offer = json.dumps([token, addresses, port]) if port else ""
+    offer = communicator.allgather_bytes(offer.encode(), "heartbeat")[0].decode()
+    if not offer:
+        return False
+    if first and communicator.rank and job.path:
+        token, addresses, port = json.loads(offer)
+        with suppress(OSError):
+            heartbeat.start(job._replace(token=token, addresses=addresses, port=port))
+    return True
+
+
+def _addresses() -> list[str]:
+    """Return this host's IPv4 addresses: first those of the networks that Horovod was given, last the loopback's."""
+    import psutil
+
+    named = ",".join(os.environ.get(name, "") for name in ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"))
+    found = [
+        (name not in named.split(","), one.address)
+        for name, kinds in psutil.net_if_addrs().items()
+        for one in kinds
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    ]
+    return [*(address for _, address in sorted(found, key=lambda pair: pair[0])), "127.0.0.1"]
 
 
 def told() -> bool:
-    """Whether a rank of this host has told which one is stuck, and ends all with that."""
-    return any(board.claimed() for board, _ in _companies)
+    """Whether a rank of this host has told which one is stuck, or a process for all hosts has, and ends all with
+    that."""
+    return any(one.board.claimed() or "end" in one.board.news() for one in _companies)
 
 
 def left() -> list[int]:
     """Ranks of this host that have come to the end of their script by themselves."""
-    ended = [(rank, board.read(place).record) for board, ranks in _companies for place, rank in enumerate(ranks)]
+    ended = [(rank, one.board.read(place).record) for one in _companies for place, rank in enumerate(one.ranks)]
     return [rank for rank, record in ended if record.get("code") == 0]
+
+
+def lost() -> str:
+    """Which rank has ended too early, "rank 1 on host node2", as soon as it is known; else nothing."""
+    stop = time.monotonic() + NEWS_SECONDS
+    while _companies and time.monotonic() < stop:
+        for one in _companies:
+            found = one.board.news().get("lost") or _lost_here(one)
+            if found:
+                return ", ".join(found)
+        if all(one.hosts == 1 for one in _companies) and time.monotonic() > stop - NEWS_SECONDS / 2:
+            break
+        time.sleep(0.05)
+    return ""
+
+
+def _lost_here(company: Company) -> list[str]:
+    if company.hosts > 1:
+        return []  # the process of this host says it, in the order in which ranks were lost
+    told = {rank: company.board.read(place) for place, rank in enumerate(company.ranks)}
+    gone = [rank for rank, one in told.items() if one.pid and not one.record and state(one.pid) in DEAD]
+    gone += [rank for rank, one in told.items() if one.record.get("code") and not one.record.get("lost")]
+    return [f"rank {rank} on host {company.name}" for rank in gone]
+
+
+def _follow(board: Board) -> None:
+    """End as the process of this host says."""
+    while "end" not in (news := board.news()):
+        time.sleep(LOOK_SECONDS)
+    time.sleep(float(news["end"]))
+    os._exit(5)
 
 
 def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:
@@ -74,10 +173,3 @@ def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:
     else:
         time.sleep(ANSWER_SECONDS)  # a launcher ends all with the first, and another is writing
     os._exit(5)
-
-
-def _host() -> str:
-    """Within which a pid means one process."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return f"{os.getpid()}"

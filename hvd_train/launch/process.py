@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
@@ -38,6 +38,7 @@ def run(
     board: Board | None = None,
     watchdog: Watchdog | None = None,
     spares: Spares | None = None,
+    wait: Callable[[subprocess.Popen], object] = subprocess.Popen.wait,
 ) -> tuple[int, list[int], dict[int, float]]:
     """Start the launcher with the command ``line`` and wait for its end, which is that of all its processes.
 
@@ -46,7 +47,7 @@ def run(
 
     Without a ``board`` signals are forwarded to the launcher. With one they are forwarded to the ranks; when a rank
     ends with anything but 0, the others have ``PATIENCE`` seconds to follow, and when the ``watchdog`` sees that one is
-    stuck, all are ended.
+    stuck, all are ended. Without a board ``wait`` waits for the launcher.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -86,7 +87,7 @@ def run(
             ended = _watch(child, launcher, board, watchdog, spares)
             hung = child.poll() is None
         else:
-            child.wait()
+            wait(child)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

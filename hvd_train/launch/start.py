@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from hvd_train.errors import CommunicationError
 from hvd_train.launch import process
 from hvd_train.launch.environment import CORES
 from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.launchers import NONE, choose, named, startable
-from hvd_train.launch.launchers.base import Launcher, Layout
+from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
+from hvd_train.launch.verdict import Verdict
 
 
 def command(
@@ -79,7 +82,16 @@ def start(
         print(" ".join(line), file=sys.stderr, flush=True)
     # In an allocation the scheduler's own variables say what ranks of other hosts get.
     env = dict(os.environ) if launcher.in_allocation else environment(layout.hosts)
-    code, signals, _ = process.run(line, env | dict(more or {}), launcher)
-    if hosts and not signals:
+    if not hosts:
+        code, signals, _ = process.run(line, env | dict(more or {}), launcher)
+        return launcher.exit_code(code, signals, layout)
+    verdict = Verdict(hosts, launcher)
+    code, signals, _ = process.run(line, env | verdict.variables | dict(more or {}), launcher, wait=verdict.wait)
+    if not signals:
+        if "code" in verdict.news:
+            return int(verdict.news["code"])  # its line has been printed
         after(hosts, code)
+        if code in FATAL and verdict.lost:
+            what = f"{verdict.lost} was ended by {signal.Signals(code - 128).name}"
+            raise CommunicationError(what, fix=LOST_FIX)
     return launcher.exit_code(code, signals, layout)

@@ -28,7 +28,8 @@ class Watchdog:
     ``limit`` seconds (0: for ever). Of ranks that wait for one another the culprit is the one that is stopped, or
     computes something else; all of them where that cannot be told."""
 
-    def __init__(self, board: Board, limit: float) -> None:
+    def __init__(self, board: Board | None, limit: float) -> None:
+        """``board`` None: of a subclass that reads the ranks elsewhere."""
         self._board, self._limit = board, limit
         self._beats: list[int] = []
         self._stopped: dict[int, float] = {}
@@ -41,14 +42,14 @@ class Watchdog:
         """Whether ranks are stuck."""
         if not self._limit:
             return False
-        now, told = time.monotonic(), [self._board.read(rank) for rank in range(self._board.ranks)]
+        now, told = time.monotonic(), self._read_all()
         if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, as perhaps all were
             self._beats, self._stopped, self._moved = [], {}, {}
         self._before = now
         beats = [one.beats for one in told]
         if beats != self._beats or not all(one.pid and one.phase in WATCHED and not one.record for one in told):
             self._beats, self._since = beats, now
-        states = {rank: _state(one.pid) for rank, one in enumerate(told) if one.pid}
+        states = self._states(told)
         self._stopped = {rank: self._stopped.get(rank, now) for rank, state in states.items() if state in "Tt"}
         stopped = [rank for rank, since in self._stopped.items() if now - since > self._limit]
         if stopped or now - self._since > self._limit:
@@ -87,16 +88,29 @@ class Watchdog:
         own = {rank: row for rank, row in found.items() if row[1] and not INSIDE.search(_lines(row[1])[0])}
         return own or found
 
+    def _read_all(self) -> list[Told]:
+        assert self._board is not None
+        return [self._board.read(rank) for rank in range(self._board.ranks)]
+
+    def _states(self, told: list[Told]) -> dict[int, str]:
+        """The state of each rank's process, where it has told which that is."""
+        return {rank: state(one.pid) for rank, one in enumerate(told) if one.pid}
+
     def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
-        """What each rank's threads do, the main one last, most recent call first; [""] where it does not say."""
-        before = [_read(one.stack) for one in told]  # they were asked before, perhaps
-        self._board.ask()
-        time.sleep(ANSWER_SECONDS)
-        # The last answer, for others may ask at the same time; within it from the newest thread to the first.
-        return {
-            k: DUMP.split(_read(one.stack).removeprefix(old))[-1].split("\n\n")
-            for k, (one, old) in enumerate(zip(told, before, strict=True))
-        }
+        assert self._board is not None
+        return stacks(self._board, told)
+
+
+def stacks(board: Board, told: list[Told]) -> dict[int, list[str]]:
+    """What each rank's threads do, the main one last, most recent call first; [""] where it does not say."""
+    before = [_read(one.stack) for one in told]  # they were asked before, perhaps
+    board.ask()
+    time.sleep(ANSWER_SECONDS)
+    # The last answer, for others may ask at the same time; within it from the newest thread to the first.
+    return {
+        k: DUMP.split(_read(one.stack).removeprefix(old))[-1].split("\n\n")
+        for k, (one, old) in enumerate(zip(told, before, strict=True))
+    }
 
 
 def _read(path: str) -> str:
@@ -124,7 +138,7 @@ def _top(stack: str) -> str:
     return f" (in {match[3]}, {match[1]}:{match[2]})" if match else ""
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
     """The kernel's letter of a process' state; T: stopped."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

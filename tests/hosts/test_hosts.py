@@ -24,26 +24,13 @@ from hvd_train.launch.gloo import places
 from hvd_train.launch.hosts import Hosts, after, look, parse, travelling
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
-from tests.hosts.network import Network, missing
+from tests.hosts.network import Network
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TINY = ["-c", str(ROOT / "scripts" / "configs" / "tiny.yaml")]
 LONG = pytest.mark.long("the other framework runs it in every run, and a network does not know them apart")
 ROOTED = {"PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    if why := missing():
-        pytest.skip(why)
-    made = Network(tmp_path_factory.mktemp("hosts"), 3)
-    try:
-        made.start()
-        yield made
-        assert not made.left(), "left behind"
-    finally:
-        made.stop()
 
 
 def words(folder: Path, framework: str, *more: str) -> list[str]:
@@ -369,6 +356,17 @@ def test_after_a_failure_the_silent_host_is_the_cause(monkeypatch):
         after(["a", "b"], code)
     with pytest.raises(CommunicationError, match="host b does not answer any more"):
         after(["a", "b"], 1)
+
+
+def test_hosts_that_do_not_connect_back_are_named(monkeypatch):
+    answers = {"b": (0, "", ""), "c": (0, "10.99.0.1", ""), "d": (255, "", "")}
+    monkeypatch.setattr(module, "asked", lambda names, code: answers)
+    line = module.check_way_back(["b", "c", "d"])
+    assert re.match(
+        r"host b does not reach this host by TCP \(.*, port \d+\), though ssh does; hosts b, c, d; open ", line
+    )
+    monkeypatch.setattr(module, "asked", lambda names, code: {"c": answers["c"]})
+    assert module.check_way_back(["c"]) == ""
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):

@@ -29,6 +29,15 @@ def test_one_of_all_that_see_it_tells_it(board):
     assert [reader.claim() for reader in (others[0], board, *others)] == [True, False, False, False, False]
 
 
+def test_news_reach_all_readers(board):
+    reader = Board(1, board.path)
+    assert reader.news() == {}
+    board.publish({"lost": ["rank 1 on host b"]})
+    assert reader.news() == {"lost": ["rank 1 on host b"]} and reader.read(0).record == {}
+    board.publish({"end": 0.0})
+    assert reader.news() == {"end": 0.0}
+
+
 def test_answers_to_two_that_ask_at_once_are_kept_apart(board, monkeypatch):
     """Else the main thread of the one and the first thread of the other look like one thread."""
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.5)

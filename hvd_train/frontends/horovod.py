@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint.arrays import PIECE_BYTES
-from hvd_train.errors import CommunicationError, ConfigError, EndedRankError, LostRankError, TrainError
+from hvd_train.errors import (
+    SOME_RANK,
+    CommunicationError,
+    ConfigError,
+    EndedRankError,
+    LostRankError,
+    TrainError,
+)
 from hvd_train.launch.board import announce_met
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
@@ -182,4 +189,4 @@ def _failure_of(error: BaseException | None, stalled: str, left: Sequence[int]) 
         what = f"rank {', '.join(map(str, left))} came to the end of the script, and this rank waits for it"
         fix = "end the loop at the same step on all ranks: decide by ht.sum or hk.reduce, take as many batches"
         return EndedRankError(what, fix=fix)
-    return LostRankError("another rank was lost")
+    return LostRankError(f"{SOME_RANK} was lost")

@@ -17,7 +17,9 @@ LONGEST = [
     "tests/keras/test_keras",
     "tests/torch/test_torch",
     "verify/test_verify",
+    "ranks/test_lost_ranks",
     "ranks/test_launchers",
+    "ranks/test_signals",
 ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from hvd_train.launch.start import command, environment
 from tests.ranks.cases import cases
+from tests.ranks.job import SETTLE, SHARED, Job, cores_of_rank_0, settings, summary
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900  # of a whole world: some 50 cases, each of which has its own limit in the worker
@@ -55,5 +58,33 @@ def worlds(tmp_path_factory, request):
             assert run.returncode == 0, f"{line}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
             done[key] = Results(folder, size)
         return done[key]
+
+    return get
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_in_shared_memory():
+    """F40: of the ranks that were killed here."""
+    yield
+    stop = time.monotonic() + SETTLE
+    while (left := [path for path in SHARED if Path(path).exists()]) and time.monotonic() < stop:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory):
+    """The summary of two ranks under ``-np``, which each framework and settings need to train only once."""
+    found: dict[tuple, dict] = {}
+
+    def get(framework: str, *sets: str) -> dict:
+        key = (framework, *sets)
+        if key not in found:
+            folder = tmp_path_factory.mktemp(f"expected-{framework}")
+            code, out, err = Job("-np", folder, *settings(folder / "run", f"framework={framework}", *sets)).end()
+            assert code == 0, out + err
+            assert cores_of_rank_0(folder / "run") == max(1, len(os.sched_getaffinity(0)) // 2)
+            found[key] = summary(folder / "run")
+        return found[key]
 
     return get

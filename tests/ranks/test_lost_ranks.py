@@ -1,0 +1,207 @@
+"""Ranks that are killed, stop or fail under real launchers: named, ended, started again to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvd_train.launch import stub
+from tests.ranks.job import (
+    BIN,
+    EPOCHS,
+    FRAMEWORKS,
+    LONG,
+    OFTEN,
+    SECONDS,
+    TINY,
+    Job,
+    grid,
+    lines_of,
+    settings,
+    summary,
+)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    grid(
+        FRAMEWORKS,
+        ["-np", "mpirun", "horovodrun --gloo"],
+        lambda launcher, framework: launcher != "horovodrun --gloo" and (launcher, framework) != ("-np", "pytorch"),
+    ),
+)
+def test_killed_and_resumed_is_bit_identical(tmp_path, expected, launcher, framework):
+    """F01, F06: SIGKILL on a rank within an epoch, also while rank 0 saves: all end, and the resumed run ends with the
+    bits of one that nobody killed."""
+    cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG, OFTEN]
+    job = Job(launcher, tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="rename:0:13:hang")
+    job.wait_for(lambda: lines_of(cut) >= 105)
+    job.ranks()[1].send_signal(signal.SIGKILL)
+    code, out, err = job.end()
+    assert "step-00000090" in os.listdir(cut / "checkpoints") and "step-00000100" not in os.listdir(cut / "checkpoints")
+    assert code != 0 and "done:" not in out
+    if launcher == "-np":
+        assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in "), "the cause alone"
+        assert err.count("\n") == 1
+    assert not (cut / "summary.json").exists()
+    code, out, err = Job(launcher, tmp_path, *settings(cut, *sets), "--resume", "auto").end()
+    assert code == 0, err
+    assert "resumed at step" in out
+    a, b = expected(framework, *LONG), summary(cut)
+    assert {k: v for k, v in a.items() if k != "samples_per_second"} == {
+        k: v for k, v in b.items() if k != "samples_per_second"
+    }
+    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["event"] == "train"]
+    assert steps == list(range(1, 29 * EPOCHS + 1)), "each step is reported once"
+
+
+def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path):
+    """F21, F22, F23: the first half on two ranks in PyTorch, the rest on one in Keras, is the run of one rank."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    sets = ["optim.lr=0.01"]
+    run = [str(BIN / "hvd-train"), "fit", "-c", str(TINY)]
+    assert subprocess.run([*run, *settings(whole, *sets)], timeout=SECONDS, check=False).returncode == 0
+    assert Job("-np", tmp_path, *settings(cut, *sets, "max_steps=40")).end()[0] == 0
+    other = [*run, *settings(cut, *sets, "framework=tensorflow"), "--resume", "last"]
+    refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert refused.returncode == 2 and "framework: pytorch -> tensorflow" in refused.stderr
+    assert subprocess.run([*other, "--allow-change", "framework"], timeout=SECONDS, check=False).returncode == 0
+    a, b = summary(whole), summary(cut)
+    assert b["framework"] == "tensorflow" and (a["steps"], a["train_samples"]) == (b["steps"], b["train_samples"])
+    assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-9)
+
+
+# ---- faults on purpose, and ranks that stop (F04, F07, F08, F14)
+
+FAULTS = [
+    ("-np", "pytorch", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    ("-np horovodrun", "tensorflow", "step:0:60:hang", "rank 0 has not moved for 3 s (in _hang, "),
+]
+FAULTS_LONG = [
+    ("-np horovodrun", "pytorch", "rename:0:2:kill", "rank 0 was ended by SIGKILL; in "),
+    ("-np", "tensorflow", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    ("-np", "pytorch", "manifest:0:2:kill", "rank 0 was ended by SIGKILL; in "),
+    ("-np", "tensorflow", "commit:0:2:kill", "rank 0 was ended by SIGKILL; in "),
+    ("-np", "pytorch", "step:1:60:leave", "rank 1 left before the end of the training"),
+    ("-np", "tensorflow", "write:0:2:eio", ""),
+]
+OTHER = pytest.mark.long("the same watch over other points and ranks: scripts/torture takes them at random")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework", "fault", "words"),
+    [*FAULTS, *(pytest.param(*case, marks=OTHER) for case in FAULTS_LONG)],
+)
+def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework, fault, words):
+    """F02, F04, F08, F14, F17."""
+    sets = [f"framework={framework}", *LONG]
+    monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
+    more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=3"]
+    code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more).end()
+    assert code == 0, err
+    assert (f"restart 1 of 1: {words}" in err) if words else "restart" not in err, err
+    monkeypatch.delenv("HVD_TRAIN_FAULT")
+    assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *LONG)["weights_sha256"]
+
+
+ALONE = [
+    ("mpirun", "pytorch", "step:1:60:stop",
+     "error[rank 1]: is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    pytest.param("horovodrun --gloo", "tensorflow", "step:1:60:hang",
+                 "error[rank 1]: has not moved for 3 s (in _hang, ", marks=OTHER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "framework", "fault", "words"), ALONE)
+def test_f14_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatch, launcher, framework, fault, words):
+    monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
+    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, "watchdog_s=3")
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    assert code == 5 and words in out + err, out + err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    [("-np", "tensorflow"), pytest.param("-np horovodrun", "pytorch", marks=pytest.mark.long("times waits eagerly"))],
+)
+def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launcher, framework):
+    """50 ms after each step of rank 1, from the second epoch on."""
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "step:1:30:delay")
+    sets = settings(tmp_path / "run", f"framework={framework}", "max_epochs=5")
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    assert code == 0 and "rank 1 is slow: the others wait for it " in out, out + err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    slow = [row for row in rows if row["event"] == "straggler"]
+    late = [row for row in slow if row["step"] > 40]  # before, the machine may have made a rank slow
+    assert {row["rank"] for row in late} == {1} and all(0 < row["since"] < row["step"] for row in late), slow
+    assert max(row["share"] for row in slow) > 0.4 and max(row["seconds"] for row in slow) > 0.03, slow
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    [("-np", "pytorch"), pytest.param("horovodrun", "tensorflow", marks=pytest.mark.long("the other launcher"))],
+)
+def test_a_save_that_hangs_ends_the_job(tmp_path, monkeypatch, launcher, framework):
+    """The second one, at its first file; the third one waits for it."""
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "write:0:3:hang")
+    rule = ["checkpoint.every_n_steps=20", "checkpoint.every_n_epochs=0", "watchdog_s=2"]
+    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, *rule)
+    code, out, err = Job(launcher, tmp_path, *sets).end()
+    told = re.findall(r"error\[rank 0\]: (.*)", out + err)
+    where = re.escape(str(tmp_path / "run" / "checkpoints" / "step-00000040"))
+    assert code == 4 and len(told) == 1, out + err
+    assert re.match(f"the checkpoint cannot be written: nothing has moved for 2 s; {where}; look for a disk", told[0])
+    assert "step-00000020" in os.listdir(tmp_path / "run" / "checkpoints")
+
+
+SPARED = [("-np", "pytorch"), ("-np horovodrun", "pytorch"), ("-np", "tensorflow"), ("-np horovodrun", "tensorflow")]
+SPARED[1:] = [pytest.param(*case, marks=pytest.mark.long("the same places, handed over alike")) for case in SPARED[1:]]
+
+
+@pytest.mark.parametrize(("launcher", "framework"), SPARED)
+def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, monkeypatch, launcher, framework):
+    """Rank 1 stands in the first start until the spares are ready; then it is killed, and then what stands for it. What
+    is repeated is what came after the newest snapshot, which lies in memory; before the end none lies on the disk."""
+    own = ["optim.lr=0.01", "max_epochs=6", "checkpoint.every_n_epochs=0"]
+    sets = [f"framework={framework}", *own]
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "step:1:31:stop")
+    more = ["--max-restarts", "2", "--spares", "2", "--set", "checkpoint.snapshot_every_n_steps=5"]
+    job = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more)
+
+    def find(word):
+        found = {}
+        for process in job.processes():
+            with suppress(psutil.Error):
+                found[process] = process.cmdline()
+        return [(process, line) for process, line in found.items() if word in line]
+
+    job.wait_for(lambda: find("hvd_train.cli.spare"))
+    ((spare, line),) = find("hvd_train.cli.spare")
+    job.wait_for(lambda: f"@{line[3]}" in Path("/proc/net/unix").read_text())
+    job.wait_for(lambda: job.ranks()[1].status() == psutil.STATUS_STOPPED)
+    job.ranks()[1].kill()
+    job.wait_for(lambda: len(spare.children()) == 2)
+    next(process for process, line in find(stub.__file__) if line[2] == "-S").kill()
+    code, out, err = job.end()
+    assert code == 0 and err.count("restart ") == 2 and "in training, step 31" in err, err
+    assert out.count("resumed at step 25:") + out.count("resumed at step 30:") >= 1, out
+    assert not list(Path("/dev/shm").glob(f"hvd-train-snapshots-{job.started.pid}-*"))
+    monkeypatch.delenv("HVD_TRAIN_FAULT")
+    assert summary(tmp_path / "run")["weights_sha256"] == expected(framework, *own)["weights_sha256"]
+
+
+def test_a_full_disk_ends_with_what_was_saved_before(tmp_path, monkeypatch):
+    """F07."""
+    monkeypatch.setenv("HVD_TRAIN_FAULT", "manifest:0:2:enospc")
+    code, out, err = Job("-np", tmp_path, *settings(tmp_path / "run", *LONG), "--set", OFTEN).end()
+    assert code == 4 and "the checkpoint cannot be written: No space left on device" in err and "Traceback" not in err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000010"]

@@ -1,0 +1,102 @@
+"""A signal to a job under every launcher: it saves and ends, and what goes on has the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.ranks.job import (
+    EPOCHS,
+    LONG,
+    SETTLE,
+    Job,
+    lines_of,
+    settings,
+    summary,
+)
+
+# (launcher, framework, who is sent it, the signal, the job's code)
+
+ASKED = [
+    ("-np", "pytorch", "job", signal.SIGHUP, 75),  # its terminal was closed; UCX would take the signal
+    ("horovodrun --gloo", "tensorflow", "rank", signal.SIGTERM, 75),
+]
+ASKED_LONG = [
+    ("mpirun", "pytorch", "rank", signal.SIGUSR1, 75),
+    ("-np", "tensorflow", "job", signal.SIGINT, 130),
+    ("-np", "tensorflow", "job", signal.SIGTERM, 75),
+    ("-np", "tensorflow", "rank", signal.SIGTERM, 75),
+    ("-np horovodrun", "pytorch", "job", signal.SIGUSR1, 75),
+    ("mpirun", "tensorflow", "job", signal.SIGUSR1, 75),
+    ("mpirun", "pytorch", "job", signal.SIGTERM, 1),  # mpirun's own, which leaves ranks a second to save
+    ("mpirun", "pytorch", "rank", signal.SIGINT, 130),
+    ("horovodrun --gloo", "pytorch", "job", signal.SIGTERM, None),  # two of its threads wait for the code: 75, 143 or 0
+]
+LONG_REASON = "the same signals and the same loop as in the cases that run always; a launch each, and one to go on"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework", "who", "number", "code"),
+    [*ASKED, *(pytest.param(*case, marks=pytest.mark.long(LONG_REASON)) for case in ASKED_LONG)],
+)
+def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, launcher, framework, who, number, code):
+    """F10, F12, F13. All ranks leave at one step, within the seconds that launchers leave them; what goes on, through
+    the death of a rank as well, ends with the bits of a run that nobody disturbed."""
+    # Longer than the quarter of a second between two meetings, and saved by itself only with an epoch.
+    cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
+    job = Job(launcher, tmp_path, *settings(cut, *sets, "data.workers=2"))
+    job.wait_for(lambda: lines_of(cut) >= 100)
+    sent = time.monotonic()
+    (job.ranks()[1] if who == "rank" else job.started).send_signal(number)
+    found, out, err = job.end()
+    assert code in (None, found), err
+    assert time.monotonic() - sent < 5 + SETTLE
+    assert "done:" not in out and "Traceback" not in err and not (cut / "summary.json").exists(), err
+    saved = int(sorted((cut / "checkpoints").glob("step-*"))[-1].name[5:])
+    if code != 1:  # a second after its own SIGTERM mpirun kills: enough to save where nothing else computes
+        assert out.count("stopped by SIG") == 1 and not (cut / "lock").exists()
+        assert saved == json.loads((cut / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    job = Job("-np", tmp_path, *settings(cut, *sets), "--resume", "auto", "--max-restarts", "1")
+    if (launcher, who) == ("-np", "job"):
+        job.wait_for(lambda: lines_of(cut) >= saved + 100)
+        job.ranks()[1].send_signal(signal.SIGKILL)
+    found, out, err = job.end()
+    assert found == 0, err
+    assert f"resumed at step {saved}:" in out
+    if (launcher, who) == ("-np", "job"):
+        assert err.startswith("restart 1 of 1: rank 1 was ended by SIGKILL; in ") and err.count("\n") == 1, err
+    a, b = expected(framework, *LONG), summary(cut)
+    assert {k: v for k, v in a.items() if k != "samples_per_second"} == {
+        k: v for k, v in b.items() if k != "samples_per_second"
+    }
+    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["event"] == "train"]
+    assert steps == list(range(1, 29 * EPOCHS + 1)), "each step is reported once"
+
+
+@pytest.mark.parametrize(
+    ("framework", "who", "seconds"),
+    [
+        ("pytorch", "job", 0.0),  # while ranks load their framework
+        ("tensorflow", "rank", 2.0),
+        *(
+            pytest.param(framework, who, seconds, marks=pytest.mark.long("other moments before the first step"))
+            for framework in ("pytorch", "tensorflow")
+            for who in ("job", "rank")
+            for seconds in (0.5, 1.0, 1.5, 3.0)
+        ),
+    ],
+)
+def test_f12_a_signal_before_there_is_anything_to_save(tmp_path, framework, who, seconds):
+    """While ranks load their framework, meet, compile; or just after, when they save."""
+    job = Job("-np", tmp_path, *settings(tmp_path / "run", f"framework={framework}", "max_epochs=1000"))
+    job.wait_for(lambda: len(job.ranks()) == 2)
+    time.sleep(seconds)
+    sent = time.monotonic()
+    (job.ranks()[1] if who == "rank" else job.started).send_signal(signal.SIGTERM)
+    found, out, err = job.end()
+    assert found == 75 and "Traceback" not in err and time.monotonic() - sent < 5 + SETTLE, (found, err)
+    assert "before the first step: there was nothing to save" in err or "and saved" in out, (out, err)

@@ -13,7 +13,7 @@ from typing import Any
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import GIVEN, look_in
 from hvd_train.core.hooks import Hook
-from hvd_train.data.sources import open_data
+from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial

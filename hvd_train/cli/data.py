@@ -18,7 +18,7 @@ def data(context: click.Context) -> None:
     if context.invoked_subcommand:
         return
     from hvd_train.data import transforms
-    from hvd_train.data.sources import catalog
+    from hvd_train.data.catalog import catalog
     from hvd_train.report.tables import table
 
     click.echo(table(["data.name", "what"], list(catalog().items())))
@@ -39,7 +39,7 @@ def pack(path: Path | None, sets: tuple[str, ...], paths: tuple[str, ...]) -> No
     mpirun -np 4 hvd-train data pack -c job.yaml packed             four processes share the work
     """
     from hvd_train.config import load_config
-    from hvd_train.data.packing import kind_of
+    from hvd_train.data.detect import kind_of
     from hvd_train.jobs import pack as job
 
     *source, target = paths

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_train.data.arrays import INPUT, LABEL
 from hvd_train.data.classes import Lookup, by_number, listing, unknown, values_of
+from hvd_train.data.column import INPUT, LABEL
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 

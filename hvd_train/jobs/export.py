@@ -14,7 +14,7 @@ from hvd_train.checkpoint.arrays import without_slots
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.own import look_in
-from hvd_train.data.sources import open_data
+from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained

@@ -13,8 +13,9 @@ from hvd_train.config import Config, digest
 from hvd_train.config.own import look_in
 from hvd_train.core.agreement import collectively
 from hvd_train.core.loop import start_agreement
+from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import DataSet, open_data
 from hvd_train.errors import CommunicationError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle

@@ -8,7 +8,8 @@ from typing import Any
 
 from hvd_train.config import Config
 from hvd_train.config.own import look_in
-from hvd_train.data import packing, sources
+from hvd_train.data import catalog, packing
+from hvd_train.data.manifest import summary
 from hvd_train.launch.environment import world
 
 
@@ -17,10 +18,10 @@ def pack(config: Config, folder: Path) -> None:
     began = time.monotonic()
     look_in(config.code_dir)
     ranks = _ranks()
-    manifest = sources.pack(config.data, config.task, folder, ranks)
+    manifest = catalog.pack(config.data, config.task, folder, ranks)
     if ranks.rank == 0:
         took = f"{time.monotonic() - began:.1f} s, {ranks.size} rank{'s' * (ranks.size > 1)}"
-        print(f"packed {packing.facts(manifest)}: {folder} ({took})", flush=True)
+        print(f"packed {summary(manifest)}: {folder} ({took})", flush=True)
 
 
 def check(folder: Path) -> None:
@@ -28,7 +29,7 @@ def check(folder: Path) -> None:
     ranks = _ranks()
     manifest = packing.check(folder, ranks)
     if ranks.rank == 0:
-        print(f"as it was written: {packing.facts(manifest)}: {folder}", flush=True)
+        print(f"as it was written: {summary(manifest)}: {folder}", flush=True)
 
 
 def _ranks() -> Any:

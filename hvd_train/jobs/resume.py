@@ -13,8 +13,9 @@ from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config, changed
 from hvd_train.core.agreement import collectively
 from hvd_train.core.saving import data_facts
+from hvd_train.data.catalog import open_data
 from hvd_train.data.classes import listing
-from hvd_train.data.sources import DataSet, open_data
+from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError, ConfigError, DataError
 from hvd_train.launch import snapshots
 from hvd_train.protocol import Communicator, Sample

@@ -16,8 +16,9 @@ from hvd_train.config import Config, load_config
 from hvd_train.config.own import look_in, source_of
 from hvd_train.core.agreement import collectively
 from hvd_train.core.saving import check_tree, data_facts
+from hvd_train.data.catalog import open_data
 from hvd_train.data.classes import listing
-from hvd_train.data.sources import Asked, DataSet, open_data
+from hvd_train.data.dataset import DataRequest, DataSet
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
 from hvd_train.frontends.rank import settle
@@ -114,8 +115,9 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
         same, run = _same_data(config, meta), sample_of(meta)
         split = split or ("val" if same else "all")
-        asked = Asked(run, split, labels or run is None or split in ("train", "val"), vocabulary=meta["vocabulary"])
-        data = collectively(communicator, lambda: open_data(config.data, config.task, asked=asked))
+        looks_at_labels = labels or run is None or split in ("train", "val")
+        request = DataRequest(run, split, looks_at_labels, vocabulary=meta["vocabulary"])
+        data = collectively(communicator, lambda: open_data(config.data, config.task, request=request))
         collectively(communicator, lambda: check_vocabulary(config, data, same, meta))
         job = build_job(config, rank.module, communicator, data, rank.settings, split)
         if communicator.rank == 0:

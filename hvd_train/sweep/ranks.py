@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvd_train.config.own import look_in
-from hvd_train.data.sources import open_data
+from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
 from hvd_train.frontends.rank import Rank, settle

@@ -125,8 +125,8 @@ def prepared(
     import importlib
 
     from hvd_train.config import Config
+    from hvd_train.data.catalog import open_data
     from hvd_train.data.loader import Loader
-    from hvd_train.data.sources import open_data
     from hvd_train.frameworks import FRAMEWORKS
     from hvd_train.frontends.serial import Serial
     from hvd_train.protocol import one_or_all
@@ -422,8 +422,8 @@ def multi_worker(model: str, count: Count) -> None:
 
     from hvd_train.config import Config
     from hvd_train.core.initialization import first_weight
+    from hvd_train.data.catalog import open_data
     from hvd_train.data.loader import Loader
-    from hvd_train.data.sources import open_data
     from hvd_train.protocol import one_or_all
 
     threads = int(os.environ["OMP_NUM_THREADS"])

@@ -306,7 +306,7 @@ def test_eval_gives_what_training_measured(trained, extra):
 def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
     """Logits of one rank and of three (which 359 does not divide by) are equal and reach the measured accuracy."""
     from hvd_train.config import DataConfig
-    from hvd_train.data.sources import open_data
+    from hvd_train.data.catalog import open_data
 
     folder, _ = trained
     files = [tmp_path / "1.npy", tmp_path / "deep" / "3.npy"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvd_train.config import load_config
-from hvd_train.data.sources import DataSet
+from hvd_train.data.dataset import DataSet
 from hvd_train.errors import DataError
 from hvd_train.jobs.trained_run import check_vocabulary
 from tests.cli.test_commands import ROOT, SECONDS

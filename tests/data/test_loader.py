@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from hvd_train.data import loader as loader_module
-from hvd_train.data.arrays import Arrays, Synthetic
+from hvd_train.data.arrays import Arrays
 from hvd_train.data.loader import AHEAD, Loader
 from hvd_train.data.order import permute, steps
+from hvd_train.data.synthetic import Synthetic
 from hvd_train.errors import DataError
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.catalog import open_data, pack
+from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import docstrings
 from hvd_train.data.masked import CLS, MASK, PAD, SEP, SPECIAL, Pairs, sentences, tokenized, vocabulary
 from hvd_train.data.packing import Alone
-from hvd_train.data.sources import Asked, open_data, pack
 from hvd_train.errors import DataError
 
 LENGTH = 48
@@ -130,7 +131,7 @@ def test_another_text_is_numbered_by_the_runs_vocabulary(folder, tmp_path):
     run = open_data(config)
     (tmp_path / "more.txt").write_text(" ".join(story(k) for k in range(20, 40)))
     other = config.model_copy(update={"path": str(tmp_path / "more.txt")})
-    alone, found = open_data(other), open_data(other, asked=Asked(run.sample, "all", vocabulary=run.vocabulary))
+    alone, found = open_data(other), open_data(other, request=DataRequest(run.sample, "all", vocabulary=run.vocabulary))
     assert found.vocabulary == run.vocabulary != alone.vocabulary
     tokens = vocabulary([], 340, None, run.vocabulary).encode(story(20)).ids
     first = found.parts["all"].fetch(np.arange(1))[0]["tokens"][0]
@@ -141,9 +142,9 @@ def test_another_text_is_numbered_by_the_runs_vocabulary(folder, tmp_path):
     alone_file.write_text(alone.vocabulary)
     named = other.model_copy(update={"vocabulary": str(alone_file)})
     with pytest.raises(DataError, match="another vocabulary than the run's"):
-        open_data(named, asked=Asked(run.sample, "all", vocabulary=run.vocabulary))
+        open_data(named, request=DataRequest(run.sample, "all", vocabulary=run.vocabulary))
     with pytest.raises(DataError, match="the vocabulary of the run is damaged"):
-        open_data(other, asked=Asked(run.sample, "all", vocabulary="{}"))
+        open_data(other, request=DataRequest(run.sample, "all", vocabulary="{}"))
 
 
 def test_without_a_path_the_text_is_pythons_own():

@@ -15,8 +15,11 @@ from PIL import Image
 
 from hvd_train.cli.main import cli
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data import packing, sources
+from hvd_train.data import catalog, packing
+from hvd_train.data.dataset import DataRequest
 from hvd_train.data.formats import read_digits
+from hvd_train.data.manifest import MANIFEST
+from hvd_train.data.manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
 
@@ -81,9 +84,9 @@ def test_same_samples(kind, shard_bytes, tmp_path, monkeypatch, photos):
     else:
         keys, task = kind(tmp_path)
     config, goal = DataConfig(**keys), TaskConfig(**task)
-    sources.pack(config, goal, tmp_path / "packed", packing.Alone())
-    packed = sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), goal)
-    own = sources.open_data(config, goal)
+    catalog.pack(config, goal, tmp_path / "packed", packing.Alone())
+    packed = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")), goal)
+    own = catalog.open_data(config, goal)
     same(own.train, packed.train)
     same(own.val, packed.val)
     packing.check(tmp_path / "packed", packing.Alone())
@@ -99,10 +102,10 @@ def test_a_test_part_and_what_is_skipped_are_packed(tmp_path):
                 Image.fromarray(np.full((4, 6), 9 * k, np.uint8)).save(folder / f"{k}.tif")
     (tmp_path / "photos" / "train" / "a" / "notes.txt").write_text("no image")
     config = DataConfig(name="imagefolder", path=str(tmp_path / "photos"))
-    made = sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
-    assert packing.facts(made).startswith("10 training and 4 validation samples, 6 test samples, 6 files")
-    again, asked = DataConfig(name="packed", path=str(tmp_path / "packed")), sources.Asked(split="test")
-    packed, own = (sources.open_data(one, asked=asked) for one in (again, config))
+    made = catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    assert manifest_summary(made).startswith("10 training and 4 validation samples, 6 test samples, 6 files")
+    again, request = DataConfig(name="packed", path=str(tmp_path / "packed")), DataRequest(split="test")
+    packed, own = (catalog.open_data(one, request=request) for one in (again, config))
     for name in ("train", "val", "test"):
         same(own.parts[name], packed.parts[name])
     assert "a: 1 .txt" in packed.train.note and packed.train.note == own.remarks[0]
@@ -113,17 +116,17 @@ def test_older_packed_data_and_declared_images(tmp_path):
     """Manifests of earlier versions say nothing of images: three axes are one."""
     np.savez(tmp_path / "own.npz", x=np.ones((20, 4, 5), np.float32), y=np.arange(20) % 2)
     config = DataConfig(name="npz", path=str(tmp_path / "own.npz"), images=True)
-    sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
-    manifest = tmp_path / "packed" / packing.MANIFEST
+    catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    manifest = tmp_path / "packed" / MANIFEST
     older = re.sub(r',\s*"image": (true|false)', "", manifest.read_text())
     assert older != manifest.read_text() and '"image"' not in older
     manifest.write_text(older)
     again = DataConfig(name="packed", path=str(tmp_path / "packed"))
-    same(sources.open_data(config).train, sources.open_data(again).train)
-    sources.pack(config.model_copy(update={"images": None}), TaskConfig(), tmp_path / "plain", packing.Alone())
+    same(catalog.open_data(config).train, catalog.open_data(again).train)
+    catalog.pack(config.model_copy(update={"images": None}), TaskConfig(), tmp_path / "plain", packing.Alone())
     plain = DataConfig(name="packed", path=str(tmp_path / "plain"))
-    assert sources.open_data(plain).sample.input_shape == (4, 5)
-    declared = sources.open_data(plain.model_copy(update={"images": True}))
+    assert catalog.open_data(plain).sample.input_shape == (4, 5)
+    declared = catalog.open_data(plain.model_copy(update={"images": True}))
     assert declared.sample.inputs["input"].image and declared.train.fetch(np.arange(2))[0]["input"].shape == (
         2,
         4,
@@ -142,13 +145,13 @@ def test_commands(tmp_path, photos):
     assert done.output.startswith("packed 160 training and 40 validation samples, 4 files, 0.1 MB"), done
     assert told("check", tmp_path / "packed").output.startswith("as it was written: 160 training")
     config = DataConfig(name="packed", path=str(tmp_path / "packed"), transforms=[{"name": "random_horizontal_flip"}])
-    assert sources.open_data(config).sample.input_shape == (16, 16, 1)
+    assert catalog.open_data(config).sample.input_shape == (16, 16, 1)
     with pytest.raises(ConfigError, match="packed data set already; .*packed; remove it"):
         raise told("pack", photos, tmp_path / "packed").exception
     with pytest.raises(DataError, match="cannot be told by its name"):
         raise told("pack", __file__, tmp_path / "other").exception
     with pytest.raises(DataError, match="labels 'label' were packed as classes, and task.loss wants numbers"):
-        sources.open_data(config, TaskConfig(loss="mse"))
+        catalog.open_data(config, TaskConfig(loss="mse"))
     (tmp_path / "job.yaml").write_text("data: {name: digits}")
     assert told("pack", "-c", tmp_path / "job.yaml", tmp_path / "digits").output.startswith("packed 1,438 training")
     assert "packed  " in told().output
@@ -177,16 +180,16 @@ def flip(path):
 )
 def test_damaged(harm, what, opens, tmp_path):
     what = what.replace(r"15,\d+", r"[\d,]+")
-    sources.pack(DataConfig(), TaskConfig(), tmp_path / "packed", packing.Alone())
+    catalog.pack(DataConfig(), TaskConfig(), tmp_path / "packed", packing.Alone())
     harm(tmp_path / "packed" / "val-labels-label-00000.npy")
     with pytest.raises(DataError, match=what) as caught:
         packing.check(tmp_path / "packed", packing.Alone())
     assert "\n" not in str(caught.value)
     if opens:
-        sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+        catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
     else:
         with pytest.raises(DataError, match=what):
-            sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+            catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
 
 
 def test_a_fault_while_packing(tmp_path, photos):
@@ -229,7 +232,7 @@ for name, path in (("imagefolder", sys.argv[1]), ("packed", sys.argv[2])):
 HOLDER = """
 import re, sys
 from hvd_train.config import DataConfig
-from hvd_train.data.sources import open_data
+from hvd_train.data.catalog import open_data
 
 def held(kind):
     return int(re.search(rf"^{kind}:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1])
@@ -249,7 +252,7 @@ def test_ranks_of_a_host_share_one_copy(tmp_path):
     numbers = np.zeros((64, 1 << 18), np.float32)
     np.savez(tmp_path / "own.npz", train_x=numbers, train_y=np.arange(64) % 2, val_x=numbers[:1], val_y=[0])
     config = DataConfig(name="npz", path=str(tmp_path / "own.npz"))
-    sources.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
+    catalog.pack(config, TaskConfig(), tmp_path / "packed", packing.Alone())
     shared = {}
     for name, path in (("npz", "own.npz"), ("packed", "packed")):
         line = [sys.executable, "-c", HOLDER, name, str(tmp_path / path)]
@@ -278,7 +281,7 @@ def test_fifty_thousand_images(tmp_path):
     done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0 and "packed 40,000 training and 10,000 validation samples" in done.stdout, done
     packing.check(tmp_path / "packed", packing.Alone())
-    data = sources.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
+    data = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))
     found = []
     for part in (data.train, data.val):
         inputs, labels = part.fetch(np.arange(len(part)))

@@ -8,9 +8,9 @@ from PIL import Image
 
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.data import sources
+from hvd_train.data.catalog import open_data, pack
+from hvd_train.data.dataset import DataRequest
 from hvd_train.data.packing import Alone
-from hvd_train.data.sources import Asked, open_data
 from hvd_train.errors import ConfigError, DataError
 from tests.data.test_tables import write
 
@@ -32,7 +32,7 @@ def config(name, path, **keys):
 
 def for_run(settings, run, task=CLASSES, split="all", labels=True):
     """(inputs, labels) of all samples of the split, and what is remarked, where data are read for a finished run."""
-    data = open_data(settings, task, asked=Asked(run, split, labels))
+    data = open_data(settings, task, request=DataRequest(run, split, labels))
     source = data.parts[split]
     inputs, found = source.fetch(np.arange(len(source)))
     (x,), (y,) = inputs.values(), found.values()
@@ -71,7 +71,7 @@ def test_columns_are_read_by_their_names(tmp_path, suffix):
 def test_packed_columns_and_classes_are_those_of_the_run(tmp_path):
     run = open_data(config("table", table(tmp_path / "a.csv", y=WORDS[Y]), labels="y"), CLASSES).sample
     few = table(tmp_path / "b.csv", ("c", "a", "b"), Y > 0, y=WORDS[Y[Y > 0]])
-    sources.pack(config("table", few, labels="y"), CLASSES, tmp_path / "packed", Alone())
+    pack(config("table", few, labels="y"), CLASSES, tmp_path / "packed", Alone())
     x, y, data = for_run(config("packed", tmp_path / "packed"), run)
     order = np.lexsort(x.T)
     assert (x[order] == X[Y > 0][np.lexsort(X[Y > 0].T)]).all() and data.sample.labels == run.labels
@@ -175,7 +175,7 @@ def test_labels_with_gaps_are_told_and_renumbered(tmp_path, kind):
 
 
 def test_classes_that_only_the_validation_part_has_are_told():
-    (line,) = open_data(DataConfig(name="own"), given=((X, Y % 2), (X, Y + 1))).remarks
+    (line,) = open_data(DataConfig(name="own"), user_data=((X, Y % 2), (X, Y + 1))).remarks
     assert line == "labels of data, val: classes 2, 3 occur only here, and no sample of the training part is one"
 
 
@@ -196,20 +196,20 @@ def test_all_samples_without_labels(tmp_path):
     of_table = open_data(config("table", table(tmp_path / "y.csv"), labels="y"), MSE).sample
     assert (for_run(config("table", tmp_path / "t.csv", labels="y"), of_table, MSE, labels=False)[0] == X).all()
     given = open_data(
-        DataConfig(name="own"), given=lambda: (None, (X, None)), asked=Asked(run, "all", labels=False)
+        DataConfig(name="own"), user_data=lambda: (None, (X, None)), request=DataRequest(run, "all", labels=False)
     ).parts["all"]
     assert (given.fetch(np.arange(60))[0]["input"] == X).all()
 
 
 def test_named_inputs_and_types_are_those_of_the_run():
     pair = ({"a": X, "b": X[:, :1]}, Y)
-    run = open_data(DataConfig(name="own"), given=(pair, pair)).sample
+    run = open_data(DataConfig(name="own"), user_data=(pair, pair)).sample
 
     def given(inputs):
-        return open_data(DataConfig(name="own"), given=((inputs, Y), None), asked=Asked(run, "all"))
+        return open_data(DataConfig(name="own"), user_data=((inputs, Y), None), request=DataRequest(run, "all"))
 
-    one = open_data(DataConfig(name="own"), given=(({"a": X}, Y), ({"a": X}, Y))).sample
-    renamed = open_data(DataConfig(name="own"), given=(({"c": X}, Y), None), asked=Asked(one, "all"))
+    one = open_data(DataConfig(name="own"), user_data=(({"a": X}, Y), ({"a": X}, Y))).sample
+    renamed = open_data(DataConfig(name="own"), user_data=(({"c": X}, Y), None), request=DataRequest(one, "all"))
     assert renamed.remarks == ["input c is taken as a, by which name the run knows it"]
     more = given({"c": X, "b": X[:, :1], "a": X})
     assert more.remarks == ["inputs c left out: the run was trained without"]
@@ -259,7 +259,7 @@ def test_words_that_read_as_numbers_are_words(tmp_path, words):
 
 def packed(folder, values, **keys):
     np.savez(folder.with_suffix(".npz"), x=X[: len(values)], y=values)
-    sources.pack(config("npz", folder.with_suffix(".npz"), **keys), CLASSES, folder, Alone())
+    pack(config("npz", folder.with_suffix(".npz"), **keys), CLASSES, folder, Alone())
     return config("packed", folder)
 
 

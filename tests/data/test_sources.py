@@ -14,8 +14,11 @@ import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import formats
-from hvd_train.data.arrays import Arrays, Synthetic
-from hvd_train.data.sources import KINDS, Asked, catalog, open_data
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.catalog import catalog, open_data
+from hvd_train.data.dataset import DataRequest
+from hvd_train.data.kinds import KINDS
+from hvd_train.data.synthetic import Synthetic
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 
@@ -34,7 +37,7 @@ def opened(*args, **keys):
 
 def for_testing(*args, **keys):
     """The test part, as ``eval --split test`` opens it."""
-    return open_data(config(*args, **keys), asked=Asked(split="test")).parts["test"]
+    return open_data(config(*args, **keys), request=DataRequest(split="test")).parts["test"]
 
 
 def fault(*args, **keys):
@@ -428,7 +431,7 @@ def test_infinity_and_overflow_are_found():
 
 
 def test_labels_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("hvd_train.data.arrays.SCAN", 7)
+    monkeypatch.setattr("hvd_train.data.labels.SCAN", 7)
     labels = np.zeros(50, int)
     labels[44] = 9
     assert Arrays(np.zeros((50, 1)), labels, "test").sample.num_classes == 10
@@ -653,7 +656,7 @@ def test_images_without_classes_can_be_predicted(tmp_path):
     data = opened("imagefolder", pictures(tmp_path / "a"))
     flat = pictures(tmp_path / "b", classes=("",))
     assert "no images in CLASS/ folders" in fault("imagefolder", flat)
-    found = open_data(config("imagefolder", flat), asked=Asked(data.sample, "all", labels=False)).parts["all"]
+    found = open_data(config("imagefolder", flat), request=DataRequest(data.sample, "all", labels=False)).parts["all"]
     assert len(found) == 5 and found.fetch(np.arange(5))[0]["input"].shape == (5, 7, 9, 3)
 
 

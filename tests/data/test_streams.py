@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.catalog import open_data, pack
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import open_data, pack
 from hvd_train.errors import DataError
 
 N = 23

@@ -9,8 +9,9 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.data import packing
-from hvd_train.data.sources import Asked, open_data
+from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataRequest
+from hvd_train.data.detect import kind_of
 from hvd_train.errors import ConfigError, DataError
 
 DIABETES, IRIS = load_diabetes(), load_iris()
@@ -241,10 +242,10 @@ def test_endings_and_parts_have_several_names(tmp_path):
         made = write(folder / name.lower(), {"a": list(range(count)), "y": list(range(count))})
         made.rename(folder / name)
     config = DataConfig(name="table", path=str(folder), labels="y")
-    parts = open_data(config, MSE, asked=Asked(split="test")).parts
+    parts = open_data(config, MSE, request=DataRequest(split="test")).parts
     assert {name: len(part) for name, part in parts.items()} == {"train": 4, "val": 3, "test": 2}
     assert list(open_data(config, MSE).parts) == ["train", "val"]
-    assert packing.kind_of(folder) == packing.kind_of(tmp_path / "A.CSV") == "table"
+    assert kind_of(folder) == kind_of(tmp_path / "A.CSV") == "table"
 
 
 def test_text_that_is_not_utf_8_says_how_to_store_it(tmp_path):

@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from hvd_train.config import Config, DataConfig, TaskConfig, changed, explain, load_config, resolved_yaml
 from hvd_train.config.keys import TRANSFORMS
 from hvd_train.data import transforms
+from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import open_data
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Field

@@ -22,8 +22,8 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import evaluate, forward_seed
 from hvd_train.core.mean import differing, mean
+from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
-from hvd_train.data.sources import open_data
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial

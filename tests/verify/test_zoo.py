@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
-from hvd_train.data.sources import open_data
+from hvd_train.data.catalog import open_data
 from hvd_train.verify.compare import verify
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,133 @@
+"""Data sets by name: opened, divided into parts, checked, and packed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import packing
+from hvd_train.data.classes import Known, listing
+from hvd_train.data.combined import Itself, Joined, joined_samples
+from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
+from hvd_train.data.fitted import as_run
+from hvd_train.data.kinds import KINDS
+from hvd_train.data.manifest import Manifest
+from hvd_train.data.transforms import transformed
+from hvd_train.data.user_data import imported, user_parts
+from hvd_train.errors import DataError
+from hvd_train.protocol import Source
+
+RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
+TASK = TaskConfig()
+TITLES = {"train": "training", "val": "validation"}
+
+
+def catalog() -> dict[str, str]:
+    """Return {data.name: one line of help}."""
+    return {name: (kind.__doc__ or "").strip() for name, kind in KINDS.items()}
+
+
+def open_data(
+    config: DataConfig,
+    task: TaskConfig = TASK,
+    user_data: Any = None,
+    request: DataRequest = NEW_RUN,
+) -> DataSet:
+    """Open and check a data set; a DataError names the file or key and the way out.
+
+    ``user_data``: the user's (train, val), or the function that gives it, where no ``data.name`` is.
+    """
+    if user_data is not None or ":" in config.name:
+        opened = user_parts(config, task, request, user_data)
+    elif config.name in KINDS:
+        if config.image_size and config.name not in RESIZED:
+            fix = f"leave it out; it is for {', '.join(RESIZED)}"
+            raise DataError(f"data set '{config.name}' is not resized", where="data.image_size", fix=fix)
+        opened = KINDS[config.name](config, task, request)
+    else:
+        near = difflib.get_close_matches(config.name, KINDS, 1)
+        listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
+        fix = f"did you mean '{near[0]}'? {listed}" if near else listed
+        raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
+    vocabulary = "" if isinstance(opened, Whole) else getattr(next(iter(opened.values())), "vocabulary", "")
+    parts = _divided(opened, request, config)
+    if request.run:
+        where = config.path or f"data.name: {config.name}"
+        looked_at = request.labels and config.target == "labels"
+        run = known(config, request).named_run(request.run)
+        parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
+    else:
+        _check_names(parts, config)
+    if config.transforms:
+        parts = transformed(parts, config.transforms, imported)
+    if config.target == "inputs":
+        parts = {name: Itself(part) for name, part in parts.items()}
+    return DataSet(config.name, parts, vocabulary)
+
+
+def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str, Source]:
+    """Return the parts that are asked for, of the same fields; of one whole, some samples are held out."""
+    where = config.path or f"data.name: {config.name}"
+    if isinstance(parts, Whole):
+        tests: dict[str, Source] = {"test": parts.test} if parts.test else {}
+        if request.split == "all":
+            parts = {"train": parts.samples, **tests}
+        else:
+            train, val = parts.samples.split(parts.fraction)
+            parts = {"train": train, "val": val, **tests}
+    names = list(parts)
+    for name in names[1:]:
+        _check_alike(parts, names[0], name, where)
+    if request.split == "all":
+        return {"all": next(iter(parts.values())) if len(parts) == 1 else Joined(list(parts.values()))}
+    if request.split and request.split not in parts:
+        raise DataError(f"there is no part '{request.split}'", where=where, fix=f"there are {', '.join(names)} and all")
+    return parts
+
+
+def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
+    """Check that the labels have the names of ``data.classes``: not every kind of data takes them."""
+    labels = joined_samples(parts.values()).labels
+    if config.classes == "auto" and labels and not any(field.names or field.classes for field in labels.values()):
+        what = "auto numbers classes, and labels of these data are not classes (task.loss: cross_entropy makes them so)"
+        raise DataError(what, where="data.classes", fix="leave it out")
+    for name, field in labels.items():
+        names = Known.of(config).label(name, len(labels) == 1).names
+        if names is not None and field.names != names:
+            has = f"the data have {listing(field.names or ())}" if field.names else "labels of these data have no names"
+            fix = "set it when packing" if config.name == "packed" else "leave it out"
+            raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
+
+
+def _check_alike(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
+    """Check that two parts have the same fields; what classes occur may differ."""
+    fields = [
+        {
+            name: replace(field, classes=None, names=(), masked=False)
+            for name, field in (*parts[part].sample.inputs.items(), *parts[part].sample.labels.items())
+        }
+        for part in (first, second)
+    ]
+    if fields[0] != fields[1]:
+        described = (", ".join(f"{name} {field}" for name, field in part.items()) for part in fields)
+        titles = (TITLES.get(name, name) for name in (first, second))
+        what = ", ".join(f"{title} samples of {one}" for title, one in zip(titles, described, strict=True))
+        raise DataError(what, where=where, fix="give both the same names, shapes and types")
+
+
+def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.World) -> Manifest:
+    """Pack a data set of any kind into ``folder``, by all ranks of ``world``.
+
+    Transforms are left to the reading: they draw anew in each epoch.
+    """
+    stored = config.model_copy(update={"transforms": [], "target": "labels"})
+    data = open_data(stored, task, request=DataRequest(test=True))
+    if any(getattr(part, "ordered", False) for part in (data.train, data.val)):
+        what = "a stream is read in its own order, which packed data do not keep"
+        raise DataError(what, where=f"data.name: {config.name}", fix="give it as it is, or pack what it reads")
+    origin = f"{config.name} {config.path or ''}".strip()
+    return packing.pack(data.train, data.val, data.parts.get("test"), origin, task, folder, world)

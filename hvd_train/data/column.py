@@ -1,0 +1,124 @@
+"""One named array of all samples, and the field that it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.classes import Lookup
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field
+
+INPUT, LABEL = "input", "label"  # names of arrays that came without one
+# Types that not every framework computes with travel as the next larger one; all numbers with a fraction in 32 bits.
+TRAVEL = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named array of all samples: ``values`` needs only ``shape``, ``dtype``, ``len`` and ``[rows]``.
+
+    ``title``: what messages call it; ``lookup``: from values to the numbers of their classes.
+    """
+
+    title: str
+    values: Any
+    field: Field
+    where: str
+    lookup: Lookup | None = None
+
+    @classmethod
+    def of_inputs(
+        cls, title: str, values: Any, ids: bool, alone: bool, where: str, images: bool | None = None
+    ) -> Column:
+        """Make the column of an input (n, ...).
+
+        ``ids``: bytes are taken as they are, else they are values between 0 and 1. ``alone``: the only input, of which
+        (height, width) gets a channel axis if it is an image. ``images``: as ``is_image``.
+        """
+        kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
+        if kind.kind not in "fuib":
+            raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
+        dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
+        divisor = 255.0 if kind == np.uint8 and not ids else 1.0
+        image = is_image(shape, kind, alone, images)
+        field = Field((*shape, 1) if image and len(shape) == 2 else shape, dtype, divisor, image=image)
+        return cls(title, values, field, where)
+
+    @classmethod
+    def of_numbers(
+        cls,
+        title: str,
+        values: Any,
+        where: str,
+        as_stored: bool,
+        images: bool | None = None,
+        beside: Sequence[Field] = (),
+    ) -> Column:
+        """Make the column of labels (n, ...) that are not classes: numbers, or images as inputs are.
+
+        ``as_stored``: a function of the user takes them; else (n, 1) is (n,). ``beside``: the inputs; a label at each
+        place of an image is an image, too.
+        """
+        kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
+        if len(shape) > (2 if as_stored else 1):
+            if images is None and any(field.image and field.shape[:2] == shape[:2] for field in beside):
+                images = True
+            return cls.of_inputs(title, values, False, True, where, images)
+        if kind.kind not in "fuib":
+            raise DataError(f"{title} of type {kind}", where=where, fix="store numbers")
+        dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
+        return cls(title, values, Field(() if shape == (1,) and not as_stored else shape, dtype), where)
+
+    def of(self, taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Convert some samples to the type and shape of the field; ``rows``: their places, for messages."""
+        if self.lookup:
+            taken = self.lookup(taken)
+        if self.field.dtype == "float32":
+            with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
+                taken = taken.astype(np.float32, copy=False)
+                finite = math.isfinite(np.sum(taken))  # cheaper than looking at each; may overflow without a fault
+            if not finite:
+                self.check(np.isfinite(taken), rows, "NaN or infinity")
+        elif taken.dtype == np.uint64:
+            self.check(np.less(taken, 1 << 63), rows, "a number of more than 63 bits")
+        return taken.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
+
+    def check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
+        """Check that all entries are good (True); ``what``: what a bad one is, for the message."""
+        good = entries.reshape(len(entries), -1).all(axis=1)
+        if not good.all():
+            if entries.ndim == 2 and len(entries) > 1 and not (columns := entries.any(axis=0)).all():
+                what = (
+                    f"column {int(np.argmin(columns))} of the {self.title} holds {what} in each of {len(rows)} samples"
+                )
+                fix = "is it text, as names of rows are, that was read as numbers? leave the column out"
+                raise DataError(what, where=self.where, fix=fix)
+            bad = int(rows[int(np.argmin(good))])
+            raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
+
+    @property
+    def note(self) -> str:
+        """A line for the user about the type: bytes and whole numbers can mean two things."""
+        kind = np.dtype(self.values.dtype)
+        if self.field.divisor != 1:
+            return f"{self.title} are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"
+        if kind == np.uint8:
+            return f"{self.title} are uint8 with a label at each place: taken as ids, not divided by 255"
+        if kind.kind in "iu":
+            return f"{self.title} are {kind} and reach the model as whole numbers (store quantities as float32)"
+        return ""
+
+
+def is_image(shape: tuple[int, ...], kind: np.dtype, alone: bool, images: bool | None) -> bool:
+    """Return whether samples of this shape are images: (height, width), if ``alone`` as an input, or with channels.
+
+    ``images``: what the configuration or the kind of data says; None: bytes are, and what has 1 or 3 channels.
+    """
+    if len(shape) not in ((2, 3) if alone else (3,)):
+        return False
+    return (kind == np.uint8 or (len(shape) == 3 and shape[-1] in (1, 3))) if images is None else images

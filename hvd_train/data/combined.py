@@ -1,0 +1,71 @@
+"""Sources made of other sources."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.column import INPUT, LABEL
+from hvd_train.data.transforms import drawn
+from hvd_train.protocol import Fields, Sample, Source
+
+
+def joined_samples(parts: Iterable[Source]) -> Sample:
+    """The fields of all parts together."""
+    return reduce(Sample.joined, (part.sample for part in parts))
+
+
+class Joined:
+    """Several parts of one data set, one after the other."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+        self.sample, self.note = joined_samples(parts), getattr(parts[0], "note", "")
+        self.remarks = tuple(line for part in parts for line in getattr(part, "remarks", ()))
+        self.files = [file for part in parts for file in getattr(part, "files", ())]
+        self.fingerprint = " ".join(part.fingerprint for part in parts)
+        self.ordered = any(getattr(part, "ordered", False) for part in parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        which = np.searchsorted(self._ends, indices, "right")
+        pieces = []
+        for k in np.unique(which):
+            here = np.flatnonzero(which == k)
+            start = self._ends[k] - len(self._parts[k])
+            pieces.append((here, self._parts[k].fetch(np.asarray(indices)[here] - start)))
+        back = np.argsort(np.concatenate([here for here, _ in pieces]))
+        inputs, labels = (
+            {name: np.concatenate([taken[kind][name] for _, taken in pieces])[back] for name in pieces[0][1][kind]}
+            for kind in (0, 1)
+        )
+        return inputs, labels
+
+
+class Itself:
+    """Another source's samples, whose labels are their inputs."""
+
+    def __init__(self, own: Source) -> None:
+        self._own, self.fingerprint = own, hashlib.sha256(f"itself {own.fingerprint}".encode()).hexdigest()[:16]
+        self.ordered = getattr(own, "ordered", False)
+        self.sample = Sample(own.sample.inputs, self._labels(own.sample.inputs))
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, _ = self._own.fetch(indices)
+        return inputs, self._labels(inputs)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        inputs, _ = drawn(self._own, indices, seed, epoch)
+        return inputs, self._labels(inputs)
+
+    def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {LABEL if name == INPUT else name: x for name, x in inputs.items()}

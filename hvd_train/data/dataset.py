@@ -1,0 +1,111 @@
+"""A data set: its parts by name, and the request for which it is opened."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_train.config import DataConfig
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.classes import Known
+from hvd_train.data.combined import joined_samples
+from hvd_train.errors import DataError
+from hvd_train.protocol import Sample, Source
+
+SPLITS = ("train", "val", "test", "all")
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """The request for which data are opened.
+
+    run: the fields of the run whose checkpoint is used; None: a new run. split: one of SPLITS; None: the training part
+    and the validation part. labels: whether they are looked at. test: a test part is wanted, too.
+    vocabulary: the run's, of a text.
+    """
+
+    run: Sample | None = None
+    split: str | None = None
+    labels: bool = True
+    test: bool = False
+    vocabulary: str = ""
+
+    @property
+    def reads_test(self) -> bool:
+        """Return whether a test part is opened; training does not look at it."""
+        return self.test or self.split in ("test", "all")
+
+
+NEW_RUN = DataRequest()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Samples of which ``fraction`` is held out for validation, and a test part, if there is one."""
+
+    samples: Arrays
+    fraction: float
+    test: Source | None = None
+
+
+Parts = dict[str, Source] | Whole  # the parts by their names, of SPLITS without all; or what is to be divided
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Sources of the same kind, by the names of SPLITS.
+
+    A training has at least train and val. ``vocabulary``: of a text whose words are numbered, as JSON.
+    """
+
+    name: str
+    parts: Mapping[str, Source]
+    vocabulary: str = ""
+
+    @property
+    def train(self) -> Source:
+        return self.parts["train"]
+
+    @property
+    def val(self) -> Source:
+        return self.parts["val"]
+
+    @property
+    def sample(self) -> Sample:
+        return joined_samples(self.parts.values())
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return the notes for a user of all parts, each line once."""
+        return list(dict.fromkeys(line for part in self.parts.values() for line in getattr(part, "remarks", ())))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal for equal data, wherever it lies."""
+        fingerprints = " ".join(part.fingerprint for part in self.parts.values())
+        return hashlib.sha256(fingerprints.encode()).hexdigest()[:12]
+
+
+def known(config: DataConfig, request: DataRequest, count: int | None = None) -> Known:
+    """Return the classes known before the data are read; ``count``: of a data set that always has so many."""
+    return Known.of(config, request.run).counted(count)
+
+
+def existing_path(config: DataConfig) -> Path:
+    """Return ``data.path``, which must be a file or a folder."""
+    if config.path is None:
+        raise DataError(f"data set '{config.name}' needs a path", where="data.path", fix="say where the data lies")
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise DataError("there is no such file or folder", where=f"data.path: {path}")
+    return path
+
+
+def existing_folder(config: DataConfig) -> Path:
+    """Return ``data.path``, which must be a folder."""
+    path = existing_path(config)
+    if not path.is_dir():
+        raise DataError("a folder is needed, this is a file", where=f"data.path: {path}")
+    return path

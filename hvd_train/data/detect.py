@@ -1,0 +1,29 @@
+"""The kind of data of a file or folder, from its name and its contents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_train.data.images import part_of
+from hvd_train.errors import DataError
+
+MARKS: Mapping[str, str] = {"*.npy": "npy", "*-images*idx3-ubyte*": "idx", "data_batch_1.bin": "cifar10"}
+SUFFIXES = {
+    ".npz": "npz", ".h5": "hdf5", ".hdf5": "hdf5", ".csv": "table", ".tsv": "table", ".parquet": "table",
+}  # fmt: skip
+
+
+def kind_of(path: Path) -> str:
+    """The data.name of a file or folder by its looks."""
+    if path.is_dir():
+        listed = [name for pattern, name in MARKS.items() if next(path.glob(pattern), None)]
+        files = (file for file in path.iterdir() if SUFFIXES.get(file.suffix.lower()) == "table")
+        tables = any(part_of(file.stem) == "train" for file in files)
+        return listed[0] if listed else "table" if tables else "imagefolder"
+    if not path.exists():
+        raise DataError("there is no such file or folder", where=str(path))
+    if path.suffix.lower() not in SUFFIXES:
+        fix = "give -c FILE, or --set data.name=..."
+        raise DataError("what kind of data it is cannot be told by its name", where=str(path), fix=fix)
+    return SUFFIXES[path.suffix.lower()]

@@ -1,0 +1,252 @@
+"""The kinds of data that are built in, ``data.name``: each function opens the parts of one.
+
+The first line of each docstring is what ``hvd-train data`` lists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import formats, images, masked, packed
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.classes import Known, Words
+from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_folder, existing_path, known
+from hvd_train.data.synthetic import Synthetic
+from hvd_train.data.table_data import open_table
+from hvd_train.data.text import Text
+from hvd_train.errors import DataError
+from hvd_train.protocol import Source
+
+
+def _digits(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """handwritten digits, 1 797 images of 8 x 8 (built in; image_size resizes)"""
+    images, labels = formats.read_digits()
+    images = (images / 16).astype(np.float32)
+    if config.image_size:
+        images = formats.resize(images, config.image_size)
+    return Whole(Arrays(images, labels, "digits", known(config, request, 10), images=True), 0.2)
+
+
+def _diabetes(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """442 patients, 10 standardized measures, one number to predict: for regression (built in)"""
+    measures, progress = formats.read_diabetes()
+    measures = (measures - measures.mean(0)) / measures.std(0)
+    return Whole(Arrays(measures.astype(np.float32), progress.astype(np.float32), "diabetes", None, task), 0.2)
+
+
+def _idx(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """MNIST format: path holds train-images-idx3-ubyte, ... and t10k-..., plain or .gz"""
+    folder, parts, classes = existing_folder(config), [], known(config, request)
+    for part in ("train", "t10k"):
+        files = [formats.find_idx(folder, f"{part}-{kind}", axes) for kind, axes in (("images", 3), ("labels", 1))]
+        images, labels = formats.read_idx(files[0], 3), formats.read_idx(files[1], 1)
+        if len(images) != len(labels):
+            raise DataError(f"{len(images)} images in {files[0].name}, {len(labels)} labels", where=str(files[1]))
+        if config.image_size and images.shape[1:] != (config.image_size, config.image_size):
+            images = formats.resize(images, config.image_size)
+        parts.append(Arrays(images, labels, str(files[0]), classes, images=True))
+        classes = classes.after(parts[0])
+    return {"train": parts[0], "val": parts[1]}
+
+
+ARRAY_NAMES = ("train_x", "train_y", "val_x", "val_y", "x", "y", "test_x", "test_y")
+
+
+def _named_arrays(
+    config: DataConfig, task: TaskConfig, request: DataRequest, read: Callable[[Path, formats.Choose], dict[str, Any]]
+) -> Parts:
+    path = existing_path(config)
+    part, classes = partial(Arrays, task=task, images=config.images), known(config, request)
+    names: dict[str, str] = {}  # {train_x: as the file calls it}
+
+    def choose(found: list[str]) -> list[str]:
+        names.update(_array_names(found, path))
+        wanted = [name for name in names if request.reads_test or not name.startswith("test")]
+        return [names[name] for name in wanted if request.labels or name.endswith("x")]
+
+    read_arrays = read(path, choose)
+    arrays = {name: read_arrays[names[name]] for name in ARRAY_NAMES if names.get(name) in read_arrays}
+    if not request.labels and arrays:
+        return {name[:-2] or "all": part(x, {}, f"{path}: {name[:-2]}", classes) for name, x in arrays.items()}
+    core, tests = ([name for name in arrays if name.startswith("test") == is_test] for is_test in (False, True))
+    if len(tests) != 1 and core in [[*ARRAY_NAMES[:4]], [*ARRAY_NAMES[:2]], [*ARRAY_NAMES[4:6]]]:
+        where = f"{path}: train" if len(core) == 4 else str(path)
+        train = part(arrays[core[0]], arrays[core[1]], where, classes)
+        others = {
+            name: part(arrays[f"{name}_x"], arrays[f"{name}_y"], f"{path}: {name}", classes.after(train))
+            for name in ("val", "test")
+            if f"{name}_x" in arrays
+        }
+        return {"train": train, **others} if "val" in others else Whole(train, config.val_fraction, others.get("test"))
+    what = f"{', '.join(names[name] for name in arrays) or 'none of the arrays'} found"
+    raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
+
+
+def _array_names(found: list[str], path: Path) -> dict[str, str]:
+    """{train_x, train_y, val_x, ... or x, y: as the file calls it}."""
+    names: dict[str, str] = {name: name for name in found if name in ("x", "y")}
+    others = []
+    for own in found:
+        stem, _, kind = own.rpartition("_")
+        part = images.part_of(stem) if kind in ("x", "y") else None
+        if part and names.setdefault(name := f"{part}_{kind}", own) != own:
+            raise DataError(f"{names[name]} and {own} are the same part, {part}", where=str(path), fix="keep one")
+        others += [own] * (part is None and bool(stem) and kind in ("x", "y"))
+    if others and "train_x" in names and "val_x" not in names:
+        what = f"{', '.join(others)} beside {names['train_x']}: arrays whose part is not known"
+        listed = ", ".join(f"{name}_x" for name in images.PART_NAMES["val"])
+        raise DataError(
+            what, where=str(path), fix=f"call those of a validation part one of {listed}, or leave them out"
+        )
+    return names
+
+
+def _npz(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """one .npz file with train_x, train_y, val_x, val_y, test_x, test_y (or x, y: split by val_fraction)"""
+    return _named_arrays(config, task, request, formats.read_npz)
+
+
+def _npy(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """a folder of train_x.npy, train_y.npy, ... (memory-mapped: may be larger than memory)"""
+    existing_folder(config)
+    return _named_arrays(config, task, request, formats.read_npy_folder)
+
+
+def _hdf5(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """one HDF5 file with datasets train_x, train_y, ... (read as needed)"""
+    return _named_arrays(config, task, request, formats.read_hdf5)
+
+
+def _imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """path/train/CLASS/*.png, path/val/CLASS/* and path/test/CLASS/* (or path/CLASS/*: split); set image_size"""
+    folder = existing_folder(config)
+    places, others = images.find_parts(folder)
+    read = {part: place for part, place in places.items() if part != "test" or request.reads_test} or {"train": folder}
+    listed = {part: images.list_images(place, request.labels) for part, place in read.items()}
+    if request.run:  # its classes and channels are known
+        colored = next(iter(request.run.inputs.values())).shape[-1:] == (3,)
+    else:
+        images.check_no_class_is_empty(listed["train"])
+        # One of colors in any part makes all of them colored.
+        colored = any(listing.colored for part, listing in listed.items() if part != "test")
+    remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
+    classes = known(config, request)
+    train = _images(listed["train"], classes, colored, config, request, remarks)
+    made = {
+        part: _images(listing, classes.after(train), colored, config, request)
+        for part, listing in listed.items()
+        if part != "train"
+    }
+    return {"train": train, **made} if "val" in made else Whole(train, config.val_fraction, made.get("test"))
+
+
+def _images(
+    listing: images.Listing,
+    classes: Known,
+    colored: bool,
+    config: DataConfig,
+    request: DataRequest,
+    remarks: Sequence[str] = (),
+) -> Arrays:
+    inputs = images.ImageFiles(listing, config.image_size, colored)
+    labels: Any = Words.read(np.array(listing.names)) if request.labels else {}
+    remarks = [*remarks, *filter(None, [listing.note])]
+    if listing.colored and not colored:
+        remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
+    found = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
+    found.files = [str(path) for path in listing.files]
+    return found
+
+
+def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """CIFAR-10's binary version: path holds data_batch_1.bin, ... and test_batch.bin"""
+    folder = existing_folder(config)
+    inner = folder / "cifar-10-batches-bin"
+    parts: dict[str, Source] = {}
+    for part, name in (("train", "data"), ("val", "test")):
+        images, numbers = formats.read_cifar10(inner if inner.is_dir() else folder, name)
+        labels = numbers if config.classes else Words(numbers, formats.CIFAR_CLASSES)
+        parts[part] = Arrays(images, labels, str(folder), known(config, request, 10), images=True)
+    return parts
+
+
+def _synthetic(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """num_samples made-up samples of input_shape, for timing; needs no memory"""
+    n, classes = config.num_samples, config.num_classes or 10
+    held = max(1, int(n * config.val_fraction))
+    val = Synthetic(held, config.input_shape, classes, start=n)
+    return {"train": Synthetic(n, config.input_shape, classes), "val": val}
+
+
+def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """a file or a folder of .txt, .md, .py, .rst: the next byte after each of sequence_length; the end validates"""
+    path = existing_path(config)
+    length, classes = config.sequence_length, config.num_classes or Text.CLASSES
+    if classes != Text.CLASSES:
+        fix = f"leave it out; text has {Text.CLASSES} classes, one per byte"
+        raise DataError(f"{classes} classes", where="data.num_classes", fix=fix)
+    found = formats.read_text(path)
+    count = (len(found) - 1) // length
+    if count < 2:
+        what = f"{len(found):,} bytes are too few for a training and a validation sample of {length}"
+        raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
+    held = min(count - 1, max(1, round(count * config.val_fraction)))
+    return {"train": Text(found, length, 0, count - held), "val": Text(found, length, count - held, count)}
+
+
+def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """text of path (left out: Python's own), for bert: pairs of sentences with masked words; sequence_length"""
+    path, length = existing_path(config) if config.path else None, config.sequence_length
+    if length < 8:
+        fix = "of these, three are [CLS] and two [SEP]"
+        raise DataError(f"samples of {length} tokens; at least 8", where="data.sequence_length", fix=fix)
+    documents = [
+        masked.sentences(text) for text in (formats.read_documents(path) if path else formats.python_documents())
+    ]
+    tokenizer = masked.vocabulary(documents, config.vocabulary_size, config.vocabulary, request.vocabulary)
+    if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
+        what = "is another vocabulary than the run's, whose numbers stand for other tokens"
+        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
+    text = masked.tokenized(documents, tokenizer, length)
+    count = len(text)
+    if count < 4:
+        what = (
+            f"too little text: {len(text.ids):,} tokens make {count} samples, and training and validation need two each"
+        )
+        raise DataError(what, where=str(path or "data.path"), fix="give more, or lower data.sequence_length")
+    held = min(count - 2, max(2, round(count * config.val_fraction)))
+    parts = (0, count - held), (count - held, count)
+    train, val = (masked.Pairs(text, length, *part, task.ignore_index) for part in parts)
+    train.vocabulary = val.vocabulary = tokenizer.to_str()
+    return {"train": train, "val": val}
+
+
+def _packed(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """a folder that 'hvd-train data pack' wrote: any of the others in a few large files (memory-mapped)"""
+    train, val, test = packed.open_packed(existing_folder(config), config, task, request.labels)
+    parts: dict[str, Source] = {"train": train, "val": val}
+    return parts | {"test": test} if test and request.reads_test else parts
+
+
+KINDS: dict[str, Callable[[DataConfig, TaskConfig, DataRequest], Parts]] = {
+    "digits": _digits,
+    "diabetes": _diabetes,
+    "idx": _idx,
+    "npz": _npz,
+    "npy": _npy,
+    "hdf5": _hdf5,
+    "imagefolder": _imagefolder,
+    "cifar10": _cifar10,
+    "table": open_table,
+    "synthetic": _synthetic,
+    "text": _text,
+    "masked_text": _masked_text,
+    "packed": _packed,
+}

@@ -1,0 +1,165 @@
+"""Labels that are classes: found in the data, numbered and checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hvd_train.data.classes import MAX_NAME, Classes, Lookup, Words, by_number, listing, two_meanings, values_of
+from hvd_train.data.column import Column
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field
+
+SCAN = 1 << 20  # labels looked at together
+MARKS = 1 << 20  # labels below this are looked for without sorting
+
+
+def class_column(
+    title: str, labels: Any, where: str, inputs: tuple[int, ...] | None, known: Classes, ignore: int
+) -> tuple[Column, tuple[str, ...]]:
+    """Check labels that are classes and number them; return the column, and remarks for the user.
+
+    They are words, values that ``known`` lists, or whole numbers in [0, count), by default the largest + 1; or
+    ``ignore``. ``inputs``: the shape of a single array of inputs, whose places may each have a label.
+    """
+    shape = tuple(int(k) for k in labels.shape[1:])
+    if inputs and shape not in ((), (1,)) and (shape != inputs[1 : 1 + len(shape)] or 0 in shape):
+        fix = "store one whole number per sample, or one per place of the inputs; or set another task.loss"
+        raise DataError(f"{title} of shape {labels.shape} for inputs {inputs}", where=where, fix=fix)
+    kind = np.dtype(labels.dtype)
+    if kind.kind == "U" and shape in ((), (1,)):
+        labels, shape, kind = Words.read(np.asarray(labels)), (), np.dtype(np.int64)
+    if kind.kind not in "iu":
+        fix = "store classes as whole numbers (int64); for regression set task.loss: mse"
+        raise DataError(f"{title} of type {kind}, and task.loss: cross_entropy wants classes", where=where, fix=fix)
+    distinct, masked = _distinct(labels, ignore)
+    shape = () if shape == (1,) else shape
+    names, remarks = known.names, tuple[str, ...]()
+    lookup: Lookup | None = None
+    if isinstance(labels, Words):
+        names, count, lookup = _word_classes(title, labels, known, where, ignore)
+    elif known.auto or values_of(names or ()) is not None:
+        names, count, lookup = _listed_classes(labels, distinct, known, where, ignore)
+    else:
+        count, remarks = _numbered_classes(title, labels, distinct, known, where, at_places=bool(shape))
+    long = next((name for name in names or () if len(name) > MAX_NAME), None)
+    if long:
+        raise DataError(f"{title} hold a class of {len(long):,} characters: '{long[:60]}...'", where=where)
+    field = Field(shape, "int64", classes=count, masked=masked, names=tuple(names or ()))
+    return Column(title, labels, field, where, lookup), remarks
+
+
+def _listed_classes(
+    labels: Any, distinct: list[int], known: Classes, where: str, ignore: int
+) -> tuple[tuple[str, ...], int, Lookup | None]:
+    """Number labels by a list of their values: return the names, the count, and the numbers of the values."""
+    names = tuple(map(str, distinct)) if known.auto else known.names or ()
+    values = np.array(distinct, np.int64) if known.auto else values_of(names)
+    strange = sorted(set(distinct) - set(values.tolist()))  # type: ignore[union-attr]
+    if strange:
+        raise known.strange(strange, _sample(where, labels, strange[0]))
+    lookup = Lookup.of(values, np.arange(len(names)), ignore)  # type: ignore[arg-type]
+    return names, max(known.count or 0, len(names)), lookup
+
+
+def _numbered_classes(
+    title: str, labels: Any, distinct: list[int], known: Classes, where: str, at_places: bool
+) -> tuple[int, tuple[str, ...]]:
+    """Check labels that are numbers of classes already; return the count of classes, and remarks.
+
+    ``at_places``: a sample has a label at each of its places.
+    """
+    names, of_run = known.names or (), known.whose == "the run"
+    if double := two_meanings(names, distinct):
+        what = f"{title} are whole numbers, and one of the classes {listing(names)} is called '{double}'"
+        fix = "store the labels as text, each with the name of its class"
+        raise DataError(what, where=_sample(where, labels, int(double)), fix=fix)
+    count = max(known.count or 0, len(names)) or None
+    low, high = (distinct[0], distinct[-1]) if distinct else (0, 0)
+    if low < 0 or (count is not None and high >= count):
+        bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
+        bad = low if low < 0 else high
+        what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
+        raise DataError(what, where=where, fix="mend the labels or data.num_classes")
+    # Labels at places are ids of a vocabulary, most of which a small text does not use.
+    if count is None and high >= max(len(labels) + known.samples, MARKS if at_places else 0):
+        what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
+        fix = f"set data.classes: auto to number the {len(distinct):,} that occur, or list them"
+        raise DataError(what, where=where, fix=f"{fix}; or data.num_classes, if there are so many")
+    if of_run:
+        return count or high + 1, (by_number(title, names),) if names else ()
+    return count or high + 1, () if at_places else _remarks_on_classes(title, distinct, count or high + 1, known, where)
+
+
+def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Classes, where: str) -> tuple[str, ...]:
+    """Return a remark on classes that only this part has, or that no sample has."""
+    high = distinct[-1] if distinct else 0
+    untrained = [value for value in distinct if value >= (known.trained or high + 1)]
+    if untrained:
+        many = "es" * (len(untrained) > 1)
+        what = f"{title} of {where}: class{many} {listing(untrained)} occur{'' if many else 's'} only here"
+        return (f"{what}, and no sample of the training part is one",)
+    missing = sorted(set(range(count)) - set(distinct)) if high < MARKS else []
+    if missing and not known.samples:
+        one = len(missing) == 1
+        what = f"{title}: class{'' if one else 'es'} {listing(missing)} do{'es' if one else ''} not occur"
+        return (f"{what} (data.classes: auto numbers those that do)",)
+    return ()
+
+
+def _word_classes(
+    title: str, words: Words, known: Classes, where: str, ignore: int
+) -> tuple[tuple[str, ...], int, Lookup | None]:
+    """Number labels that are words: return the names, their count, and the numbers of the words' codes."""
+    names = known.names
+    if names is None:
+        names = words.names
+        if known.whose == "the run" and known.count not in (None, len(names)):
+            what = f"{title} are {listing(names)}, and the run has {known.count} classes whose names it does not know"
+            raise DataError(what, where=where, fix="give data.classes: all its names, in the order of the training")
+    numbers = {name: k for k, name in enumerate(names or map(str, range(known.count or 0)))}
+    used = np.unique(words.codes).tolist()
+    strange = [words.names[code] for code in used if words.names[code] not in numbers]
+    if strange and not names:
+        what = f"{title} are words, {listing(strange)}, and the classes of {known.whose} are numbers"
+        raise DataError(what, where=where, fix="give data.classes: the names in the order of the numbers")
+    if strange:
+        raise known.strange(strange, _sample(where, words, words.names.index(strange[0])))
+    if known.count is not None and known.count < len(names):
+        what = f"{title} are {len(names)} classes, {listing(names)}, and data.num_classes is {known.count}"
+        raise DataError(what, where=where, fix="leave it out, or mend the labels")
+    places = [numbers.get(name, -1) for name in words.names]
+    return names, max(known.count or 0, len(numbers)), Lookup.of(range(len(places)), places, ignore)
+
+
+def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:
+    """Return the values that occur, in rising order, and whether ``ignore`` occurs."""
+    marks, others, masked = np.zeros(MARKS, bool), set(), False
+    rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
+    for start in range(0, len(labels), rows):
+        part = np.asarray(labels[start : start + rows]).reshape(-1)
+        left = part == ignore
+        if left.any():
+            masked, part = True, part[~left]
+        small = (part >= 0) & (part < MARKS)
+        if not small.all():
+            others |= set(np.unique(part[~small]).tolist())
+            part = part[small]
+        marks[part.astype(np.intp)] = True
+    return sorted([*np.flatnonzero(marks).tolist(), *others]), masked
+
+
+def _first(labels: Any, value: int) -> int:
+    """Return the first sample with this label."""
+    rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
+    for start in range(0, len(labels), rows):
+        part = np.asarray(labels[start : start + rows])
+        if (part == value).any():
+            return start + int(np.argmax(part == value)) * len(part) // part.size
+    return 0
+
+
+def _sample(where: str, labels: Any, value: int) -> str:
+    return f"{where}, sample {_first(labels, value)}"

@@ -1,0 +1,96 @@
+"""The manifest of a packed data set: its parts, their fields, and the files of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field
+
+MANIFEST, VERSION = "manifest.json", 1
+KINDS = ("inputs", "labels")
+AGAIN = "pack it again"
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shard(_Facts):
+    """A file: ``count`` rows of one field, how many bytes it has, and the SHA-256 of all of them."""
+
+    file: str
+    count: PositiveInt
+    size: PositiveInt
+    sha256: str
+
+
+class Column(_Facts):
+    field: Field
+    shards: list[Shard]
+
+
+class Part(_Facts):
+    """``rows``: of every shard but the last."""
+
+    count: PositiveInt
+    rows: PositiveInt
+    fingerprint: str
+    note: str
+    inputs: dict[str, Column]
+    labels: dict[str, Column]
+
+    def columns(self) -> Iterator[tuple[str, str, Column]]:
+        for kind in KINDS:
+            for name, column in getattr(self, kind).items():
+                yield kind, name, column
+
+
+class Manifest(_Facts):
+    """``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed.
+    ``vocabulary``: of a text whose words are numbered, JSON."""
+
+    version: Literal[1]
+    packed_from: str
+    classes: dict[str, bool]
+    ignore_index: int
+    train: Part
+    val: Part
+    test: Part | None = None
+    vocabulary: str = ""
+
+    def shards(self) -> Iterator[tuple[Column, Shard]]:
+        for part in filter(None, (self.train, self.val, self.test)):
+            for _, _, column in part.columns():
+                for shard in column.shards:
+                    yield column, shard
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        fix = "see 'hvd-train data pack --help'; where packing was ended, pack again"
+        raise DataError("no packed data set, or one that was not finished", where=str(path), fix=fix) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise DataError(f"no manifest of a packed data set: {what}"[:300], where=str(path), fix=AGAIN) from error
+
+
+def summary(manifest: Manifest) -> str:
+    """1,437 training and 360 validation samples, 4 files, 1.5 MB."""
+    shards = [shard for _, shard in manifest.shards()]
+    size = sum(shard.size for shard in shards) / 1e6
+    tests = f", {manifest.test.count:,} test samples" if manifest.test else ""
+    return (
+        f"{manifest.train.count:,} training and {manifest.val.count:,} validation samples{tests}, {len(shards)} files, "
+        f"{size:,.1f} MB"
+    )

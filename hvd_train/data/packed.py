@@ -1,0 +1,125 @@
+"""A packed data set as sources: its files are mapped, not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.column import is_image
+from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, Manifest, Part, Shard, read_manifest
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Fields, Sample
+
+
+def open_packed(
+    folder: Path, config: DataConfig, task: TaskConfig, labelled: bool = True
+) -> tuple[Packed, Packed, Packed | None]:
+    """(train, val, test); sizes of all files are looked at, their contents are not (``check``). ``labelled``: whether
+    labels are looked at."""
+    manifest = read_manifest(folder)
+    found = manifest.train, manifest.val, manifest.test
+    train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in found if part)
+    train.vocabulary = manifest.vocabulary
+    if config.target == "labels" and labelled:
+        _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
+    return train, val, tests[0] if tests else None
+
+
+def label_classes(sample: Sample, task: TaskConfig) -> dict[str, bool]:
+    return {name: task.classes(name, len(sample.labels) == 1) for name in sample.labels}
+
+
+def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
+    """Labels were made for the task of the packing."""
+    for name, wanted in label_classes(sample, task).items():
+        field = sample.labels[name]
+        if wanted != manifest.classes.get(name):
+            was, now = ("classes" if yes else "numbers" for yes in (not wanted, wanted))
+            what = f"labels '{name}' were packed as {was}, and task.loss wants {now}"
+            raise DataError(what, where=str(folder), fix="pack with -c and this configuration's task.loss")
+        if config.num_classes and field.classes and config.num_classes != field.classes:
+            what = f"packed with {field.classes} classes, and data.num_classes is {config.num_classes}"
+            raise DataError(what, where=str(folder), fix="leave it out, or set it when packing")
+        if field.masked and task.ignore_index != manifest.ignore_index:
+            what = f"packed with ignore_index {manifest.ignore_index}, and task.ignore_index is {task.ignore_index}"
+            raise DataError(what, where=str(folder), fix=f"set task.ignore_index: {manifest.ignore_index}")
+
+
+class Packed:
+    """A part of a packed data set."""
+
+    def __init__(self, folder: Path, part: Part, num_classes: int | None = None, images: bool | None = None) -> None:
+        self._count, self._rows = part.count, part.rows
+        self.fingerprint, self.note, self.vocabulary = part.fingerprint, part.note, ""
+        made: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
+        self._maps: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in KINDS}
+        for kind, name, column in part.columns():
+            counts = [shard.count for shard in column.shards]
+            if sum(counts) != part.count or any(count != part.rows for count in counts[:-1]):
+                what = f"the shards of '{name}' hold {sum(counts):,} samples, not {part.count:,}"
+                raise DataError(what, where=str(folder / MANIFEST), fix=AGAIN)
+            made[kind][name] = column.field
+            if kind == "inputs" and images is not None:
+                made[kind][name] = _declared(column.field, images, len(part.inputs) == 1)
+            self._maps[kind][name] = [mapped(folder, column.field, shard) for shard in column.shards]
+        known = any(field.classes for field in made["labels"].values())
+        self.sample = Sample(made["inputs"], made["labels"], None if known else num_classes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        shards, rows = np.divmod(np.asarray(indices, np.int64), self._rows)
+        inputs, labels = (
+            {
+                name: _taken(maps, shards, rows).reshape(-1, *getattr(self.sample, kind)[name].shape)
+                for name, maps in self._maps[kind].items()
+            }
+            for kind in KINDS
+        )
+        return inputs, labels
+
+
+def _declared(field: Field, images: bool, alone: bool) -> Field:
+    """An input's field by ``data.images``, which need not be what it was when the data was packed."""
+    image = is_image(field.shape, np.dtype(field.dtype), alone, images)
+    return replace(field, shape=(*field.shape, 1) if image and len(field.shape) == 2 else field.shape, image=image)
+
+
+def _taken(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    if len(maps) == 1:
+        return maps[0][rows]
+    out = np.empty((len(rows), *maps[0].shape[1:]), maps[0].dtype)
+    for number in np.unique(shards):
+        chosen = shards == number
+        out[chosen] = maps[number][rows[chosen]]
+    return out
+
+
+def mapped(folder: Path, field: Field, shard: Shard) -> np.ndarray:
+    path = folder / shard.file
+    _check_size(path, shard)
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no .npy file: {str(error).splitlines()[0]}", where=str(path), fix=AGAIN) from error
+    wanted = (shard.count, *field.shape)
+    if found.shape != wanted or found.dtype != np.dtype(field.dtype):
+        what = f"holds {found.shape} {found.dtype}, the manifest says {wanted} {field.dtype}"
+        raise DataError(what, where=str(path), fix=AGAIN)
+    return np.asarray(found)
+
+
+def _check_size(path: Path, shard: Shard) -> None:
+    if Path(shard.file).name != shard.file:
+        raise DataError(f"names '{shard.file}', which lies elsewhere", where=str(path.parent / MANIFEST), fix=AGAIN)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), fix=AGAIN) from error
+    if size != shard.size:
+        what = f"{'cut off' if size < shard.size else 'too long'}: {size:,} bytes, {shard.size:,} were written"
+        raise DataError(what, where=str(path), fix=AGAIN)

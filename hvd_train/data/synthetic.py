@@ -1,0 +1,48 @@
+"""Made-up samples."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_train.data.column import INPUT, LABEL
+from hvd_train.data.order import U64, mix, stream
+from hvd_train.protocol import Field, Fields, Sample
+
+NOISE = 0x5EED  # key of the synthetic noise
+
+
+class Synthetic:
+    """Sample i is a pure function of i: its class' pattern and noise, halved. Memory does not grow with n.
+
+    ``start`` is the place of the first sample in the endless stream, so that training and validation never overlap.
+    """
+
+    def __init__(self, n: int, shape: Sequence[int], num_classes: int, start: int = 0) -> None:
+        self._shape, self._classes, self._n, self._start = tuple(shape), num_classes, n, start
+        self.sample = Sample({INPUT: Field(self._shape, "float32")}, {LABEL: Field((), "int64", classes=num_classes)})
+        self._size = math.prod(self._shape)
+        self._patterns = 0.5 * _noise(mix(NOISE, 1), np.arange(num_classes, dtype=U64), self._size)
+        text = f"synthetic {n} {self._shape} {num_classes} {start}"
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        places = np.asarray(indices, np.int64) + self._start
+        labels = places % self._classes
+        inputs = _noise(mix(NOISE, 2), places.astype(U64), self._size)
+        inputs *= np.float32(0.5)
+        inputs += self._patterns[labels]
+        return {INPUT: inputs.reshape(-1, *self._shape)}, {LABEL: labels}
+
+
+def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:
+    """(k,) places -> (k, size) float32 in [0, 1]; 8 bits a value, so one hash makes eight."""
+    words = -(-size // 8)
+    bits = stream(key, places[:, None] * U64(words) + np.arange(words, dtype=U64)).astype("<u8")
+    return np.divide(bits.view(np.uint8)[:, :size], np.float32(255), dtype=np.float32)

@@ -1,0 +1,112 @@
+"""A table as a data set: which columns are inputs and which are labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import DataConfig, TaskConfig, did_you_mean
+from hvd_train.data import tables
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.classes import Known, listing
+from hvd_train.data.column import LABEL
+from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
+from hvd_train.errors import DataError
+from hvd_train.protocol import Sample
+
+
+def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.*, val.*, test.*; labels: columns"""
+    path = existing_path(config)
+    files = tables.find_all(path) if path.is_dir() else {"train": path}
+    labels = [config.labels] if isinstance(config.labels, str) else config.labels or []
+    if not labels and request.labels:
+        fix = "name the column to learn"
+        raise DataError("a table needs labels", where="data.labels", fix=fix)
+    have = tables.names_of(files["train"])
+    features, remarks = _features(have, labels, config, request.run)
+    labels = labels if request.labels else []
+    named = [*features, *labels]
+    twice = sorted(name for name, count in Counter(named).items() if count > 1)
+    if twice or not features:
+        what = f"{', '.join(twice)} named twice" if twice else "no column is left for the features"
+        raise DataError(what, where="data.features, data.labels", fix="a column is a feature or a label")
+    parts: dict[str, Arrays] = {}
+    classes = known(config, request)
+    for part, file in files.items():
+        if part == "test" and not request.reads_test:
+            continue
+        _check_columns(file, features, labels, request.run)
+        table = tables.Table.read(file, named)
+        parts[part] = _of_table(table, features, labels, classes, task, [] if parts else remarks)
+        classes = classes.after(parts["train"])
+    return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
+
+
+def _features(
+    have: Sequence[str], labels: Sequence[str], config: DataConfig, run: Sample | None
+) -> tuple[list[str], list[str]]:
+    """The columns of the inputs, in the order that the run knows, and what a user should know of them."""
+    learned = set(labels)
+    others = [name for name in have if name not in learned]
+    if run is None:
+        return config.features or others, []
+    columns = next(iter(run.inputs.values())).columns
+    if not columns:
+        why = "the checkpoint is of an older version and does not tell its columns" if columns is None else ""
+        taken = config.features or others
+        told = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(taken)}"
+        return taken, [told]
+    if config.features and set(config.features) != set(columns):
+        what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
+        raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")
+    extra = [] if config.features else [name for name in others if name not in columns]
+    if not extra:
+        return list(columns), []
+    many = len(extra) > 1
+    told = f"column{'s' * many} {listing(extra)} {'are' if many else 'is'} left out: the run was trained without"
+    return list(columns), [told]
+
+
+def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
+    have = tables.names_of(file)
+    there = set(have)
+    missing = [name for name in features if name not in there]
+    if missing and run and next(iter(run.inputs.values())).columns:
+        what = f"column{'s' * (len(missing) > 1)} {listing(missing)} missing, with which the run was trained"
+        raise DataError(what, where=str(file), fix=f"the file has {listing(have)}; give all of the run's columns")
+    for key, names in (("features", features), ("labels", labels)):
+        for name in names:
+            if name not in there:
+                raise DataError(f"no column: {did_you_mean(name, have)}", where=f"{file}, data.{key}")
+
+
+def _of_table(
+    table: tables.Table,
+    features: list[str],
+    labels: list[str],
+    classes: Known,
+    task: TaskConfig,
+    remarks: Sequence[str],
+) -> Arrays:
+    inputs = np.stack([table.numbers(name) for name in features], axis=1)
+    several, found = isinstance(task.loss, dict), dict[str, Any]()
+    for name in labels:
+        if task.classes(name, not several):
+            known = classes.label(name if several else LABEL, len(labels) == 1)
+            found[name] = table.classes(name, known, task.ignore_index)
+        else:
+            loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
+            found[name] = table.numbers(name, keep_whole=":" in loss)
+    if several or not labels:
+        return Arrays(inputs, found, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
+    if task.loss == "cross_entropy" and len(labels) > 1:
+        fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
+        raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
+    stacked = np.stack(list(found.values()), axis=1) if len(labels) > 1 else found[labels[0]]
+    columns = features, labels if len(labels) > 1 else ()
+    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, columns)

@@ -1,0 +1,37 @@
+"""Text as bytes, of which the next one is to be predicted."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from hvd_train.data.column import INPUT, LABEL
+from hvd_train.protocol import Field, Fields, Sample
+
+
+class Text:
+    """Samples ``start`` to ``stop`` of text: i holds bytes [i T, i T + T), as numbers; its labels are the next ones."""
+
+    CLASSES = 256  # bytes
+
+    def __init__(self, found: np.ndarray, length: int, start: int, stop: int) -> None:
+        self._length = length
+        label = Field((length,), "int64", classes=self.CLASSES)
+        self.sample = Sample({INPUT: Field((length,), "uint8")}, {LABEL: label})
+        self._bytes, self._start, self._n = found, start, stop - start
+        picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))
+        digest = hashlib.sha256(f"text {length} {start} {stop}".encode() + self._sample(picked).tobytes())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def _sample(self, indices: np.ndarray) -> np.ndarray:
+        """(k,) -> (k, T + 1) uint8."""
+        first = (np.asarray(indices, np.int64) + self._start) * self._length
+        return self._bytes[first[:, None] + np.arange(self._length + 1)]
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        taken = self._sample(indices)
+        return {INPUT: taken[:, :-1].copy()}, {LABEL: taken[:, 1:].astype(np.int64)}

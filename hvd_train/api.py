@@ -19,7 +19,7 @@ from hvd_train.frontends.rank import settle
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job, failures_explained
-from hvd_train.jobs.resume import data_as_before
+from hvd_train.jobs.resume import data_as_before, resumes
 from hvd_train.protocol import Build
 from hvd_train.script.world import open_world
 
@@ -87,6 +87,7 @@ def fit(
         communicator = open_world(settled.framework) if rank.world.launcher else Serial()
         stack.enter_context(failures_explained(communicator))
         opened = data_as_before(settled, communicator, opened, resume, None if isinstance(data, str) else data)
+        settled = settled.restoring() if resumes(settled, communicator, resume) else settled
         job = build_job(settled, rank.module, communicator, opened, rank.settings)
         return Summary(train(job, resume, allow_change, overwrite, lock, hooks))
 

@@ -341,6 +341,13 @@ def weighted(outputs, labels):
     return (outputs - labels) ** 2, labels * (labels + 0.0 > 0.0) if hasattr(labels, "astype") else _positive(labels)
 
 
+def cross_entropy(outputs, labels):
+    """PyTorch's, of whole numbers."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(outputs, labels.long(), reduction="none")
+
+
 def _positive(labels):
     if type(labels).__module__.startswith("torch"):
         return labels.clamp(min=0)

@@ -48,6 +48,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._kept: bool | None = None
+        self.warned = False  # that snapshots are left out
         self.tree: Tree | None = None  # of the last save: the first writing of new memory costs more than the copying
 
     def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
@@ -174,7 +175,15 @@ def save(
         last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
 
         def work() -> bool:
-            store.save(folder, snapshot, writer.moved)
+            try:
+                store.save(folder, snapshot, writer.moved)
+            except CheckpointError as error:
+                if not memory:
+                    raise
+                if not writer.warned:  # once: the next ones are likely to fail as well
+                    trainer.log.warning(f"a snapshot in memory is left out: {error}; training goes on without")
+                writer.warned = True
+                return False
             store.prune(
                 folder,
                 save_top_k=0 if memory else rule.save_top_k,

@@ -12,6 +12,7 @@ from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.core.loop import Trainer
 from hvd_train.core.saving import check_tree
+from hvd_train.errors import ConfigError
 from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import opened_job
@@ -23,9 +24,12 @@ from hvd_train.run_folder.log import NullLog, WordLog
 
 def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
     """Do what comes before a training, then one step and one batch of an evaluation; write nothing."""
-    run_dir = Path(config.run_dir)
+    run_dir, occupied = Path(config.run_dir), ""
     if world().rank == 0:
-        layout.check_free(run_dir, resume, overwrite)
+        try:
+            layout.check_free(run_dir, resume, overwrite)
+        except ConfigError as error:  # nothing is written here, but without --check it would be refused
+            occupied = str(error)
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
         log = WordLog() if first else NullLog()
@@ -49,7 +53,10 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         summary = trainer.fit()
         resumed = f", checkpoint {snapshot.path.name} to go on from" if snapshot else ""
         log.message(f"checked: configuration, data, model{resumed}; {_steps(summary)}")
-        log.message(f"nothing was written; without --check the run folder will be {run_dir}")
+        start = (
+            f"a start would be refused: {occupied}" if occupied else f"without --check the run folder will be {run_dir}"
+        )
+        log.message(f"nothing was written; {start}")
     return 0
 
 

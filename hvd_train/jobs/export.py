@@ -126,10 +126,11 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
 
 
 def _names(sample: Sample) -> dict[str, str]:
-    """The names of classes, in the order of their numbers, and of columns, as JSON."""
+    """The names of classes, in the order of their numbers, of columns, and of numbers that a model gives, as JSON."""
     classes = {name: field.names for name, field in sample.labels.items() if field.names}
     columns = {name: field.columns for name, field in sample.inputs.items() if field.columns}
-    told = {"classes": classes, "columns": columns}
+    outputs = {name: field.columns for name, field in sample.labels.items() if field.columns and not field.classes}
+    told = {"classes": classes, "columns": columns, "outputs": outputs}
     return {key: json.dumps(one_or_all(each), ensure_ascii=False) for key, each in told.items() if each}
 
 

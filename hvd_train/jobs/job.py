@@ -19,7 +19,7 @@ from hvd_train.data.loader import Loader
 from hvd_train.errors import CommunicationError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.frontends.rank import settle
-from hvd_train.jobs.resume import data_as_before
+from hvd_train.jobs.resume import data_as_before, resumes
 from hvd_train.protocol import Communicator, FrontEnd, FrontEndModule, Sample, one_or_all
 
 
@@ -59,7 +59,13 @@ def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iter
     communicator.open()
     with failures_explained(communicator):
         data = data_as_before(config, communicator, data, resume)
-        yield build_job(config, rank.module, communicator, data, rank.settings)
+        yield build_job(
+            config.restoring() if resumes(config, communicator, resume) else config,
+            rank.module,
+            communicator,
+            data,
+            rank.settings,
+        )
         communicator.barrier()
     communicator.close()
 

@@ -29,12 +29,20 @@ def check_output(config: Config, output: Path, overwrite: bool) -> None:
 
 def check_names(config: Config, output: Path) -> None:
     """Refuse ``--names`` without classes or without a CSV file."""
-    other = {name: loss for name, (loss, _) in config.task.terms.items() if loss != "cross_entropy"}
+    other = {name: loss for name, (loss, _) in config.task.terms.items() if not _of_classes(config, name, loss)}
     if other:
         what = f"task.loss: {', '.join(other.values())} has no classes"
-        raise ConfigError(what, where="--names", fix="leave it out: what the model gives is written as .npy")
+        known = "; a loss of your own has, with data.num_classes" if any(":" in loss for loss in other.values()) else ""
+        raise ConfigError(what + known, where="--names", fix="leave it out: what the model gives is written as .npy")
     if output.suffix != ".csv":
         raise ConfigError("a table of classes is a CSV file", where=f"-o {output}", fix="end its name in .csv")
+
+
+def _of_classes(config: Config, name: str, loss: str) -> bool:
+    """Return whether the output ``name`` is a class: for a loss of the user's, if the run has classes."""
+    classes = config.data.classes
+    known = classes.get(name) if isinstance(classes, dict) else classes
+    return loss == "cross_entropy" or (":" in loss and bool(known or config.data.num_classes))
 
 
 def predict(

@@ -23,6 +23,22 @@ from hvd_train.run_folder import layout
 from hvd_train.run_folder.terminal import warn
 
 
+def resumes(config: Config, communicator: Communicator, resume: str | None) -> bool:
+    """Return whether a checkpoint will give all weights, so that a model need not load pretrained ones.
+
+    Rank 0 looks.
+    """
+    if resume is None:
+        return False
+    begun = resume != "auto" or bool(store.find(Path(config.run_dir) / "checkpoints")) or _has_snapshot()
+    return bool(communicator.broadcast_bytes(b"1" if communicator.rank == 0 and begun else b""))
+
+
+def _has_snapshot() -> bool:
+    memory = snapshots.given()
+    return memory is not None and bool(store.find(memory))
+
+
 def best_rule(config: Config) -> tuple[str, str]:
     """Return what makes a checkpoint the best: (monitor, mode)."""
     return config.checkpoint.monitor, config.mode_of(config.checkpoint)

@@ -44,7 +44,7 @@ def trained_config(
         )
     folder = Path(run_dir)
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").exists():
-        raise ConfigError("is no run folder: it holds no checkpoints and no config.yaml", where=run_dir)
+        raise ConfigError("the folder is not a run folder: it holds no checkpoints and no config.yaml", where=run_dir)
 
     def saved(place: Path) -> Config:
         return load_config(None, sets, base=store.config_of(place), run_dir=run_dir).restoring()

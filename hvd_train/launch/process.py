@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
+from hvd_train.errors import TrainError
 from hvd_train.launch.board import Board
 from hvd_train.launch.launchers import NONE
 from hvd_train.launch.launchers.base import Launcher
@@ -74,13 +78,13 @@ def run(
     main = threading.current_thread() is threading.main_thread()
     previous = {s: signal.signal(s, forward) for s in signals} if main else {}
     ended: dict[int, float] = {}
-    hung = False
+    hung, failures = False, list[TrainError]()
     try:
         out, err = (None if os.isatty(number) else subprocess.PIPE for number in (1, 2))
         child = subprocess.Popen(
             line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=out, stderr=err
         )
-        pumps = _pumps(child)
+        pumps = _pumps(child, failures)
         if received:
             child.terminate() if board else child.send_signal(passed(received[0]))
         if board:
@@ -96,26 +100,35 @@ def run(
     code = child.wait()
     for pump in pumps:
         pump.join(GRACE_SECONDS)
+    if failures and not code:
+        raise failures[0]
     return -1 if hung else code if code >= 0 else 128 - code, received, ended
 
 
-def _pumps(child: subprocess.Popen) -> list[threading.Thread]:
-    """Start threads that hand on what the launcher prints into pipes.
+def _pumps(child: subprocess.Popen, failures: list[TrainError]) -> list[threading.Thread]:
+    """Start threads that hand on what the launcher prints into pipes, and add to ``failures`` why they could not.
 
     Where the reader leaves (``| head``), mpirun ends all ranks, and a script's rank its own.
     """
     streams = [(stream, number) for number, stream in ((1, child.stdout), (2, child.stderr)) if stream]
-    pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
+    pumps = [threading.Thread(target=_pump, args=(*pair, failures), daemon=True) for pair in streams]
     for pump in pumps:
         pump.start()
     return pumps
 
 
-def _pump(source: IO[bytes], target: int) -> None:
+def _pump(source: IO[bytes], target: int, failures: list[TrainError]) -> None:
+    buffer = getattr((sys.stdout, sys.stderr)[target - 1], "buffer", None)
+    raw = getattr(buffer, "raw", buffer)  # the command line's own, which knows whether a lost line is an error
+    write = raw.write if isinstance(raw, io.FileIO) else partial(os.write, target)
     while part := os.read(source.fileno(), 1 << 16):
-        with suppress(OSError):  # nobody reads it
+        try:
             while part:
-                part = part[os.write(target, part) :]
+                part = part[write(part) or 0 :]
+        except TrainError as error:
+            failures.append(error)
+        except OSError:  # nobody reads it
+            pass
 
 
 def _watch(

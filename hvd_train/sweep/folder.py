@@ -57,13 +57,13 @@ def begin(sweep: Sweep, resume: bool) -> None:
         if resume:
             if json.loads(path.read_bytes()) != json.loads(json.dumps(content)):
                 fix = "give the same configuration and parameters, or another --run-dir"
-                raise ConfigError("holds another sweep", where=str(path), fix=fix)
+                raise ConfigError("the folder holds another sweep", where=str(path), fix=fix)
             for trial in _going(sweep)[1]:
                 (Path(trial.config.run_dir) / FAILED).unlink(missing_ok=True)
             return
         if path.exists():
             fix = "--resume runs what is missing; or give another --run-dir"
-            raise ConfigError("holds a sweep already", where=str(sweep.folder), fix=fix)
+            raise ConfigError("the folder holds a sweep already", where=str(sweep.folder), fix=fix)
         for trial in sweep.trials:
             run_dir = Path(trial.config.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def load(folder: Path) -> Sweep:
             trials.append(Trial(number, one["values"], load_config(run_dir / CONFIG, run_dir=str(run_dir))))
         return Sweep(folder, trials, [Rung(*rung) for rung in content["rungs"]])
     except FileNotFoundError as error:
-        raise ConfigError("holds no sweep", where=str(folder), fix="give the --run-dir of one") from error
+        raise ConfigError("the folder holds no sweep", where=str(folder), fix="give the --run-dir of one") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot be used: {str(error).splitlines()[0]}", where=str(path)) from error
 
@@ -95,18 +95,26 @@ def state(sweep: Sweep, trial: Trial) -> State:
     """Read how far a trial has come from its folder."""
     run_dir, summary, rung = Path(trial.config.run_dir), {}, 0
     with suppress(OSError, ValueError):
-        summary = json.loads((run_dir / "summary.json").read_bytes())
+        summary = _object(run_dir / "summary.json")
         at = summary.get("paused_at")
         if at is None:
             return State("done", summary, rung=len(sweep.rungs))
         rung = sum(one.end is not None and one.end <= at for one in sweep.rungs)
-    with suppress(OSError, ValueError):
-        return State("failed", **json.loads((run_dir / FAILED).read_bytes()), rung=rung)
+    with suppress(OSError, ValueError, TypeError):
+        return State("failed", **_object(run_dir / FAILED), rung=rung)
     if not summary:
         return State("running" if (run_dir / LOG).exists() else "waiting")
     decided = _decided(sweep)
     stopped = len(decided) >= rung > 0 and trial.number not in decided[rung - 1]
     return State("stopped" if stopped else "paused", summary, rung=rung)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises OSError and ValueError."""
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
 
 
 def fail(trial: Trial, error: str, code: int) -> None:

@@ -68,6 +68,40 @@ def test_a_built_model_is_trained_in_place(tmp_path, framework):
     assert right.mean() == summary.val_accuracy > 0.5
 
 
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_resumed_run_needs_its_pretrained_file_no_more(tmp_path, framework):
+    """The checkpoint has all weights, as for eval, predict and export."""
+    body = tmp_path / "body"
+
+    def model(input_shape, num_classes, pretrained=True):
+        if pretrained:
+            body.read_bytes()
+        return built(framework)
+
+    given = config(tmp_path / "run", framework=framework)
+    with pytest.raises(ConfigError, match="the model cannot be built: .*No such file"):
+        hvd_train.fit(given, model=model, data=DATA, resume="auto")
+    body.write_bytes(b"weights")
+    hvd_train.fit(given | {"max_epochs": 1}, model=model, data=DATA)
+    body.unlink()
+    summary = hvd_train.fit(given, model=model, data=DATA, resume="auto")
+    whole = hvd_train.fit(
+        given | {"run_dir": str(tmp_path / "whole")}, model=lambda num_classes: built(framework), data=DATA
+    )
+    assert summary.weights_sha256 == whole.weights_sha256
+
+
+def test_a_snapshot_that_finds_no_room_in_memory_is_left_out(tmp_path, capfd, monkeypatch):
+    (tmp_path / "full").write_text("")  # a folder cannot be made in it
+    monkeypatch.setenv("HVD_TRAIN_SNAPSHOTS", str(tmp_path / "full" / "snapshots"))
+    rule = {"snapshot_every_n_steps": 1}
+    summary = hvd_train.fit(config(tmp_path / "run", checkpoint=rule), model=built("pytorch"), data=DATA)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 1 and "warning: a snapshot in memory is left out: the checkpoint cannot be written" in lines[0]
+    assert lines[0].endswith("training goes on without") and summary.epochs == 2
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_a_run_of_a_version_that_took_sequences_for_images_goes_on(tmp_path, capfd):
     """Its manifest says the shape, and nothing of images; its configuration has no data.images."""
     x = rng.normal(size=(40, 4, 5)).astype(np.float32)

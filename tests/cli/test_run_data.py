@@ -51,10 +51,29 @@ def made(tmp_path_factory):
         "again": [*fit(run, "--resume", "auto", sets=sets), "--set", "max_steps=32"],
         "other": [*fit(run, "--resume", "auto", sets=sets), "--set", "data.classes=[cow, bee, ant]"],
         "order": [*fit(run, *ANEW, sets=sets), "--set", f"data.path={folder / 'b.csv'}"],
+        **of_own_loss(folder),
         **of_text(folder),
         "half": ["eval", "--run-dir", run, "--set", "data.val_fraction=0.5"],
     }
     return folder, dict(zip(lines, commands(*lines.values()), strict=True))
+
+
+def of_own_loss(folder):
+    """A run of classes with a loss of the user's, and one of two numbers."""
+    table(folder / "numbers.csv", y=KIND)
+    rows = "".join(f"{a},{b},{c}\n" for a, b, c in X.tolist())
+    (folder / "two.csv").write_text("a,high,low\n" + rows)
+    own = [f"data={{name: table, path: {folder / 'numbers.csv'}, labels: y, num_classes: 3}}"]
+    own += ["task.loss=tests.own_models:cross_entropy", "max_steps=2"]
+    two = [f"data={{name: table, path: {folder / 'two.csv'}, labels: [high, low]}}", "task.loss=mse", "max_steps=2"]
+    two.append("model={name: mlp, hidden: [8], outputs: 2}")
+    return {
+        "own loss": fit(folder / "loss", sets=own),
+        "own names": ["predict", "--run-dir", folder / "loss", "--names", "-o", folder / "loss.csv"],
+        "two": fit(folder / "two", sets=two),
+        "two names": ["predict", "--run-dir", folder / "two", "--names", "-o", folder / "two-names.csv"],
+        "two export": ["export", "--run-dir", folder / "two", "--to", "safetensors", "-o", folder / "two.safetensors"],
+    }
 
 
 def of_text(folder):
@@ -146,6 +165,21 @@ def test_predictions_need_no_labels_and_have_names(made):
     told = json.loads((folder / "model.safetensors.json").read_text())
     assert told["classes"] == list(WORDS) and told["columns"] == ["a", "b", "c"]
     assert "model.safetensors.json" in done["export"].out
+
+
+def test_a_table_of_classes_for_a_loss_of_the_users(made):
+    folder, done = made
+    assert done["own loss"].code == done["own names"].code == 0, done["own loss"].err + done["own names"].err
+    head, *rows = list(csv.reader((folder / "loss.csv").read_text().splitlines()))
+    assert head == ["sample", "class", "probability"] and {row[1] for row in rows} <= {"0", "1", "2"}
+    assert done["two names"].code == 2 and "task.loss: mse has no classes" in done["two names"].err
+
+
+def test_an_export_names_the_numbers_that_a_model_gives(made):
+    folder, done = made
+    assert done["two export"].code == 0, done["two export"].err
+    told = json.loads((folder / "two.safetensors.json").read_text())
+    assert told["columns"] == ["a"] and told["outputs"] == ["high", "low"] and "classes" not in told
 
 
 def test_predictions_of_a_held_out_part_have_the_numbers_of_the_rows_of_the_file(made):

@@ -52,6 +52,28 @@ def test_output_that_cannot_be_written(tmp_path, line, code, error):
     assert (done.returncode, done.stdout, done.stderr) == (code, "", error)
 
 
+LAUNCHED = """
+import sys
+from hvd_train.cli import streams
+from hvd_train.launch import process
+streams.guard("stderr", *sys.argv[1:])
+try:
+    print(process.run(["echo", "a score"], None)[0], file=sys.stderr)
+except Exception as error:
+    print(type(error).__name__, error, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("silent", "error"), [("", "ConfigError the output cannot be written: No space"), ("stdout", "0")]
+)
+def test_what_ranks_print_is_not_lost_without_a_word(tmp_path, silent, error):
+    """``eval -np 2 >/dev/full`` ended with 0."""
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    assert shell(f"{sys.executable} launched.py {silent} >/dev/full", tmp_path).stderr.startswith(error)
+    assert shell(f"{sys.executable} launched.py {silent}", tmp_path).stdout == "a score\n"
+
+
 PROGRAM = """
 import os, sys
 from hvd_train.cli import streams

@@ -292,8 +292,9 @@ def test_a_key_of_old_is_taken_with_a_line(tmp_path):
         ("data: " + "{" * 100_000, "more than 50 deep"),
         ("data:\n  " + "- " * 50_000, "more than 50 deep"),
         ("run_dir: " + "x" * 100_000, "a value of 100,000 letters"),
+        ("data: [" + "c," * 100_000 + "c]", ":1: more than 50,000 values"),
     ],
-    ids=["digits", "hex", "[", "{", "-", "letters"],
+    ids=["digits", "hex", "[", "{", "-", "letters", "values"],
 )
 def test_what_no_configuration_holds_is_refused_at_once(tmp_path, text, words):
     """F44: in the file and in --set; the time is that of the reading alone."""

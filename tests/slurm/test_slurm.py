@@ -468,7 +468,7 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     script = submit(cluster, tmp_path, *words, "--resume", "auto", "--dry-run").stdout
     assert "#SBATCH --array=0,2%2\n" in script, "what failed and what is missing"
     again = submit(cluster, tmp_path, *words, code=2)
-    assert again.stderr.startswith("error: holds a sweep already; s; "), again.stderr
+    assert again.stderr.startswith("error: the folder holds a sweep already; s; "), again.stderr
 
 
 @pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")

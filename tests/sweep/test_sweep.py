@@ -93,6 +93,11 @@ def test_results(tmp_path):
     assert sweeps.load(tmp_path) == sweep
     with pytest.raises(ConfigError, match="holds no sweep; .*none; give the --run-dir of one"):
         sweeps.load(tmp_path / "none")
+    for text in ("[]", "3", "null", "{"):  # not what a run writes: as if it had not ended
+        (Path(trials[0].config.run_dir) / "summary.json").write_text(text)
+        (Path(trials[0].config.run_dir) / "failed.json").write_text(text)
+        assert sweeps.state(sweep, trials[0]).word == "waiting"
+    (Path(trials[0].config.run_dir) / "failed.json").unlink()
     finished(trials[0], val_loss=0.5, val_accuracy=0.8)
     finished(trials[1], val_loss=0.25, val_accuracy=0.9)
     sweeps.fail(trials[2], "the training loss is nan; step 3", 6)

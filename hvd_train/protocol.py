@@ -7,7 +7,7 @@ State goes in and comes out: nothing here hides a dictionary, so the same code r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -221,6 +221,9 @@ class Ops(Protocol):
     def dtype(self, x: Tensor) -> str:
         """NumPy's name of the tensor's type."""
 
+    def keep(self, x: np.ndarray) -> Cell:
+        """A cell with this tensor, which later steps read and write."""
+
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
     def topk(self, x: Tensor, k: int) -> Tensor:
         """Indices (k,) of the largest entries of the flat ``x``."""
@@ -345,10 +348,10 @@ Scale = float | Sequence[float]
 class FrontEnd(Protocol):
     """A model, its optimizer and its device in one framework.
 
-    A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to ``exchange``
-    and applies what comes back. ``scale`` is 1 / (samples of the global batch), known beforehand from the order of
-    samples, so that summing gradients over micro-batches and ranks gives the gradient of the global mean loss; or a
-    number for each loss, where labels tell how much they count (``counts``).
+    A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to the update.
+    ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples, so that summing
+    gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for each loss, where
+    labels tell how much they count (``counts``).
     """
 
     ops: Ops
@@ -366,8 +369,8 @@ class FrontEnd(Protocol):
     def without_dropout(self) -> None:
         """Sets the rate of every dropout layer to 0; before ``connect``."""
 
-    def connect(self, exchange: Exchange) -> None:
-        """Build the optimizer and its slots, and take the exchange of every later ``train_step``.
+    def connect(self, update: Update) -> Optimizer:
+        """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
 
         Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
         """
@@ -409,7 +412,7 @@ class FrontEnd(Protocol):
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copies: weights ``weights/NAME``, running statistics ``statistics/NAME``, slots ``slots/SLOT/NAME``.
+        """Copies of what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
 
         ``into``: an earlier one, whose memory is taken for it."""
 
@@ -418,11 +421,6 @@ class FrontEnd(Protocol):
 
     def checksums(self) -> dict[str, int]:
         """{neutral name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
-
-    def local_state(self) -> Tree:
-        """What differs between ranks: the compressor's state."""
-
-    def load_local(self, tree: Mapping[str, np.ndarray]) -> None: ...
 
     def average(self, names: Sequence[str] | None = None) -> None:
         """Averages the named weights (None: all weights and running statistics) over the ranks, in place."""
@@ -478,31 +476,57 @@ class Exchange(Protocol):
     def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
 
-class Synchronizer(Protocol):
-    """How N ranks are one model, ``exchange.mode``; called on all ranks alike."""
+class Cell(Protocol):
+    """A tensor that a later step reads: a residual, for one."""
+
+    def read(self) -> Tensor: ...
+
+    def write(self, tensor: Tensor) -> None: ...
+
+
+class Optimizer(Protocol):
+    """Weights in buckets, their slots, and the formula that moves both by a gradient."""
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        """Move weights and slots; ``gradients``: (n,) for each bucket."""
+
+    def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
+        """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's neutral name."""
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take slots by these names; others stay as they are."""
+
+
+class Update(Protocol):
+    """Everything between the backward pass and new weights (update/replicated.py); called on all ranks alike."""
+
+    exchange: Exchange
+    diverged: bool  # whether the ranks' weights may differ now
+    local_gradients: bool  # a rank's gradient is the mean over its own samples, not its part of the global mean
 
     @property
-    def own_gradients(self) -> bool:
-        """A rank's gradient is the mean over its own samples, instead of its part of the global mean."""
+    def buckets(self) -> Sequence[Sequence[int]]: ...
 
-    @property
-    def diverged(self) -> bool:
-        """Whether the ranks' weights may differ now."""
+    def start(self, bucket: int, gradient: Tensor) -> Any: ...
 
-    def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
-        """What each step hands its gradients to. ``alone``: where they stay on their rank."""
+    def finish(self, started: Sequence[Any]) -> list[Tensor]: ...
 
-    def stepped(self, frontend: FrontEnd, step: int) -> None:
-        """After step number ``step`` (from 1)."""
+    def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
 
-    def converge(self, frontend: FrontEnd) -> None:
-        """Makes weights that went apart the same on all ranks: before an evaluation, a checkpoint and the end."""
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None: ...
 
-    def local_state(self, frontend: FrontEnd) -> Tree:
-        """What a checkpoint must keep of this rank alone."""
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
-    def load_local(self, frontend: FrontEnd, tree: Mapping[str, np.ndarray]) -> None:
-        """Takes a tree of ``local_state`` (empty: there is none), after the front-end has its weights."""
+    def compression_error(self, gradients: Sequence[Tensor]) -> Tensor: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def converge(self) -> None: ...
+
+    def state(self) -> Sequence[Any]:
+        """A list of update.state.Entry."""
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Any) -> None: ...
 
 
 Build = Callable[..., Any]  # a model function: build(**options), with input_shape= and num_classes= if it has them

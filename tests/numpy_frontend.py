@@ -6,14 +6,17 @@ import functools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import ml_dtypes  # noqa: F401  makes NumPy know bfloat16
 import numpy as np
 
 from hvd_train.config import TaskConfig
-from hvd_train.frontends.base import Layout, StateTree
+from hvd_train.frontends.base import StateTree
+from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.protocol import Field, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
+from hvd_train.update.state import Cell
 
 SECONDS = 60
 
@@ -27,6 +30,9 @@ class NumpyOps:
 
     def cast(self, x, dtype):
         return np.asarray(x).astype(dtype)
+
+    def keep(self, x):
+        return Cell(np.array(x))
 
     def reshape(self, x, shape):
         return np.reshape(x, shape)
@@ -206,7 +212,6 @@ class NumpyFrontEnd(StateTree):
         self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
         self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
         self.layouts["mean"] = Layout.of((1,), ("norm.mean", None, None, (1,)))
-        self.slots = {n: np.zeros_like(x) for n, x in self.w.items()}
         self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         self.statistic = np.zeros(1)
         self.seeds, self.poison_at, self.steps = [], poison_at, 0
@@ -218,9 +223,9 @@ class NumpyFrontEnd(StateTree):
     def without_dropout(self):
         pass  # it has none
 
-    def connect(self, exchange):
-        self.exchange = exchange
-        self._exchange_state = [tuple(map(np.array, s)) for s in exchange.init_state()]
+    def connect(self, update):
+        self.update = update
+        return NumpyMomentum(self)
 
     def to_device(self, batch):
         return batch
@@ -255,17 +260,14 @@ class NumpyFrontEnd(StateTree):
         if self.steps == self.poison_at:
             sums = sums * [np.nan, 1, 1]
         self.steps += 1
-        flats = self.exchange.join([x * unscale for x in self.sums.values()])
+        flats = self.update.exchange.join([x * unscale for x in self.sums.values()])
         if self.checks:
-            self.failed = float(self.exchange.failures(flats)[0]) > 0
+            self.failed = float(self.update.failures(flats)[0]) > 0
             if self.failed:
                 self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
                 return sums
-        reduced, self._exchange_state = self.exchange.reduce(flats, self._exchange_state)
-        for n, gradient in zip(self.w, self.exchange.split(reduced), strict=True):
-            self.slots[n] = self.momentum * self.slots[n] + gradient
-            self.w[n] = self.w[n] - learning_rate * self.slots[n]
-            self.sums[n] = np.zeros_like(self.w[n])
+        self.update.step(self.update.reduce(flats), learning_rate)
+        self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         return sums
 
     def finite(self):
@@ -286,24 +288,40 @@ class NumpyFrontEnd(StateTree):
     def _weights(self):
         return self.w.items()
 
-    def _keys(self):
-        return [key for key, _ in self._views()]
-
-    def _views(self, keys=None):
-        tree = {f"weights/{n}": np.array(x) for n, x in self.w.items()}
-        tree |= {f"slots/momentum/{n}": np.array(x) for n, x in self.slots.items()}
-        tree |= {"statistics/mean": np.array(self.statistic)}
-        return ((k, x) for k, x in tree.items() if keys is None or k in keys)
+    def _readers(self):
+        weights = {f"weights/{n}": partial(np.array, x) for n, x in self.w.items()}
+        return weights | {"statistics/mean": partial(np.array, self.statistic)}
 
     def _assign(self, arrays):
         for key, array in arrays.items():
             kind, _, name = key.partition("/")
             if kind == "weights":
                 self.w[name] = np.array(array)
-            elif kind == "slots":
-                self.slots[name.partition("/")[2]] = np.array(array)
             else:
                 self.statistic = np.array(array)
+
+
+class NumpyMomentum(NamedArrays):
+    """m = momentum m + g; w -= lr m."""
+
+    words = 2
+
+    def __init__(self, frontend):
+        self.frontend, self.layouts = frontend, frontend.layouts
+        self.slots = {n: np.zeros_like(x) for n, x in frontend.w.items()}
+
+    def step(self, gradients, learning_rate):
+        frontend = self.frontend
+        for n, gradient in zip(frontend.w, frontend.update.exchange.split(gradients), strict=True):
+            self.slots[n] = frontend.momentum * self.slots[n] + gradient
+            frontend.w[n] = frontend.w[n] - learning_rate * self.slots[n]
+
+    def _readers(self):
+        return {f"slots/momentum/{n}": partial(np.array, x) for n, x in self.slots.items()}
+
+    def _assign(self, arrays):
+        for key, array in arrays.items():
+            self.slots[key.split("/", 2)[2]] = np.array(array)
 
 
 # ---- what a framework's record asks of its module (protocol.FrontEndModule)

@@ -209,11 +209,7 @@ class Agreement(Hook):
             self.compare(trainer)
 
     def compare(self, trainer: Trainer) -> None:
-        if (
-            not trainer.config.agreement_every_n_steps
-            or trainer.synchronizer.diverged
-            or trainer.communicator.size == 1
-        ):
+        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.communicator.size == 1:
             return
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._lines.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"

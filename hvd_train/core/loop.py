@@ -34,9 +34,8 @@ from hvd_train.core.schedule import Schedule
 from hvd_train.core.straggler import Stragglers
 from hvd_train.data.loader import Loader, Step
 from hvd_train.errors import Interrupted, NonFiniteError
-from hvd_train.protocol import Batch, FrontEnd, Scale, Source
+from hvd_train.protocol import Batch, FrontEnd, Scale, Source, Update
 from hvd_train.run_folder.log import NullLog, RunLog
-from hvd_train.update import make_synchronizer
 
 LAST_SECONDS = 10.0  # before a batch job's end, to step, save and leave
 INCOMPLETE = -1  # what rank 0 asks for instead of a signal's number: its log cannot be written
@@ -56,6 +55,7 @@ class Trainer:
         self,
         config: Config,
         frontend: FrontEnd,
+        update: Update,
         train: Source,
         val: Source,
         run_dir: Path,
@@ -69,7 +69,7 @@ class Trainer:
         self.memory = memory  # a folder for snapshots
         self.until = until  # epochs after which the run is left, to be gone on with
         self.stop_source = stop_source or StopSource()
-        self.config, self.frontend, self.log, self.run_dir = config, frontend, log, run_dir
+        self.config, self.frontend, self.update, self.log, self.run_dir = config, frontend, update, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
         self.communicator = frontend.communicator
         rank, size = self.communicator.rank, self.communicator.size
@@ -102,7 +102,6 @@ class Trainer:
         self._last: Path | None = None  # the checkpoint that this run saved or began from
         self._rolled_back = 0  # since the last one
         self._begun = False  # whether the run folder is written
-        self.synchronizer = make_synchronizer(config.exchange)
         self._why = ""  # this rank's wish to stop
         self._asked = 0  # the signal that the ranks have agreed to follow, or INCOMPLETE
         self._steps, self._batches = Meetings(self.communicator), Meetings(self.communicator)
@@ -296,7 +295,7 @@ class Trainer:
         """(learning rate, this rank's sums of each micro-batch)."""
         p, c = self.progress, self.config
         own = sum(batch.count for batch in step.micro_batches)
-        scale: Scale = p.loss_scale / (max(own, 1) if self.synchronizer.own_gradients else step.count)
+        scale: Scale = p.loss_scale / (max(own, 1) if self.update.local_gradients else step.count)
         counts = self.counts
         if self.frontend.task.weighted_by_data:
             scale = self._shares(step)
@@ -324,7 +323,7 @@ class Trainer:
             rescale(p, finite, self.log)
         if self._skips and self._skips.left_out(p, finite, sums):
             sums, self.counts = [], counts
-        self.synchronizer.stepped(self.frontend, p.step)
+        self.update.after_step(p.step)
         return rate, sums
 
     def _shares(self, step: Step) -> list[float]:
@@ -332,7 +331,7 @@ class Trainer:
         its own count, and N ranks are one rank. One small transfer a step."""
         counts = np.sum([self.frontend.counts(batch) for batch in step.micro_batches], axis=0)
         self.counts = self.counts + counts
-        if not self.synchronizer.own_gradients:
+        if not self.update.local_gradients:
             # A rank that waits here must owe no step: the others may have begun it, and wait for its gradients.
             self.frontend.run_queued()
             counts = ordered_sum(counts, self.communicator)
@@ -377,8 +376,8 @@ class Trainer:
 
     def _converge(self) -> None:
         """One model on all ranks: before an evaluation, a checkpoint and the end."""
-        if self.synchronizer.diverged:
-            self.synchronizer.converge(self.frontend)
+        if self.update.diverged:
+            self.update.converge()
             self._agreement.compare(self)
 
     def _end_epoch(self, rate: float, seconds: float, samples: int, complete: bool) -> None:

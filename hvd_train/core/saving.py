@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_train import errors, faults
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import broadcast, pack, unpack, without_slots
+from hvd_train.checkpoint.arrays import broadcast, pack, unpack
 from hvd_train.checkpoint.manifest import Progress
 from hvd_train.config import Config
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
@@ -26,6 +26,7 @@ from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.errors import CheckpointError, NonFiniteError, TrainError
 from hvd_train.protocol import Source, Tree
+from hvd_train.update.state import Placement, read, training_state
 
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
@@ -120,7 +121,7 @@ def size(trainer: Trainer) -> int:
     rule, writer = trainer.config.checkpoint, trainer._writer
     if trainer.communicator.rank or not (rule.save_last or rule.save_top_k):
         return 0
-    writer.tree = trainer.frontend.state(writer.tree)
+    writer.tree = training_state(trainer.frontend, trainer.update, writer.tree)
     return sum(array.nbytes for array in writer.tree.values())
 
 
@@ -160,7 +161,7 @@ def save(
         }
         try:
             trainer.log.check()
-            tree = writer.tree = trainer.frontend.state(writer.tree)
+            tree = writer.tree = training_state(trainer.frontend, trainer.update, writer.tree)
             # What a compressor cuts off stays in a residual, and shows in no weight.
             kept = {f"{key} of rank {rank}": x for rank, part in enumerate(local) for key, x in part.items()}
             _check_finite(tree | kept, f"epoch {p.epoch + 1}, step {p.step}")
@@ -204,8 +205,8 @@ def _check_finite(tree: Tree, where: str) -> None:
 
 
 def _local(trainer: Trainer) -> Tree:
-    """What belongs to this rank alone: the compressor's state and the synchronizer's."""
-    return trainer.frontend.local_state() | trainer.synchronizer.local_state(trainer.frontend)
+    """Copy what belongs to this rank alone: residuals, and slots where ranks train apart."""
+    return read(trainer.update.state(), Placement.PER_RANK)
 
 
 def restore(trainer: Trainer, snapshot: store.Snapshot | None) -> list[str]:
@@ -236,19 +237,24 @@ def restore(trainer: Trainer, snapshot: store.Snapshot | None) -> list[str]:
         other = [f"{key} {found[key]} -> {own}" for key, own in here.items() if found[key] not in (None, own)]
         if not other and {k: x.shape for k, x in local.items()} == shapes:
             mine = local
-            trainer.frontend.load_local(mine)
         elif found["kept"]:
             why = ", ".join(other) or "their shapes are others"
             notes.append(f"what each rank kept to itself (residuals) is left behind: {why}")
-    collectively(communicator, lambda: check_tree(trainer.frontend.state(), snapshot.tree) if snapshot else None)
+
+    def check() -> None:
+        if snapshot:
+            check_tree(training_state(trainer.frontend, trainer.update), snapshot.tree)
+
+    collectively(communicator, check)
     first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
-    tree = without_slots(trainer.frontend.state()) if first else snapshot.tree if snapshot else {}
+    tree = trainer.frontend.state() if first else snapshot.tree if snapshot else {}
     for piece in broadcast(communicator, tree):
         trainer.frontend.load(piece)
+        trainer.update.load(piece, Placement.REPLICATED)
     if found and found["ranks"] == communicator.size:
         collectively(communicator, lambda: _check_own(trainer, own) if found["neutral"] else None)
         trainer.frontend.load(own)
-    trainer.synchronizer.load_local(trainer.frontend, mine)
+    trainer.update.load(mine, Placement.PER_RANK)
     return notes
 
 

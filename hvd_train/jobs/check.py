@@ -37,15 +37,15 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         def find() -> store.Snapshot | None:
             snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
             if snapshot:
-                check_tree(without_slots(job.frontend.state()), without_slots(snapshot.tree))
+                check_tree(job.frontend.state(), without_slots(snapshot.tree))
             return snapshot
 
         snapshot = collectively(communicator, find)
-        connect(job, config.exchange.compression)
+        update, _ = connect(job, config.exchange.compression)
         data: dict[str, Any] = config.model_dump(mode="json")
         data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
         data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None}
-        trainer = Trainer(Config.model_validate(data), job.frontend, job.data.train, job.data.val, run_dir, log)
+        trainer = Trainer(Config.model_validate(data), job.frontend, update, job.data.train, job.data.val, run_dir, log)
         trainer.restore(None)
         log.message("\n".join([messages.start(job, trainer, None), *config.notes]))
         if first and ":" in config.model.name:

@@ -1,4 +1,4 @@
-"""The gradient exchange of a job, put between its front-end and the network."""
+"""The update of a job: from gradients to new weights, between its front-end and the network."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hvd_train.compression import make
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
-from hvd_train.protocol import Communicator, Compressor
-from hvd_train.update import auto, make_synchronizer
+from hvd_train.protocol import Communicator, Compressor, Update
+from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
 
 
-def connect(job: Job, compression: str) -> str:
-    """Build the exchange and hand it to the front-end; return the compression, which is measured where ``auto``."""
+def connect(job: Job, compression: str) -> tuple[Update, str]:
+    """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``."""
     config, frontend, communicator = job.config, job.frontend, job.communicator
     options, specs = config.exchange, frontend.specs()
 
@@ -40,8 +40,7 @@ def connect(job: Job, compression: str) -> str:
             world=communicator,
         )
 
-    frontend.connect(make_synchronizer(options).exchange(build, communicator, Serial()))
-    return compression
+    return make_update(options, frontend, build, Serial()), compression
 
 
 def _check_adasum(communicator: Communicator) -> None:

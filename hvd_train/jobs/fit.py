@@ -97,11 +97,11 @@ def train(
     compression: str = config.exchange.compression
     if snapshot and compression == "auto":
         compression = snapshot.meta.get("compression") or compression
-    compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
+    update, compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks]
     trainer = Trainer(
-        config, job.frontend, *data, run_dir, log, compression, hooks, stop_source, until, snapshots.given()
+        config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, snapshots.given()
     )
     notes = trainer.restore(snapshot)
     start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]

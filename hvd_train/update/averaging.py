@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hvd_train.protocol import Communicator, Exchange, FrontEnd, TensorSpec, Tree
+from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
+from hvd_train.update.replicated import Replicated
+from hvd_train.update.state import Entry, Placement
 
 
-class Averaging(ABC):
-    """A subclass says which weights after which step. The optimizer's slots are each rank's own."""
+class Averaging(Replicated, ABC):
+    """An update over this rank alone, and a mean of weights now and then. A subclass says which ones after which step.
 
-    own_gradients = True
+    The optimizer's slots differ between ranks. A checkpoint keeps those of each rank, and rank 0's for a run that goes
+    on with another number of ranks.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
+        super().__init__(frontend, exchange, local_gradients=True)
         self.diverged = False
 
     @abstractmethod
     def due(self, specs: Sequence[TensorSpec], step: int) -> Sequence[str]:
         """Names of the weights to average after step number ``step`` (from 1)."""
 
-    def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
-        return build(alone)
-
-    def stepped(self, frontend: FrontEnd, step: int) -> None:
+    def after_step(self, step: int) -> None:
         self.diverged = True
-        names = self.due(frontend.specs(), step)
+        names = self.due(self.frontend.specs(), step)
         if names:
-            frontend.average(names)
+            self.frontend.average(names)
 
-    def converge(self, frontend: FrontEnd) -> None:
-        frontend.average()
+    def converge(self) -> None:
+        self.frontend.average()
         self.diverged = False
 
-    def local_state(self, frontend: FrontEnd) -> Tree:
-        return {key: x for key, x in frontend.state().items() if key.startswith("slots/")}
+    def state(self) -> list[Entry]:
+        return [*super().state(), *self._slots(Placement.PER_RANK)]
 
-    def load_local(self, frontend: FrontEnd, tree: Mapping[str, np.ndarray]) -> None:
-        frontend.load({key: x for key, x in tree.items() if key.startswith("slots/")})
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        super().load(tree, placement)
+        if placement is Placement.PER_RANK:
+            self.optimizer.load(tree)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_train.protocol import TensorSpec
+from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
 from hvd_train.update.averaging import Averaging
 
 
 class LocalSGD(Averaging):
-    def __init__(self, steps: int) -> None:
-        super().__init__()
+    def __init__(self, frontend: FrontEnd, exchange: Exchange, steps: int) -> None:
+        super().__init__(frontend, exchange)
         self.steps = steps
 
     def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_train import protocol
-from hvd_train.protocol import State, Tensor
 
 
 class Overlap:
@@ -16,7 +15,7 @@ class Overlap:
     and all where nothing is told to ``arrived``, leave their buckets to ``finish``.
     """
 
-    def __init__(self, exchange: protocol.Exchange, start: Callable[[int], Any]) -> None:
+    def __init__(self, exchange: protocol.Exchange | protocol.Update, start: Callable[[int], Any]) -> None:
         self._exchange, self._start = exchange, start
         self.bucket = {i: b for b, members in enumerate(exchange.buckets) for i in members}
         self.begin()
@@ -39,9 +38,7 @@ class Overlap:
         self.started[b] = self._start(b)
         return b
 
-    def finish(
-        self, last: int | None = None, start: Callable[[int], Any] | None = None
-    ) -> tuple[list[Tensor], list[State]]:
+    def finish(self, last: int | None = None, start: Callable[[int], Any] | None = None) -> Any:
         """Starts what has not yet, ``last`` behind the others, by ``start`` if given; then as ``Exchange.finish``."""
         buckets = range(len(self._exchange.buckets))
         for b in sorted(buckets, key=lambda b: b == last):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_train.protocol import TensorSpec
+from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
 from hvd_train.update.averaging import Averaging
 
 
@@ -21,8 +21,8 @@ def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
 
 
 class Partial(Averaging):
-    def __init__(self, fraction: float) -> None:
-        super().__init__()
+    def __init__(self, frontend: FrontEnd, exchange: Exchange, fraction: float) -> None:
+        super().__init__(frontend, exchange)
         self.fraction = fraction
 
     def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:

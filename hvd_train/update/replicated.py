@@ -1,31 +1,100 @@
-"""Gradients travel in every step, so that the weights are the same on all ranks at any time."""
+"""The update with the same weights on all ranks at any time: gradients travel in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import Communicator, Exchange, FrontEnd, Tree
+from hvd_train.protocol import Exchange, FrontEnd, State, Tensor
+from hvd_train.update.error_meter import compression_error
+from hvd_train.update.state import Entry, Placement
 
 
-class AllReduce:
+class Replicated:
+    """Everything between the backward pass and new weights: exchange, residuals, clipping, optimizer, slots.
+
+    Built once for a training; a front-end calls ``reduce`` and ``step`` eagerly or while it traces a step. Gradients
+    are flat, one for each bucket. ``local_gradients``: a rank's gradient is the mean over its own samples (adasum joins
+    means, and neither adds nor averages them), instead of its part of the global mean.
+    """
+
     diverged = False
 
-    def __init__(self, op: str = "average") -> None:
-        self.own_gradients = op == "adasum"  # which joins means, and neither adds nor averages them
+    def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
+        self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
+        self.optimizer = frontend.connect(self)
+        self._residuals = [tuple(map(frontend.ops.keep, arrays)) for arrays in exchange.init_state()]
 
-    def exchange(self, build: Callable[[Communicator], Exchange], world: Communicator, alone: Communicator) -> Exchange:
-        return build(world)
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]:
+        return self.exchange.buckets
 
-    def stepped(self, frontend: FrontEnd, step: int) -> None:
-        pass
+    # ---- within a step
 
-    def converge(self, frontend: FrontEnd) -> None:
-        pass
+    def start(self, bucket: int, gradient: Tensor) -> Any:
+        """Start the exchange of one bucket; nothing waits here, so a backward pass may call it."""
+        return self.exchange.start(bucket, gradient, self._state(bucket))
 
-    def local_state(self, frontend: FrontEnd) -> Tree:
-        return {}
+    def finish(self, started: Sequence[Any]) -> list[Tensor]:
+        """Wait for every bucket; return the reduced and clipped gradients. Residuals are those of this step then."""
+        gradients, states = self.exchange.finish(started)
+        for cells, values in zip(self._residuals, states, strict=True):
+            for cell, value in zip(cells, values, strict=True):
+                cell.write(value)
+        return gradients
 
-    def load_local(self, frontend: FrontEnd, tree: Mapping[str, np.ndarray]) -> None:
-        pass
+    def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange all buckets at once: ``start`` for each, then ``finish``."""
+        return self.finish([self.start(b, gradient) for b, gradient in enumerate(gradients)])
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        """Move the weights and slots by reduced gradients."""
+        self.optimizer.step(gradients, learning_rate)
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return (1,) float32: on how many ranks a gradient is not finite. All ranks ask before ``reduce``."""
+        return self.exchange.failures(gradients)
+
+    def compression_error(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the figures of ``error_meter`` for these gradients; nothing is changed."""
+        return compression_error(self.exchange, gradients, [self._state(b) for b in range(len(self.buckets))])
+
+    def _state(self, bucket: int) -> State:
+        return tuple(cell.read() for cell in self._residuals[bucket])
+
+    # ---- between steps
+
+    def after_step(self, step: int) -> None:
+        """Do what follows step number ``step`` (from 1)."""
+
+    def converge(self) -> None:
+        """Make weights that went apart one model on all ranks: before an evaluation, a checkpoint and the end."""
+
+    def state(self) -> list[Entry]:
+        """List slots and residuals; what an entry reads is copied by nobody but the reader."""
+        self.frontend.run_queued()
+        return [*self._slots(Placement.REPLICATED), *self._residual_entries()]
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        """Take arrays of ``state``; entries that are not in ``tree`` stay as they are."""
+        self.frontend.run_queued()
+        if placement is Placement.REPLICATED:
+            self.optimizer.load(tree)
+            return
+        for b, cells in enumerate(self._residuals):
+            for k, cell in enumerate(cells):
+                if f"{b}/{k}" in tree:
+                    cell.write(self.frontend.ops.from_numpy(tree[f"{b}/{k}"]))
+
+    def _slots(self, placement: Placement) -> list[Entry]:
+        return [Entry(name, placement, read) for name, read in self.optimizer.views()]
+
+    def _residual_entries(self) -> list[Entry]:
+        ops = self.frontend.ops
+        return [
+            Entry(f"{b}/{k}", Placement.PER_RANK, lambda cell=cell: ops.to_numpy(cell.read()))  # type: ignore[misc]
+            for b, cells in enumerate(self._residuals)
+            for k, cell in enumerate(cells)
+        ]

@@ -20,6 +20,7 @@ from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
 from hvd_train.run_folder.log import NullLog
+from hvd_train.update.state import training_state
 
 STAGES = ("first", "last")
 
@@ -33,7 +34,7 @@ class Recorder(Hook):
         self._notes: dict[str, list[Any]] = {"sums": [], "rates": [], "samples": []}
 
     def on_start(self, trainer: Trainer) -> None:
-        self._first = trainer.frontend.state()
+        self._first = training_state(trainer.frontend, trainer.update)
         self._notes["losses"] = [list(entries) for entries in trainer.frontend.task.entries]
 
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
@@ -44,7 +45,7 @@ class Recorder(Hook):
         self._notes["samples"].append(np.concatenate(indices).tolist())
 
     def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
-        stages = zip(STAGES, (self._first, trainer.frontend.state()), strict=True)
+        stages = zip(STAGES, (self._first, training_state(trainer.frontend, trainer.update)), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
         rank0 = json.loads(trainer.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
@@ -63,9 +64,11 @@ def record(folder: Path, verbose: bool) -> int:
             config = load_config(path)
             job = first if path == paths[0] else jobs.build_job(config, module, first.communicator, first.data)
             job.frontend.without_dropout()
-            connect(job, "none")
+            update, _ = connect(job, "none")
             hooks = [Recorder(path.with_suffix(""))]
-            trainer = Trainer(config, job.frontend, job.data.train, job.data.val, folder, NullLog(), hooks=hooks)
+            trainer = Trainer(
+                config, job.frontend, update, job.data.train, job.data.val, folder, NullLog(), hooks=hooks
+            )
             trainer.restore(None)
             trainer.fit()
     return 0

@@ -111,8 +111,10 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
 
     config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
     with opened_job(config, False) as job:
-        connect(job, config.exchange.compression)
-        trainer = Trainer(config, job.frontend, job.data.train, job.data.val, Path(), NullLog(), hooks=[Counting()])
+        update, _ = connect(job, config.exchange.compression)
+        trainer = Trainer(
+            config, job.frontend, update, job.data.train, job.data.val, Path(), NullLog(), hooks=[Counting()]
+        )
         keep_memory()
         trainer.fit()
 

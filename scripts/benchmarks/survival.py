@@ -93,10 +93,10 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
     rule = {"every_n_epochs": 0, "save_last": part == "saves", "save_top_k": 0}
     config = Config.model_validate(settings(framework, model, {}) | {"run_dir": str(file.parent), "checkpoint": rule})
     with opened_job(config, False) as job:
-        connect(job, "none")
+        update, _ = connect(job, "none")
         listener = listen()
         listener.peer_slot = peers.watch(job.communicator, config.watchdog_s)
-        given = job.frontend, job.data.train, job.data.val, file.parent, NullLog()
+        given = job.frontend, update, job.data.train, job.data.val, file.parent, NullLog()
         trainer = Trainer(config, *given, hooks=[Blocks()], stop_source=listener)
         keep_memory()
         with suppress(Enough):

@@ -7,6 +7,13 @@ import sys
 
 import numpy as np
 
+from hvd_train.config.keys import OptimConfig
+
+OPTIONS = {
+    "sgd": OptimConfig(name="sgd", momentum=0.9, weight_decay=0.01),
+    "adamw": OptimConfig(name="adamw", weight_decay=0.01),
+}
+
 framework, threads = sys.argv[1], int(sys.argv[2])
 if framework == "pytorch":
     import torch
@@ -41,23 +48,23 @@ for dtype in ("float32", "float64"):
     found[f"int8 {dtype}"] = ops.matmul(drawn(1, 3), drawn(3, 10**6))
     w, g, m, v = (drawn(1_000_003) for _ in range(4))
     if framework == "pytorch":
-        for kind, keys in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})):
-            p = torch.nn.Parameter(w.clone())
-            p.grad = g.clone()
-            optimizer = kind([p], lr=0.1, weight_decay=0.01, fused=True, **keys)
+        from hvd_train.frontends.pytorch.optimizers import KERNELS
+
+        for name, o in OPTIONS.items():
+            kernel, weight = KERNELS[name](o, ops), w.clone()
+            slots = [[torch.zeros_like(w)] for _ in kernel.slots]
+            steps = [torch.zeros(())]
             for _ in range(3):
-                optimizer.step()
-            found[f"{kind.__name__} {dtype}"] = p.detach()
+                kernel([weight], [g], slots, steps, 0.1)
+            found[f"{name} {dtype}"] = weight
     else:
-        import keras
+        from hvd_train.frontends.tensorflow.optimizers import KERNELS
 
-        from hvd_train.frontends.tensorflow.optimizers import SGD, Adam
-
-        for optimizer in (SGD(0.1, 0.9, decay=0.01), Adam(0.1, decay=0.01, decoupled=True)):
-            p = keras.Variable(w.numpy(), dtype=dtype)
-            optimizer.build([p])
-            for _ in range(3):
-                optimizer.apply([g], [p])
-            found[f"{type(optimizer).__name__} {dtype}"] = p.value
+        for name, o in OPTIONS.items():
+            kernel, weight = KERNELS[name](o), tf.Variable(w)
+            slots = [tf.Variable(tf.zeros_like(w)) for _ in kernel.slots]
+            for step in range(3):
+                kernel(weight, g, slots, tf.constant(step + 1, tf.int64), tf.constant(0.1, dtype))
+            found[f"{name} {dtype}"] = weight.value()
 digests = {key: hashlib.sha256(ops.to_numpy(x).tobytes()).hexdigest() for key, x in found.items()}
 print(json.dumps(digests))

@@ -26,6 +26,8 @@ from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, N
 from hvd_train.frontends.serial import Serial
 from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.replicated import Replicated
+from hvd_train.update.state import Placement, read, training_state
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
@@ -82,11 +84,20 @@ def trainer(communicator, c, folder, log=None, compressor=None, resume=False, ho
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
-    frontend.connect(exchange)
-    made = Trainer(c, frontend, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
+    update = Replicated(frontend, exchange)
+    made = Trainer(c, frontend, update, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
     found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
     return made
+
+
+def whole(made):
+    """Weights, running statistics and slots."""
+    return training_state(made.frontend, made.update)
+
+
+def local_state(made):
+    return read(made.update.state(), Placement.PER_RANK)
 
 
 def final(size, c, folder, **options):
@@ -94,7 +105,7 @@ def final(size, c, folder, **options):
 
     def work(communicator):
         made = trainer(communicator, c, folder, **options)
-        return made.fit(), made.frontend.state(), made.frontend.local_state(), made
+        return made.fit(), whole(made), local_state(made), made
 
     results = run_ranks(size, work)
     for _, tree, _, _ in results:
@@ -294,8 +305,10 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
 
     def work(communicator):
         frontend = NumpyFrontEnd(communicator, FEATURES + 1, CLASSES)
-        frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops, None))
-        made = Trainer(config(), frontend, TRAIN, VALIDATION, tmp_path, NullLog())
+        parts = frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops, None
+        made = Trainer(
+            config(), frontend, Replicated(frontend, Exchange(*parts)), TRAIN, VALIDATION, tmp_path, NullLog()
+        )
         with pytest.raises(CheckpointError, match="weights/w: .* in the checkpoint") as caught:
             made.restore(store.newest(made.folder, pytest.fail) if communicator.rank == 0 else None)
         return str(caught.value)
@@ -328,7 +341,7 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
             made = trainer(communicator, config(**keys), tmp_path, compressor=compressor)
             made.compression = name
             found = store.newest(made.folder, pytest.fail) if communicator.rank == 0 else None
-            return made.restore(found), sum(np.abs(x).sum() for x in made.frontend.local_state().values())
+            return made.restore(found), sum(np.abs(x).sum() for x in local_state(made).values())
 
         return run_ranks(size, work)
 
@@ -336,7 +349,7 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
         made = trainer(communicator, config(**first, max_steps=5), tmp_path, compressor=Threshold(0.05))
         made.compression = "threshold"
         made.fit()
-        return None, sum(np.abs(x).sum() for x in made.frontend.local_state().values())
+        return None, sum(np.abs(x).sum() for x in local_state(made).values())
 
     kept = run_ranks(size, train)
     assert all(total > 0 for _, total in kept)

@@ -15,6 +15,7 @@ from hvd_train.core import meeting
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.run_folder.log import NullLog
+from hvd_train.update.state import Placement, read
 from tests.core import test_loop
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
@@ -217,8 +218,8 @@ def test_a_residual_that_is_not_finite_is_never_saved(tmp_path):
         def spoiling(*given, **named):
             sums = step(*given, **named)
             if made.frontend.steps == 4 and communicator.rank == 1:
-                residuals = made.frontend.local_state()
-                made.frontend.load_local({key: np.full_like(x, np.inf) for key, x in residuals.items()})
+                residuals = read(made.update.state(), Placement.PER_RANK)
+                made.update.load({key: np.full_like(x, np.inf) for key, x in residuals.items()}, Placement.PER_RANK)
             return sums
 
         made.frontend.train_step = spoiling

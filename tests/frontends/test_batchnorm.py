@@ -13,7 +13,19 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
 from hvd_train.update.exchange import Exchange
-from tests.frontends.test_contract import CLASSES, FRAMEWORKS, OWN, batch, close, module, opened, part, sample_of
+from hvd_train.update.replicated import Replicated
+from tests.frontends.test_contract import (
+    CLASSES,
+    FRAMEWORKS,
+    OWN,
+    batch,
+    close,
+    everything,
+    module,
+    opened,
+    part,
+    sample_of,
+)
 from tests.numpy_frontend import Threads, run_ranks
 
 SHAPE = (6, 5, 2)
@@ -30,7 +42,7 @@ def trained(frontend, counts=COUNTS, rows=6, padding=0.0):
         one = batch(k, rows, count, SHAPE)
         one.inputs["input"][count:] = padding
         frontend.train_step(frontend.to_device(one), 1 / max(count, 1), k, 0.1)
-    return frontend.state()
+    return everything(frontend)
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -40,7 +52,7 @@ def test_padding_does_not_enter_statistics(framework, sync):
     one = batch(0, 6, 4, SHAPE)
     alone = norm(framework, sync_batchnorm=sync)
     alone.train_step(alone.to_device(part(one, slice(4))), 1 / 4, 0, 0.1)
-    close(padded, alone.state(), rtol=1e-12)
+    close(padded, everything(alone), rtol=1e-12)
     conv = padded["statistics/norm.mean"]
     assert conv.any() and abs(conv).max() < 10
 
@@ -55,7 +67,7 @@ def test_both_frameworks_agree_with_short_and_empty_batches(sync):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_batch_of_padding_leaves_statistics_alone(framework):
     frontend = norm(framework, optim={"lr": 0.1})
-    before = frontend.state()
+    before = everything(frontend)
     close(trained(frontend, [0]), before)
 
 
@@ -63,11 +75,11 @@ def test_a_batch_of_padding_leaves_statistics_alone(framework):
 def test_one_value_per_channel_trains(framework):
     """torch's own layer refuses it; its normalized value is the bias, and it has no variance to remember."""
     frontend = opened(framework, {"name": OWN[framework], "rate": 0.0})
-    before = frontend.state()
+    before = everything(frontend)
     one = batch(count=1)
     sums = frontend.ops.to_numpy(frontend.train_step(frontend.to_device(one), 1.0, 0, 0.1))
     assert np.isfinite(sums).all()
-    after = frontend.state()
+    after = everything(frontend)
     assert all(np.isfinite(x).all() for x in after.values())
     assert all((after[k] == before[k]).all() for k in before if k.startswith("statistics/"))
 
@@ -100,7 +112,7 @@ def ranks_train(size, sync, counts):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
         with lock:
             frontend = module("pytorch").open_frontend(config, communicator, sample_of(SHAPE, CLASSES))
-        frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
+        Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
         for k, count in enumerate(counts):
             whole = batch(k, count, count, SHAPE)
             own = np.array_split(np.arange(count), [count // 2, *[count - 1] * (size - 2)] if size > 1 else 1)[
@@ -111,7 +123,7 @@ def ranks_train(size, sync, counts):
                 empty = {"input": np.full((1, *SHAPE), 9, np.float32)}, {"label": np.zeros(1, np.int64)}
                 rows = Batch(*empty, np.zeros(1, np.float32), own)
             frontend.train_step(frontend.to_device(rows), 1 / count, k, 0.1)
-        return frontend.state()
+        return everything(frontend)
 
     return run_ranks(size, work)
 

@@ -18,6 +18,8 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch, Field, Sample
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.replicated import Replicated
+from hvd_train.update.state import Placement, read, training_state
 from tests.numpy_frontend import NumpyFrontEnd
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6
@@ -61,7 +63,7 @@ def opened(
         frontend = module(framework).open_frontend(config, Serial(), sample_of(shape, CLASSES))
     parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
     if connect:
-        frontend.connect(wrap(Exchange(*parts, small=0)))
+        Replicated(frontend, wrap(Exchange(*parts, small=0)))
     return frontend
 
 
@@ -77,6 +79,20 @@ def part(whole, rows):
     """Some rows of a batch."""
     inputs, labels = ({name: x[rows] for name, x in of.items()} for of in (whole.inputs, whole.labels))
     return Batch(inputs, labels, whole.weights[rows], np.arange(len(whole.weights[rows])))
+
+
+def everything(frontend):
+    """Weights, running statistics and slots."""
+    return training_state(frontend, frontend.update)
+
+
+def load(frontend, tree):
+    frontend.load(tree)
+    frontend.update.load(tree, Placement.REPLICATED)
+
+
+def local_state(frontend):
+    return read(frontend.update.state(), Placement.PER_RANK)
 
 
 def weights(frontend):
@@ -109,16 +125,16 @@ def test_keras_regularizers_count_once_a_step(parts):
     plain, regular = (
         opened(model={"name": f"tests.own_models:{name}"}, **keys) for name in ("keras_linear", "keras_regular")
     )
-    regular.load(plain.state())
-    (name,) = [key for key in plain.state() if key.endswith("kernel")]
-    before = plain.state()[name]
+    load(regular, everything(plain))
+    (name,) = [key for key in everything(plain) if key.endswith("kernel")]
+    before = everything(plain)[name]
     whole = batch(rows=6, count=4)
     cuts = [part(whole, slice(k, k + 6 // parts)) for k in range(0, 6, 6 // parts)]
     for frontend in (plain, regular):
         for one in cuts[:-1]:
             frontend.add_gradients(frontend.to_device(one), 1 / 4, 0)
         frontend.train_step(frontend.to_device(cuts[-1]), 1 / 4, 0, 0.1)
-    after = [frontend.state()[name] for frontend in (plain, regular)]
+    after = [everything(frontend)[name] for frontend in (plain, regular)]
     np.testing.assert_allclose(after[1], after[0] - 0.05 * before, rtol=1e-12)
 
 
@@ -134,14 +150,14 @@ def test_keras_losses_within_the_model_are_refused():
 def test_accumulated_parts_are_one_batch(framework):
     whole = batch(rows=ROWS)
     both = opened(framework, accumulate_grad_batches=2), opened(framework)
-    both[0].load(both[1].state())
+    load(both[0], everything(both[1]))
     parts = [part(whole, slice(k, k + 3)) for k in (0, 3)]
     for _ in range(2):  # twice: the second must not see the first's gradients
         sums = both[0].ops.to_numpy(both[0].add_gradients(both[0].to_device(parts[0]), 1 / ROWS, 0))
         sums = sums + both[0].ops.to_numpy(both[0].train_step(both[0].to_device(parts[1]), 1 / ROWS, 0, 0.1))
         joined = both[1].ops.to_numpy(both[1].train_step(both[1].to_device(whole), 1 / ROWS, 0, 0.1))
         np.testing.assert_allclose(sums, joined, rtol=1e-12)
-    trees = [{k: v for k, v in frontend.state().items() if not k.startswith("statistics/")} for frontend in both]
+    trees = [{k: v for k, v in everything(frontend).items() if not k.startswith("statistics/")} for frontend in both]
     close(*trees)
 
 
@@ -158,7 +174,7 @@ def test_padding_counts_for_nothing(framework):
     assert sums[0].tolist() == pytest.approx(sums[1].tolist()) and sums[0][2] == 4
     close(weights(frontends[0]), weights(frontends[1]))
     alone = opened(framework, optim={"lr": 0.1})
-    before = alone.state()
+    before = everything(alone)
     assert alone.ops.to_numpy(alone.train_step(alone.to_device(batch(count=0)), 0.25, 0, 0.1)).tolist() == [0, 0, 0]
     close(weights(alone), {k: v for k, v in before.items() if k.startswith("weights/")})
 
@@ -207,18 +223,18 @@ def test_each_bucket_starts_once_a_step_and_holds_the_sum_of_the_scaled_gradient
         return exchange
 
     frontend = opened(framework, wrap=wrap, optim={"lr": 1.0})
-    before = frontend.state()
+    before = everything(frontend)
     one = batch()
     stepped(frontend, [one], rate=1.0)
-    assert sorted(sent) == list(range(len(frontend.exchange.buckets))) and all(len(x) == 1 for x in sent.values())
+    assert sorted(sent) == list(range(len(frontend.update.buckets))) and all(len(x) == 1 for x in sent.values())
     key = next(k for k in before if before[k].ndim == 2 and k.startswith("weights/"))
-    gradient = before[key] - frontend.state()[key]
+    gradient = before[key] - everything(frontend)[key]
     for place in [(0, 0), (2, 1)]:
         losses = []
         for side in (1e-5, -1e-5):
             moved = {k: v.copy() for k, v in before.items()}
             moved[key][place] += side
-            frontend.load(moved)
+            load(frontend, moved)
             losses.append(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one)))[0] / ROWS)
         assert gradient[place] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6, abs=1e-9)
 
@@ -244,8 +260,8 @@ def test_inference_needs_no_optimizer_and_holds_no_slots(framework):
     optim = {"name": "adam", "lr": 0.1}
     trained, alone = opened(framework, optim=optim), opened(framework, optim=optim, connect=False)
     stepped(trained, [batch()])
-    alone.load(trained.state())
-    assert same(alone.state(), {key: x for key, x in trained.state().items() if not key.startswith("slots/")})
+    alone.load(everything(trained))
+    assert same(alone.state(), {key: x for key, x in everything(trained).items() if not key.startswith("slots/")})
     one = batch(7)
     for score in ("evaluate_batch", "predict"):
         a, b = (np.asarray(getattr(f, score)(f.to_device(one))) for f in (trained, alone))
@@ -258,18 +274,18 @@ def test_inference_needs_no_optimizer_and_holds_no_slots(framework):
 @pytest.mark.parametrize("framework", ALL)
 def test_state_is_a_copy_and_comes_back_bit_for_bit(framework):
     first = stepped(opened(framework), [batch(k) for k in range(3)])
-    state = first.state()
+    state = everything(first)
     kept = {k: v.copy() for k, v in state.items()}
     second = opened(framework)
-    second.load(state)
-    assert same(second.state(), kept)
+    load(second, state)
+    assert same(everything(second), kept)
     stepped(first, [batch(9)])
     assert same(state, kept), "later steps do not reach into it"
-    again = first.state(into=state)
-    assert same(again, first.state()) and all(np.shares_memory(again[key], x) for key, x in state.items())
-    assert same(stepped(second, [batch(9)]).state(), first.state()), "weights and slots are all there is"
-    second.load({})
-    assert same(second.state(), first.state()), "what is not in the tree stays"
+    again = training_state(first, first.update, state)
+    assert same(again, everything(first)) and all(np.shares_memory(again[key], x) for key, x in state.items())
+    assert same(everything(stepped(second, [batch(9)])), everything(first)), "weights and slots are all there is"
+    load(second, {})
+    assert same(everything(second), everything(first)), "what is not in the tree stays"
 
 
 @pytest.mark.parametrize("framework", ALL)
@@ -285,23 +301,23 @@ def test_specs_name_the_weights_of_the_state(framework):
 @pytest.mark.parametrize("framework", ALL)
 def test_compressor_state_is_this_ranks_own_and_comes_back(framework):
     first = stepped(opened(framework, compressor=Threshold(0.05)), [batch(k) for k in range(2)])
-    local = first.local_state()
+    local = local_state(first)
     assert local and any(x.any() for x in local.values())
     assert not any("/" in k and k.startswith(("weights", "slots")) for k in local)
     second = opened(framework, compressor=Threshold(0.05))
-    second.load(first.state())
-    second.load_local(local)
-    assert same(second.local_state(), local)
-    assert same(stepped(second, [batch(5)]).state(), stepped(first, [batch(5)]).state())
+    load(second, everything(first))
+    second.update.load(local, Placement.PER_RANK)
+    assert same(local_state(second), local)
+    assert same(everything(stepped(second, [batch(5)])), everything(stepped(first, [batch(5)])))
 
 
 @pytest.mark.parametrize("framework", ALL)
 def test_averaging_over_one_rank_changes_nothing(framework):
     frontend = stepped(opened(framework), [batch()])
-    before = frontend.state()
+    before = everything(frontend)
     frontend.average()
     frontend.average_statistics()
-    assert same(frontend.state(), before)
+    assert same(everything(frontend), before)
 
 
 def test_a_model_may_keep_a_tensor_from_its_first_forward_pass():
@@ -312,9 +328,9 @@ def test_a_model_may_keep_a_tensor_from_its_first_forward_pass():
         if scored:
             frontend.model.kept = None
             frontend.evaluate_batch(frontend.to_device(batch(shape=shape)))
-        before = frontend.state()
+        before = everything(frontend)
         stepped(frontend, [batch(shape=shape)])
-        assert not same(frontend.state(), before)
+        assert not same(everything(frontend), before)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -428,7 +444,7 @@ def test_optimizers_follow_their_formulas_under_a_changing_rate(framework, name)
 
 def own_arrays(frontend):
     """Weights in the front-end's own axis order, in the order of ``specs``."""
-    state = frontend.state()
+    state = everything(frontend)
     layouts = {layout.name: layout for layout in frontend.layouts.values()}
     return [layouts[s.name].from_neutral(state[f"weights/{s.name}"]) for s in frontend.specs()]
 
@@ -448,11 +464,11 @@ def test_both_frameworks_start_and_compute_alike(name):
     model, shape = ZOO[name]
     one = batch(shape=shape)
     fronts = [opened(framework, model, shape=shape) for framework in FRAMEWORKS]
-    assert same(*(f.state() for f in fronts)), "the same first weights, bit for bit"
+    assert same(*(everything(f) for f in fronts)), "the same first weights, bit for bit"
     np.testing.assert_allclose(*(f.predict(f.to_device(one)) for f in fronts), rtol=1e-10, atol=1e-12)
-    close(*(stepped(f, [batch(k, shape=shape) for k in range(3)]).state() for f in fronts))
-    other = opened("pytorch", model, shape=shape, seed=1).state()
-    assert any((other[k] != fronts[0].state()[k]).any() for k in other)
+    close(*(everything(stepped(f, [batch(k, shape=shape) for k in range(3)])) for f in fronts))
+    other = everything(opened("pytorch", model, shape=shape, seed=1))
+    assert any((other[k] != everything(fronts[0])[k]).any() for k in other)
 
 
 @pytest.mark.parametrize(
@@ -468,8 +484,8 @@ def test_training_goes_on_in_the_other_framework(there, optim):
     batches = [batch(k, shape=shape) for k in range(4)]
     first = stepped(opened(here, model, optim, shape=shape), batches[:2])
     second = opened(there, model, optim, shape=shape)
-    second.load(first.state())
-    close(stepped(second, batches[2:]).state(), stepped(first, batches[2:]).state(), rtol=1e-9)
+    load(second, everything(first))
+    close(everything(stepped(second, batches[2:])), everything(stepped(first, batches[2:])), rtol=1e-9)
 
 
 # ---- a user's own model
@@ -479,18 +495,18 @@ def test_training_goes_on_in_the_other_framework(there, optim):
 def test_an_own_model_has_statistics_and_draws_by_the_seed(framework):
     fronts = [opened(framework, {"name": OWN[framework]}) for _ in range(3)]
     for frontend in fronts:
-        frontend.load(fronts[0].state())
-    assert any(k.startswith("statistics/") for k in fronts[0].state())
+        load(frontend, everything(fronts[0]))
+    assert any(k.startswith("statistics/") for k in everything(fronts[0]))
     placed = [f.to_device(batch()) for f in fronts]
     for frontend, one, seed in zip(fronts, placed, (5, 5, 6), strict=True):
         frontend.train_step(one, 1 / ROWS, seed, 0.1)
-    states = [f.state() for f in fronts]
+    states = [everything(f) for f in fronts]
     assert same(states[0], states[1])
     assert any((states[0][k] != states[2][k]).any() for k in states[0] if k.startswith("weights/"))
     statistics = {k: v for k, v in states[0].items() if k.startswith("statistics/")}
     scores = [frontend.ops.to_numpy(fronts[0].evaluate_batch(placed[0])).tolist() for _ in range(2)]
     assert scores[0] == scores[1], "no dropout in evaluation"
-    assert same(statistics, {k: v for k, v in fronts[0].state().items() if k in statistics}), "nor new statistics"
+    assert same(statistics, {k: v for k, v in everything(fronts[0]).items() if k in statistics}), "nor new statistics"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -512,13 +528,13 @@ def test_checksums_see_one_bit_of_one_weight(framework):
     assert sorted(before) == sorted(spec.name for spec in frontend.specs())
     for name in before:
         tree = weights(frontend)
-        frontend.load(tree)
+        load(frontend, tree)
         assert frontend.checksums() == before
         changed = tree[f"weights/{name}"].copy()
         changed.view(np.uint8).flat[0] ^= 1
-        frontend.load({f"weights/{name}": changed})
+        load(frontend, {f"weights/{name}": changed})
         assert [n for n, x in frontend.checksums().items() if x != before[n]] == [name]
-        frontend.load(tree)
+        load(frontend, tree)
 
 
 @pytest.mark.parametrize("together", [3, 4, "auto"])
@@ -533,7 +549,7 @@ def test_steps_of_one_call_are_steps_one_by_one(together):
         scores = frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch(9))))
         assert not frontend.queued
         sums = [frontend.ops.to_numpy(own).tolist() for own in sums]
-        made.append((sums, scores.tolist(), {**frontend.state(), **frontend.local_state()}, waiting))
+        made.append((sums, scores.tolist(), {**everything(frontend), **local_state(frontend)}, waiting))
     assert made[0][:2] == made[1][:2] and same(made[0][2], made[1][2])
     assert made[0][3] == 0 and made[1][3] == {3: 1, 4: 3}.get(together, made[1][3])
 
@@ -541,7 +557,7 @@ def test_steps_of_one_call_are_steps_one_by_one(together):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_seeds_are_no_state(framework):
     """Broadcasting a generator's state would give all ranks the same dropout masks."""
-    assert not any("seed" in key for key in opened(framework, {"name": OWN[framework]}).state())
+    assert not any("seed" in key for key in everything(opened(framework, {"name": OWN[framework]})))
 
 
 @pytest.mark.parametrize(
@@ -610,7 +626,7 @@ def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(opti
         monkeypatch.setattr(pt, "Flat", lambda *args, align=align: layout(*args[:3], align))
         frontend = opened("pytorch", {"name": "mlp", "hidden": [5, 7]}, {"name": optim, "lr": 0.1})
         stepped(frontend, [batch(k) for k in range(3)])
-        states.append(frontend.state())
+        states.append(everything(frontend))
         places = [weight.data_ptr() - flat.weight.data_ptr() for flat in frontend._flats for weight in flat._parameters]
         assert align == 1 or not any(place % align for place in places)
     assert states[0].keys() == states[1].keys()
@@ -633,9 +649,9 @@ def test_bytes_become_the_floats_that_they_were(framework):
         made[0]._sample = replace(made[0]._sample, inputs={"input": Field(SHAPE, "uint8", 255.0)})
         placed = [f.to_device(b) for f, b in zip(made, (replace(one, inputs={"input": stored}), floats), strict=True)]
         sums = [f.ops.to_numpy(f.train_step(x, 1 / ROWS, 0, 0.1)) for f, x in zip(made, placed, strict=True)]
-        assert (sums[0] == sums[1]).all() and same(made[0].state(), made[1].state())
+        assert (sums[0] == sums[1]).all() and same(everything(made[0]), everything(made[1]))
         fronts.append(made)
-    assert not same(fronts[0][0].state(), fronts[1][0].state())
+    assert not same(everything(fronts[0][0]), everything(fronts[1][0]))
 
 
 TWO = {"pytorch": "tests.own_models:pytorch_two_inputs", "tensorflow": "tests.own_models:keras_two_inputs"}
@@ -649,7 +665,7 @@ def two_inputs(dtype="int32", names=("tokens", "image")):
 def open_two(framework, sample, **options):
     settings = {"framework": framework, "model": {"name": TWO[framework]} | options, "precision": 64, "device": "cpu"}
     frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
-    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
 
@@ -662,7 +678,7 @@ def test_several_inputs_reach_the_model_by_name_in_both_frameworks():
     one = Batch(inputs, {"label": rng.integers(0, CLASSES, ROWS)}, np.ones(ROWS, np.float32), np.arange(ROWS))
     fronts = [open_two(framework, two_inputs()) for framework in FRAMEWORKS]
     assert same(*(weights(f) for f in fronts)) and len(weights(fronts[0])) == 3
-    close(*(stepped(f, [one, one]).state() for f in fronts))
+    close(*(everything(stepped(f, [one, one])) for f in fronts))
     moved = [f.predict(f.to_device(replace(one, inputs=inputs | {"image": 255 - inputs["image"]}))) for f in fronts]
     np.testing.assert_allclose(*moved, rtol=1e-10)
     assert np.abs(moved[0] - fronts[0].predict(fronts[0].to_device(one))).max() > 1e-3
@@ -677,7 +693,7 @@ def test_images_come_out_as_they_went_in():
         settings = {"framework": framework, "model": {"name": "autoencoder", "hidden": [5]}, "task": {"loss": "mse"}}
         config = Config.model_validate(settings | {"precision": 64, "device": "cpu"})
         frontend = module(framework).open_frontend(config, Serial(), sample)
-        frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+        Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
         found.append(frontend.predict(frontend.to_device(one)))
         loss = frontend.task.results(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one))))["loss"]
         assert loss == pytest.approx(((found[-1] - one.inputs["input"]) ** 2).mean(), rel=1e-12)
@@ -691,7 +707,7 @@ def open_plain(framework, field, model, label=None, **keys):
     named = {"name": model} | sizes.get(model, {})
     settings = {"framework": framework, "model": named, "precision": 64, "device": "cpu"}
     frontend = module(framework).open_frontend(Config.model_validate(settings | keys), Serial(), sample)
-    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
 
@@ -739,7 +755,7 @@ def test_samples_of_three_axes_that_are_not_images_give_the_same_in_both_framewo
         own = {"label": field, "task": {"loss": "mse"}} if model == "autoencoder" else {}
         labels = {"labels": {"label": one.inputs["input"]}} if own else {}
         fronts = [open_plain(framework, field, model, **own) for framework in FRAMEWORKS]
-        close(*(stepped(f, [replace(one, **labels)]).state() for f in fronts))
+        close(*(everything(stepped(f, [replace(one, **labels)])) for f in fronts))
         np.testing.assert_allclose(*(f.predict(f.to_device(one)) for f in fronts), rtol=0, atol=1e-9)
 
 
@@ -853,9 +869,10 @@ def task_run(framework, task, kind):
         "task": task,
     }
     frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
-    frontend.connect(Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
-    frontend.load(
-        {"weights/kernel": np.linspace(-1, 1, 12 * CLASSES).reshape(12, CLASSES), "weights/bias": np.zeros(CLASSES)}
+    Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    load(
+        frontend,
+        {"weights/kernel": np.linspace(-1, 1, 12 * CLASSES).reshape(12, CLASSES), "weights/bias": np.zeros(CLASSES)},
     )
     vectors = []
     for k, one in enumerate(task_batches(kind)):
@@ -875,7 +892,7 @@ def test_a_task_is_the_same_in_both_frameworks_and_in_numpy(name):
     (first, one), (second, two) = (task_run(framework, task, kind) for framework in FRAMEWORKS)
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    close(first.state(), second.state(), rtol=1e-11)
+    close(everything(first), everything(second), rtol=1e-11)
     assert first.task.results(sum(one)) == pytest.approx(second.task.results(sum(two)), rel=1e-11)
     *_, last = (x for x in task_batches(kind) if x.count == 6)
     logits = np.asarray(first.predict(first.to_device(last)))
@@ -1029,17 +1046,17 @@ def test_precision_32_computes_in_float32_and_counts_in_float64(framework):
     assert {s.dtype for s in frontend.specs()} == {"float32"}
     sums = frontend.train_step(frontend.to_device(replace(batch())), 1 / ROWS, 0, 0.1)
     assert frontend.ops.to_numpy(sums).dtype == np.float64
-    assert {x.dtype.name for x in frontend.state().values()} == {"float32"}
+    assert {x.dtype.name for x in everything(frontend).values()} == {"float32"}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_compression_error_leaves_no_trace(framework):
     model, shape = {"name": "resnet", "width": 2, "blocks": [1, 1]}, (8, 8, 1)
     asked, other = (opened(framework, model, compressor=Threshold(0.05), shape=shape) for _ in range(2))
-    before = asked.state()
+    before = everything(asked)
     assert any(k.startswith("statistics/") for k in before)
     figures = asked.ops.to_numpy(asked.compression_error(asked.to_device(batch(0, shape=shape)), 1 / ROWS, 0))
     assert figures.shape == (5,) and 0 < figures[0] <= np.sqrt(figures[1] * figures[2]) * (1 + 1e-9)
-    assert same(asked.state(), before) and not any(x.any() for x in asked.local_state().values())
+    assert same(everything(asked), before) and not any(x.any() for x in local_state(asked).values())
     ends = [stepped(one, [batch(1, shape=shape)]) for one in (asked, other)]
-    assert same(ends[0].state(), ends[1].state()) and same(ends[0].local_state(), ends[1].local_state())
+    assert same(everything(ends[0]), everything(ends[1])) and same(local_state(ends[0]), local_state(ends[1]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_train.core.initialization import first_weight
-from hvd_train.frontends.base import Layout
+from hvd_train.frontends.named_arrays import Layout
 from tests.frontends.test_contract import FRAMEWORKS, module
 
 T, WORDS = 7, 13

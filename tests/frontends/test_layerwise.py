@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frontends.test_contract import FRAMEWORKS, ROWS, ZOO, batch, close, opened, same, stepped
+from tests.frontends.test_contract import FRAMEWORKS, ROWS, ZOO, batch, close, everything, load, opened, same, stepped
 
 OPTIMIZERS = {
     "lars": {"name": "lars", "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02},
@@ -20,11 +20,11 @@ def test_both_frameworks_agree_over_50_steps_with_warm_up(name):
     trees = []
     for framework in FRAMEWORKS:
         frontend = opened(framework, model, OPTIMIZERS[name], shape=shape)
-        before = frontend.state()
+        before = everything(frontend)
         for k in range(STEPS):
             rate = RATES[name] * min(1.0, (k + 1) / 10)
             frontend.train_step(frontend.to_device(batch(k % 5, shape=shape)), 1 / ROWS, k, rate)
-        trees.append(frontend.state())
+        trees.append(everything(frontend))
     close(*trees, rtol=1e-9)
     assert all((trees[0][k] != before[k]).any() for k in before)
 
@@ -33,9 +33,9 @@ def test_both_frameworks_agree_over_50_steps_with_warm_up(name):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_weights_and_slots_are_all_there_is(framework, name):
     first = stepped(opened(framework, optim=OPTIMIZERS[name]), [batch(k) for k in range(3)], rate=RATES[name])
-    slots = {key.split("/")[1] for key in first.state() if key.startswith("slots/")}
+    slots = {key.split("/")[1] for key in everything(first) if key.startswith("slots/")}
     assert slots == {"lars": {"momentum"}, "lamb": {"exp_avg", "exp_avg_sq", "step"}}[name]
     second = opened(framework, optim=OPTIMIZERS[name])
-    second.load(first.state())
+    load(second, everything(first))
     rest = [batch(k) for k in range(3, 6)]
-    assert same(stepped(second, rest, rate=RATES[name]).state(), stepped(first, rest, rate=RATES[name]).state())
+    assert same(everything(stepped(second, rest, rate=RATES[name])), everything(stepped(first, rest, rate=RATES[name])))

@@ -12,6 +12,7 @@ from hvd_train.frontends.pytorch import model as pt
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.replicated import Replicated
 from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close, sample_of
 
 
@@ -32,7 +33,7 @@ def trained(overlap, model="tests.own_models:checkpointed", packing=pt.PyTorchFr
     settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
     config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
     frontend = pt.open_frontend(config, Hosts(), sample_of(SHAPE, CLASSES))
-    frontend.connect(Exchange(frontend.specs(), packing, make("none"), frontend.communicator, frontend.ops))
+    Replicated(frontend, Exchange(frontend.specs(), packing, make("none"), frontend.communicator, frontend.ops))
     early = []
     sent = frontend._sent
     start = sent._start

@@ -16,6 +16,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Batch
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.replicated import Replicated
 from tests.frontends.test_contract import FRAMEWORKS, module, sample_of
 
 ROWS = 6
@@ -41,7 +42,7 @@ def opened(framework, model, shape, classes, **keys):
     sample = sample_of(shape, classes, "int32", shape) if tokens else sample_of(shape, classes)
     frontend = module(framework).open_frontend(config, Serial(), sample)
     parts = frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops
-    frontend.connect(Exchange(*parts))
+    Replicated(frontend, Exchange(*parts))
     return frontend
 
 

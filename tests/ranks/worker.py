@@ -31,6 +31,7 @@ from hvd_train.jobs import fit
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
+from hvd_train.update.state import Placement, read, training_state
 from tests.seconds import counted
 
 SECONDS = 120  # of one case
@@ -57,11 +58,16 @@ def train(case, module, communicator, folder):
     if communicator.rank == 0:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         summary["compression_error"] = [row for row in rows if row["event"] == "compression"]
-    residuals = [array for array in job.frontend.local_state().values() if array.ndim]
+    residuals = [x for x in read(job.frontend.update.state(), Placement.PER_RANK).values() if x.ndim]
     summary["residual"] = float(sum(np.abs(array).sum() for array in residuals))
-    tree = {key.replace("/", "|"): array for key, array in job.frontend.state().items()}
+    tree = {key.replace("/", "|"): array for key, array in whole(job.frontend).items()}
     np.savez(folder / f"{case['name']}.{communicator.rank}.npz", **tree)
     return summary
+
+
+def whole(frontend):
+    """Weights, running statistics and slots."""
+    return training_state(frontend, frontend.update)
 
 
 def connected(case, module, communicator):
@@ -74,12 +80,12 @@ def overflow(case, module, communicator, folder):
     """Gradients of one rank alone overflow: every rank leaves the step out, and takes the next."""
     job = connected(case, module, communicator)
     frontend = job.frontend
-    before, found = frontend.state(), []
+    before, found = whole(frontend), []
     (good,) = next(job.loader("train").epoch(0)).micro_batches
     bad = dataclasses.replace(good, inputs={name: x * np.float32(1e30) for name, x in good.inputs.items()})
     for batch in (bad if communicator.rank == communicator.size - 1 else good, good):
         frontend.train_step(frontend.to_device(batch), 1.0, 0, 0.1, 1.0)
-        after = frontend.state()
+        after = whole(frontend)
         found.append([frontend.finite(), all((before[k] == after[k]).all() for k in before)])
     return {"steps": found, "finite": all(np.isfinite(x).all() for x in after.values())}
 
@@ -91,7 +97,7 @@ def calls(case, module, communicator, folder):
     for step in job.loader("train").epoch(0):
         (batch,) = step.micro_batches
         job.frontend.train_step(job.frontend.to_device(batch), 1.0, 0, 0.1, 1.0)
-    return {key: float(np.abs(array).sum()) for key, array in job.frontend.state().items()}
+    return {key: float(np.abs(array).sum()) for key, array in whole(job.frontend).items()}
 
 
 def adasum(case, module, communicator, folder):

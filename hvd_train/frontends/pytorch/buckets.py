@@ -13,7 +13,7 @@ GPU_ALIGN = 64
 
 
 class Flat:
-    """One bucket: a flat weight that the optimizer sees, of which the parameters are views, and its flat gradient.
+    """One bucket: a flat weight that the optimizer moves, of which the parameters are views, and its flat gradient.
 
     Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
     gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
@@ -30,10 +30,10 @@ class Flat:
         step = max(1, align // parameters[0].element_size())
         self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
-        self.weight = torch.nn.Parameter(self.aligned(torch.cat(values)))
+        self.weight = self.aligned(torch.cat(values))
         self._parameters = parameters
         self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
-        for p, w in zip(parameters, self.views(self.weight.data), strict=True):
+        for p, w in zip(parameters, self.views(self.weight), strict=True):
             p.data, p.grad = w, None
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ class Flat:
         if self._joined is None:
             (alone,) = gradients
             if alone is None:
-                return torch.zeros_like(self.weight.data)
+                return torch.zeros_like(self.weight)
             lent = users(alone) == 1  # before there is a view of it
             flat = self._stored(alone).reshape(-1)
             return flat if lent else flat.clone()
@@ -57,7 +57,7 @@ class Flat:
         return self._joined
 
     def forget(self) -> None:
-        for p in (self.weight, *self._parameters):
+        for p in self._parameters:
             p.grad = None
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:

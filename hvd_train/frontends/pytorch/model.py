@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,27 +14,27 @@ import torch
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
-from hvd_train.frontends.base import StateTree, layouts_of
+from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, stored_shape
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
-from hvd_train.frontends.pytorch.optimizers import SLOTS, make_optimizer
+from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
 from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
-    Exchange,
     Field,
     Packing,
     Sample,
     Scale,
     TensorSpec,
+    Update,
     made_up,
 )
 from hvd_train.task.task import Task
-from hvd_train.update.error_meter import compression_error
 from hvd_train.update.overlap import Overlap
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
@@ -158,18 +158,14 @@ class PyTorchFrontEnd(StateTree):
             elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
                 layer.dropout = 0.0
 
-    def connect(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def connect(self, update: Update) -> FlatOptimizer:
+        self.update = update
         names, parameters = list(self._trainable), list(self._trainable.values())
         align = GPU_ALIGN if self.device.type == "cuda" else 1
         self._flats = [
-            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align)
-            for b in exchange.buckets
+            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align) for b in update.buckets
         ]
-        self._optimizer = make_optimizer(self.config, self._flats)
-        self._update = inspect.unwrap(type(self._optimizer).step)  # its wrappers load the compiler, too
-        self._exchange_state = [tuple(map(self.ops.from_numpy, arrays)) for arrays in exchange.init_state()]
-        self._sent, self._last = Overlap(exchange, self._start), False  # within a step's last backward
+        self._sent, self._last = Overlap(update, self._start), False  # within a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite = True
         # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
@@ -178,6 +174,7 @@ class PyTorchFrontEnd(StateTree):
         if overlap:
             for i, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+        return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
 
     def _overlap(self) -> bool:
         """Whether exchanges start within backward; where gradients are looked at first, all are awaited."""
@@ -204,7 +201,7 @@ class PyTorchFrontEnd(StateTree):
         self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(own))
 
     def _start(self, bucket: int) -> Any:
-        return self.exchange.start(bucket, self._gradient(bucket), self._exchange_state[bucket])
+        return self.update.start(bucket, self._gradient(bucket))
 
     def _gradient(self, bucket: int) -> torch.Tensor:
         """Of this step, joined once."""
@@ -269,11 +266,7 @@ class PyTorchFrontEnd(StateTree):
         if self._overlapping is None:
             self._decide()
         if self._scaled(unscale):
-            self._reduce()
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            with torch.no_grad():
-                self._update(self._optimizer)
+            self.update.step(self._sent.finish(), learning_rate)
         self._forget()
         return sums
 
@@ -282,22 +275,17 @@ class PyTorchFrontEnd(StateTree):
         if not self.config.checks_gradients:
             return True
         gradients = self._gradients()
-        self._finite = float(self.exchange.failures(gradients)) == 0
+        self._finite = float(self.update.failures(gradients)) == 0
         if self._finite and unscale != 1.0:
             torch._foreach_mul_(gradients, unscale)
         return self._finite
-
-    def _reduce(self) -> None:
-        gradients, self._exchange_state = self._sent.finish()
-        for flat, gradient in zip(self._flats, gradients, strict=True):
-            flat.weight.grad = flat.aligned(gradient)
 
     def finite(self) -> bool:
         return self._finite
 
     def _measure(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)
-        figures = compression_error(self.exchange, self._gradients(), self._exchange_state)
+        figures = self.update.compression_error(self._gradients())
         self._forget()
         return figures
 
@@ -317,32 +305,17 @@ class PyTorchFrontEnd(StateTree):
         image = label is not None and label.image and x.dim() == 4
         return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 
-    def _slots(self) -> dict[str, torch.Tensor]:
-        """Own key -> view into the optimizer's flat slots, or its scalar step count."""
-        found: dict[str, torch.Tensor] = {}
-        for flat in self._flats:
-            for slot, x in self._optimizer.state[flat.weight].items():
-                if slot == "step":
-                    found.setdefault("slots/step", x)
-                else:
-                    views = zip(flat.names, flat.views(x), strict=True)
-                    found.update({f"slots/{SLOTS[slot]}/{name}": view for name, view in views})
-        return found
-
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
         tensors |= {f"statistics/{n}": t for n, t in self._fixed.items()}
-        return tensors | self._slots()
+        return tensors
 
-    def _keys(self) -> list[str]:
-        return list(self._tensors())
-
-    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        return ((k, x.detach().cpu().numpy()) for k, x in self._tensors().items() if keys is None or k in keys)
+    def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
+        return {key: partial(array_of, x) for key, x in self._tensors().items()}
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:
-            yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.detach().cpu())), strict=True)
+            yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.cpu())), strict=True)
 
     @torch.no_grad()
     def _set(self, weights: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -351,14 +324,9 @@ class PyTorchFrontEnd(StateTree):
 
     @torch.no_grad()
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
-        slots = self._slots()
+        tensors = self._tensors()
         for key, array in arrays.items():
-            kind, _, name = key.partition("/")
-            target = {"weights": self._trainable, "statistics": self._fixed}.get(kind, {}).get(name)
-            (slots[key] if target is None else target).copy_(torch.from_numpy(np.asarray(array)))
-        if "slots/step" in arrays:
-            for flat in self._flats:
-                self._optimizer.state[flat.weight]["step"].fill_(float(arrays["slots/step"]))
+            tensors[key].copy_(torch.from_numpy(np.asarray(array)))
 
 
 def _mixed(config: Config, device: torch.device) -> AbstractContextManager:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hvd_train.update.state import Cell
+
 ROW = 4096  # entries that one thread adds up, whatever the number of threads
 THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
 
@@ -24,6 +26,9 @@ class TorchOps:
 
     def cast(self, x, dtype) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device).to(getattr(torch, dtype))
+
+    def keep(self, x) -> Cell:
+        return Cell(self.from_numpy(x))
 
     def reshape(self, x, shape) -> torch.Tensor:
         return x.reshape(tuple(shape))

@@ -1,102 +1,150 @@
-"""PyTorch's optimizers, and layer-wise ones, over flat buckets."""
+"""PyTorch's optimizers over flat buckets. A kernel moves lists of tensors in place: buckets, parts of them, or views.
+
+torch's own functions are the reference formulas. Its optimizer classes are not used: they load torch's compiler only to
+switch it off for themselves, which takes 75 MB and 1.3 s of every rank.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
-from hvd_train.config import Config
+from hvd_train.config.keys import OptimConfig
+from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.pytorch.buckets import Flat
-from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.protocol import Ops
 from hvd_train.update import optimizers as formulas
 
+Tensors = list[torch.Tensor]
 
-class _Layerwise(torch.optim.Optimizer):
-    """An optimizer whose norms belong to tensors: it sees each bucket's views. Slots lie flat, as the buckets do."""
 
-    slot_names: tuple[str, ...] = ()
+class Kernel(Protocol):
+    """A formula. ``slots``: their names; ``counts_steps``: whether it needs the number of the step; ``per_tensor``:
+    whether its norms belong to tensors, so that it wants each tensor in its shape and none of them in parts."""
 
-    def __init__(self, options, flats, ops) -> None:
-        super().__init__([flat.weight for flat in flats], {"lr": options.lr})
-        self.options, self.flats, self.ops = options, flats, ops
-        for flat in flats:
-            self.state[flat.weight].update({slot: torch.zeros_like(flat.weight) for slot in self.slot_names})
+    slots: tuple[str, ...]
+    counts_steps: bool
+    per_tensor: bool
+
+    def __call__(
+        self, weights: Tensors, gradients: Tensors, slots: Sequence[Tensors], steps: Tensors, learning_rate: float
+    ) -> None:
+        """Move weights and slots in place. ``steps``: () float32 for each weight, counted up here."""
+
+
+class SGD:
+    counts_steps = per_tensor = False
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options = options
+        self.slots = ("momentum",) if options.momentum else ()
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+        o = self.options
+        keys: dict[str, Any] = {"weight_decay": o.weight_decay, "momentum": o.momentum, "nesterov": o.nesterov}
+        momentum = slots[0] if slots else [None] * len(weights)
+        sgd(weights, gradients, momentum, fused=True, lr=learning_rate, dampening=0, maximize=False, **keys)
+
+
+class Adam:
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps, per_tensor = True, False
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options = options
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+        o = self.options
+        keys: dict[str, Any] = {"beta1": o.betas[0], "beta2": o.betas[1], "eps": o.eps, "weight_decay": o.weight_decay}
+        keys |= {"decoupled_weight_decay": o.name == "adamw", "amsgrad": False, "maximize": False}
+        adam(weights, gradients, *slots, [], steps, fused=True, lr=learning_rate, **keys)
+
+
+class LARS:
+    slots = ("momentum",)
+    counts_steps, per_tensor = False, True
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options, self.ops = options, ops
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+        for w, g, m in zip(weights, gradients, *slots, strict=True):
+            loss, new = formulas.lars(w, g, m, learning_rate, self.options, self.ops)
+            w.sub_(loss)
+            m.copy_(new)
+
+
+class LAMB:
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps = per_tensor = True
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options, self.ops = options, ops
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+        torch._foreach_add_(steps, 1)
+        t = steps[0].double()
+        for w, g, m, v in zip(weights, gradients, *slots, strict=True):
+            loss, *new = formulas.lamb(w, g, m, v, t, learning_rate, self.options, self.ops)
+            w.sub_(loss)
+            m.copy_(new[0])
+            v.copy_(new[1])
+
+
+KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB}
+
+
+class FlatOptimizer(NamedArrays):
+    """Flat slots beside flat weights. Slots are made at once, so that every checkpoint has them."""
+
+    words = 2
+
+    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: Ops) -> None:
+        self.layouts, self._flats = layouts, flats
+        self.kernel: Kernel = KERNELS[options.name](options, ops)
+        weights = [flat.weight for flat in flats]
+        self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
+        self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for flat in self.flats:
-            state = self.state[flat.weight]
-            if "step" in state:
-                state["step"] += 1
-            flats = [flat.weight.data, flat.weight.grad, *(state[slot] for slot in self.slot_names)]
-            for w, g, *slots in zip(*(flat.views(x) for x in flats), strict=True):
-                step, *new = self.update(w, g, slots, state)
-                w.sub_(step)
-                for slot, value in zip(slots, new, strict=True):
-                    slot.copy_(value)
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        lists = [
+            [flat.weight for flat in self._flats],
+            [flat.aligned(gradient) for flat, gradient in zip(self._flats, gradients, strict=True)],
+            *self.slots.values(),
+        ]
+        if self.kernel.per_tensor:
+            lists = [
+                [view for flat, x in zip(self._flats, tensors, strict=True) for view in flat.views(x)]
+                for tensors in lists
+            ]
+        self.kernel(lists[0], lists[1], lists[2:], self.steps, learning_rate)
 
-    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
-        """(what the weight loses, new slots)."""
-        raise NotImplementedError
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Native key -> view of a flat slot, or the number of steps."""
+        tensors = {"slots/step": self.steps[0]} if self.kernel.counts_steps else {}
+        for slot, flat_slots in self.slots.items():
+            for flat, x in zip(self._flats, flat_slots, strict=True):
+                tensors |= {f"slots/{slot}/{name}": view for name, view in zip(flat.names, flat.views(x), strict=True)}
+        return tensors
 
+    def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
+        return {key: partial(array_of, x) for key, x in self._tensors().items()}
 
-class LARS(_Layerwise):
-    slot_names = ("momentum_buffer",)
-
-    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
-        (m,) = slots
-        return formulas.lars(w, g, m, self.param_groups[0]["lr"], self.options, self.ops)
-
-
-class LAMB(_Layerwise):
-    slot_names = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, options, flats, ops) -> None:
-        super().__init__(options, flats, ops)
-        for flat in flats:
-            self.state[flat.weight]["step"] = torch.zeros((), dtype=torch.float32, device=flat.weight.device)
-
-    def update(self, w, g, slots, state) -> tuple[torch.Tensor, ...]:
-        m, v = slots
-        t = state["step"].double()
-        return formulas.lamb(w, g, m, v, t, self.param_groups[0]["lr"], self.options, self.ops)
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        tensors = self._tensors()
+        for key, array in arrays.items():
+            tensors[key].copy_(torch.from_numpy(np.asarray(array)))
+        for steps in self.steps[1:]:
+            steps.copy_(self.steps[0])
 
 
-LAYERWISE = {"lars": LARS, "lamb": LAMB}
-
-
-def _spare_the_compiler() -> None:
-    """torch's optimizers load torch's compiler only to switch it off for themselves: 75 MB and 1.3 s of every rank.
-
-    Told that this is done, they do not. A torch that keeps the mark elsewhere loads it as before.
-    """
-    for method in vars(torch.optim.Optimizer).values():
-        own = getattr(method, "__wrapped__", None)
-        if own is not None and not hasattr(own, "__dynamo_disable"):
-            own.__dict__["__dynamo_disable"] = own
-
-
-def make_optimizer(config: Config, flats: list[Flat]) -> torch.optim.Optimizer:
-    """torch's own optimizers are the reference formulas. Slots are made at once, so that every checkpoint has them."""
-    _spare_the_compiler()
-    o, weights = config.optim, [flat.weight for flat in flats]
-    if o.name in LAYERWISE:
-        return LAYERWISE[o.name](o, flats, TorchOps(weights[0].device))
-    if o.name == "sgd":
-        kind: type[torch.optim.Optimizer] = torch.optim.SGD
-        options: dict[str, Any] = {"momentum": o.momentum, "nesterov": o.nesterov}
-        slots = ["momentum_buffer"] if o.momentum else []
-    else:
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name]
-        options, slots = {"betas": o.betas, "eps": o.eps}, ["exp_avg", "exp_avg_sq"]
-    optimizer = kind(weights, lr=o.lr, weight_decay=o.weight_decay, fused=True, **options)
-    for weight in weights:
-        optimizer.state[weight].update({slot: torch.zeros_like(weight) for slot in slots})
-        if o.name != "sgd":
-            optimizer.state[weight]["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-    return optimizer
-
-
-# torch's slot names -> neutral ones
-SLOTS = {"momentum_buffer": "momentum", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+def array_of(x: torch.Tensor) -> np.ndarray:
+    """Return a tensor's numbers as they lie, not copied on a CPU."""
+    return x.detach().cpu().numpy()

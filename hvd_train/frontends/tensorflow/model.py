@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,28 +17,27 @@ import tensorflow as tf
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
-from hvd_train.frontends.base import StateTree, layouts_of
+from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
 from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-from hvd_train.frontends.tensorflow.optimizers import make_optimizer
+from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
 from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
-    Exchange,
     Field,
     Packing,
     Sample,
     Scale,
     TensorSpec,
-    Tree,
+    Update,
     made_up,
     one_or_all,
 )
 from hvd_train.task.task import Task
-from hvd_train.update.error_meter import compression_error
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
@@ -68,10 +68,11 @@ class _Later:
 
 class TensorFlowFrontEnd(StateTree):
     def __init__(self, config: Config, communicator: Communicator, sample: Sample) -> None:
-        self.config, self.communicator, self.ops = config, communicator, TensorFlowOps()
+        self.config, self.communicator = config, communicator
         self.packing, self._sample = packing(communicator), sample
-        self.task = Task(config.task, sample, self.ops)
         self._device = _device(config, communicator)
+        self.ops = TensorFlowOps(self._device)
+        self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
         keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
         keras.config.set_floatx(self.dtype)
@@ -101,7 +102,6 @@ class TensorFlowFrontEnd(StateTree):
         if table:
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
-        self._optimizer: Any = None
         self._compiled: dict[Any, Callable] = {}
         self._score, self._predict = graph(self._traced_score), graph(self._evaluated)
         self._ask(sample)
@@ -133,17 +133,13 @@ class TensorFlowFrontEnd(StateTree):
                 if isinstance(getattr(layer, rate, None), float):
                     setattr(layer, rate, 0.0)
 
-    def connect(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def connect(self, update: Update) -> VariableOptimizer:
+        self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         wanted = self.config.exchange.overlap
         self._overlap = overlaps(wanted, self.communicator, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            self._optimizer = make_optimizer(self.config)
-            self._optimizer.build(list(self._trainable.values()))
-            self._exchange_state = [
-                tuple(tf.Variable(a, trainable=False) for a in arrays) for arrays in exchange.init_state()
-            ]
+            optimizer = VariableOptimizer(self.config.optim, self._trainable, self.layouts, update.exchange.split)
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
@@ -161,6 +157,7 @@ class TensorFlowFrontEnd(StateTree):
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self.queued: list[tuple[tuple[Any, ...], _Later]] = []
         self._compression_error = graph(self._traced_compression_error)
+        return optimizer
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
@@ -293,12 +290,12 @@ class TensorFlowFrontEnd(StateTree):
             gradients[i] = gradients[i] + total
             total.assign(tf.zeros_like(total))
         if not self.config.checks_gradients:
-            self._update(gradients, learning_rate)
+            self._apply(gradients, learning_rate)
             return sums, tf.zeros((1,))
-        failures = self._awaited(gradients, lambda: self.exchange.failures(gradients))
+        failures = self._awaited(gradients, lambda: self.update.failures(gradients))
 
         def update() -> tf.Tensor:
-            self._update([g * unscale for g in gradients], learning_rate)
+            self._apply([g * unscale for g in gradients], learning_rate)
             return failures
 
         # All ranks take the same branch: the number of failures is joined over them.
@@ -315,75 +312,42 @@ class TensorFlowFrontEnd(StateTree):
         start = 0, tf.TensorArray(tf.float64, steps, element_shape=(self.task.length,))
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
-    def _states(self) -> list[tuple[tf.Tensor, ...]]:
-        return [tuple(v.value() for v in state) for state in self._exchange_state]
-
-    def _update(self, gradients, learning_rate) -> None:
+    def _apply(self, gradients, learning_rate) -> None:
         if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]
-        flats = self.exchange.join(gradients)
-        reduced, states = self._awaited(gradients, lambda: self.exchange.reduce(flats, self._states()))
-        for variables, values in zip(self._exchange_state, states, strict=True):
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
-        self._optimizer.learning_rate.assign(learning_rate)
-        self._optimizer.apply(self.exchange.split(reduced), list(self._trainable.values()))
+        flats = self.update.exchange.join(gradients)
+        reduced = self._awaited(gradients, lambda: self.update.reduce(flats))
+        self.update.step(reduced, learning_rate)
 
     def _awaited(self, gradients, transfer: Callable[[], Any]) -> Any:
         return transfer() if self.communicator.size == 1 else awaited(self._waits, gradients, transfer)
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
-        return compression_error(self.exchange, self.exchange.join(gradients), self._states())
+        return self.update.compression_error(self.update.exchange.join(gradients))
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
         return self.task(self._evaluated(inputs), labels, weights)[1]
-
-    def local_state(self) -> Tree:
-        self.run_queued()
-        return super().local_state()
-
-    def load_local(self, tree: Mapping[str, np.ndarray]) -> None:
-        self.run_queued()
-        for b, state in enumerate(self._exchange_state):
-            for k, variable in enumerate(state):
-                variable.assign(tree[f"{b}/{k}"])
 
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()
         found = {f"weights/{p}": v for p, v in self._trainable.items()}
         found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
-        slots = self._optimizer.slots if self._optimizer else {}
-        for slot, variables in slots.items():
-            found |= {f"slots/{slot}/{p}": v for p, v in zip(self._trainable, variables, strict=True)}
-        if "exp_avg" in slots:
-            found["slots/step"] = self._optimizer.iterations
         return found
 
-    def _keys(self) -> list[str]:
-        return list(self._variables())
-
-    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        for key, v in self._variables().items():
-            if keys is None or key in keys:
-                x = _view(v)
-                yield key, x.astype(np.float32) if key == "slots/step" else x  # PyTorch counts in float32
+    def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
+        return {key: partial(view, v.value) for key, v in self._variables().items()}
 
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         self.run_queued()
         for path, variable in self._trainable.items():
-            yield path, _view(variable)
+            yield path, view(variable.value)
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         variables = self._variables()
         for key, array in arrays.items():
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
-
-
-def _view(variable) -> np.ndarray:
-    """.numpy() would copy."""
-    return np.asarray(memoryview(tf.convert_to_tensor(variable.value)))
 
 
 def _device(config: Config, communicator: Communicator) -> str:

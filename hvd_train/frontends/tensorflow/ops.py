@@ -10,7 +10,29 @@ import tensorflow as tf
 ROW = 4096  # entries that one thread adds up, whatever the number of threads
 
 
+class VariableCell:
+    """A tensor that a later step reads, whether a graph or Python asks."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._variable = variable
+
+    def read(self) -> tf.Tensor:
+        return self._variable.value()
+
+    def write(self, tensor: tf.Tensor) -> None:
+        self._variable.assign(tensor)
+
+
 class TensorFlowOps:
+    """``device``: where ``keep`` puts its variables; empty: where TensorFlow does."""
+
+    def __init__(self, device: str = "") -> None:
+        self._device = device
+
+    def keep(self, x) -> VariableCell:
+        with tf.device(self._device or None):
+            return VariableCell(tf.Variable(x, trainable=False))
+
     def from_numpy(self, x) -> tf.Tensor:
         return tf.convert_to_tensor(x)
 

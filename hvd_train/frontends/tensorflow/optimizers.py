@@ -1,147 +1,198 @@
-"""Keras optimizers with PyTorch's formulas, so that schedules, weight decay and slots mean the same in both frameworks.
+"""Optimizers with PyTorch's formulas on TensorFlow's variables: schedules, weight decay and slots mean the same.
 
-Keras' own SGD keeps the learning rate inside the momentum slot, decays weights apart from the gradient, and puts Adam's
+Keras' SGD keeps the learning rate inside the momentum slot, decays weights apart from the gradient, and puts Adam's
 epsilon elsewhere; under warm-up the weights then differ by a quarter (see torch.optim's documentation for the formulas
 used here). TensorFlow's fused kernels do the work; where a kernel's formula differs, its arguments are converted.
+
+A kernel moves one weight and its slots in place, of any shape: a tensor, a flat bucket, or a part of one. The norms of
+LARS and LAMB belong to whole tensors.
 """
 
 from __future__ import annotations
 
-import keras
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
 import tensorflow as tf
 
-from hvd_train.config import Config
+from hvd_train.config.keys import OptimConfig
+from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas
 
 
-class _WithSlots(keras.optimizers.Optimizer):
-    """Keeps one variable per (slot, weight); a slot's entry stands at its weight's index."""
+class Kernel(Protocol):
+    """A formula. ``slots``: their names; ``counts_steps``: whether it needs the number of the step."""
 
-    slot_names: tuple[str, ...] = ()
+    slots: tuple[str, ...]
+    counts_steps: bool
 
-    def build(self, variables) -> None:
-        if self.built:
-            return
-        super().build(variables)
-        self.slots = {
-            slot: [self.add_variable_from_reference(v, name=slot) for v in variables] for slot in self.slot_names
-        }
-
-    def _slot(self, name, variable) -> tf.Variable:
-        return self.slots[name][self._get_variable_index(variable)].value
+    def __call__(
+        self, weight: tf.Variable, gradient: tf.Tensor, slots: Sequence[tf.Variable], step: tf.Tensor, rate: tf.Tensor
+    ) -> None:
+        """Move weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's type."""
 
 
-class _Fused(_WithSlots):
-    """TensorFlow's kernels take a slot's handle."""
-
-    def _handle(self, name, variable) -> tf.Tensor:
-        return self._slot(name, variable).handle
-
-
-class SGD(_Fused):
+class SGD:
     """g += decay w; m = momentum m + g; w -= lr (g + momentum m if nesterov else m)."""
 
-    def __init__(self, learning_rate, momentum=0.0, nesterov=False, decay=0.0) -> None:
-        super().__init__(learning_rate, name="sgd")
-        self.momentum, self.nesterov, self.decay = momentum, nesterov, decay
-        self.slot_names = ("momentum",) if momentum else ()
+    counts_steps = False
 
-    def update_step(self, gradient, variable, learning_rate) -> None:
-        if self.decay:
-            gradient = gradient + tf.constant(self.decay, gradient.dtype) * variable
-        rate, handle = tf.cast(learning_rate, gradient.dtype), variable.handle
-        if not self.momentum:
-            tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
+    def __init__(self, options: OptimConfig) -> None:
+        self.options = options
+        self.slots = ("momentum",) if options.momentum else ()
+
+    def __call__(self, weight, gradient, slots, step, rate) -> None:
+        o = self.options
+        if o.weight_decay:
+            gradient = gradient + tf.constant(o.weight_decay, gradient.dtype) * weight
+        if not slots:
+            tf.raw_ops.ResourceApplyGradientDescent(var=weight.handle, alpha=rate, delta=gradient)
             return
         tf.raw_ops.ResourceApplyMomentum(
-            var=handle,
-            accum=self._handle("momentum", variable),
+            var=weight.handle,
+            accum=slots[0].handle,
             lr=rate,
             grad=gradient,
-            momentum=tf.constant(self.momentum, gradient.dtype),
-            use_nesterov=self.nesterov,
+            momentum=tf.constant(o.momentum, gradient.dtype),
+            use_nesterov=o.nesterov,
         )
 
 
-class Adam(_Fused):
+class Adam:
     """m, v = running means of g and g^2; w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
-    ``decoupled`` (AdamW, Loshchilov and Hutter 2019): w -= lr decay w first; else g += decay w.
+    adamw (Loshchilov and Hutter 2019): w -= lr decay w first; else g += decay w.
     """
 
-    slot_names = ("exp_avg", "exp_avg_sq")
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
 
-    def __init__(self, learning_rate, betas=(0.9, 0.999), eps=1e-8, decay=0.0, decoupled=False) -> None:
-        super().__init__(learning_rate, name="adamw" if decoupled else "adam")
-        self.betas, self.eps, self.decay, self.decoupled = betas, eps, decay, decoupled
+    def __init__(self, options: OptimConfig) -> None:
+        self.options = options
 
-    def update_step(self, gradient, variable, learning_rate) -> None:
-        dtype = gradient.dtype
-        rate, decay = tf.cast(learning_rate, dtype), tf.constant(self.decay, dtype)
-        if self.decay and self.decoupled:
-            variable.assign_sub(rate * decay * variable)
-        elif self.decay:
-            gradient = gradient + decay * variable
-        t = tf.cast(self.iterations.value + 1, tf.float64)
-        powers = [tf.cast(tf.constant(beta, tf.float64) ** t, dtype) for beta in self.betas]
+    def __call__(self, weight, gradient, slots, step, rate) -> None:
+        o, dtype = self.options, gradient.dtype
+        decay = tf.constant(o.weight_decay, dtype)
+        if o.weight_decay and o.name == "adamw":
+            weight.assign_sub(rate * decay * weight)
+        elif o.weight_decay:
+            gradient = gradient + decay * weight
+        t = tf.cast(step, tf.float64)
+        powers = [tf.cast(tf.constant(beta, tf.float64) ** t, dtype) for beta in o.betas]
         tf.raw_ops.ResourceApplyAdam(
-            var=variable.handle,
-            m=self._handle("exp_avg", variable),
-            v=self._handle("exp_avg_sq", variable),
+            var=weight.handle,
+            m=slots[0].handle,
+            v=slots[1].handle,
             beta1_power=powers[0],
             beta2_power=powers[1],
             lr=rate,
-            beta1=tf.constant(self.betas[0], dtype),
-            beta2=tf.constant(self.betas[1], dtype),
+            beta1=tf.constant(o.betas[0], dtype),
+            beta2=tf.constant(o.betas[1], dtype),
             # The kernel divides by sqrt(v) + epsilon and corrects the bias outside; torch corrects v first.
-            epsilon=tf.constant(self.eps, dtype) * tf.sqrt(1 - powers[1]),
+            epsilon=tf.constant(o.eps, dtype) * tf.sqrt(1 - powers[1]),
             grad=gradient,
         )
 
 
-class LARS(_WithSlots):
-    """The formulas of update/optimizers.py, tensor by tensor."""
+class LARS:
+    """The formula of update/optimizers.py."""
 
-    slot_names = ("momentum",)
+    slots = ("momentum",)
+    counts_steps = False
 
-    def __init__(self, options, ops) -> None:
-        super().__init__(options.lr, name="lars")
-        self.options, self.ops = options, ops
+    def __init__(self, options: OptimConfig) -> None:
+        self.options, self.ops = options, TensorFlowOps()
 
-    def update_step(self, gradient, variable, learning_rate) -> None:
-        m, rate = self._slot("momentum", variable), tf.cast(learning_rate, gradient.dtype)
-        step, new = formulas.lars(variable.value(), gradient, m.value(), rate, self.options, self.ops)
+    def __call__(self, weight, gradient, slots, step, rate) -> None:
+        (m,) = slots
+        loss, new = formulas.lars(weight.value(), gradient, m.value(), rate, self.options, self.ops)
         m.assign(new)
-        variable.assign_sub(step)
+        weight.assign_sub(loss)
 
 
-class LAMB(_WithSlots):
-    """The formulas of update/optimizers.py, tensor by tensor."""
+class LAMB:
+    """The formula of update/optimizers.py."""
 
-    slot_names = ("exp_avg", "exp_avg_sq")
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
 
-    def __init__(self, options, ops) -> None:
-        super().__init__(options.lr, name="lamb")
-        self.options, self.ops = options, ops
+    def __init__(self, options: OptimConfig) -> None:
+        self.options, self.ops = options, TensorFlowOps()
 
-    def update_step(self, gradient, variable, learning_rate) -> None:
-        m, v = (self._slot(name, variable) for name in self.slot_names)
-        t, rate = tf.cast(self.iterations.value + 1, tf.float64), tf.cast(learning_rate, gradient.dtype)
-        weight = variable.value()
-        step, *new = formulas.lamb(weight, gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+    def __call__(self, weight, gradient, slots, step, rate) -> None:
+        m, v = slots
+        t = tf.cast(step, tf.float64)
+        loss, *new = formulas.lamb(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
         m.assign(new[0])
         v.assign(new[1])
-        variable.assign_sub(step)
+        weight.assign_sub(loss)
 
 
-LAYERWISE = {"lars": LARS, "lamb": LAMB}
+KERNELS: dict[str, Any] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": Adam,
+    "lars": LARS,
+    "lamb": LAMB,
+}
 
 
-def make_optimizer(config: Config) -> _WithSlots:
-    o = config.optim
-    if o.name in LAYERWISE:
-        return LAYERWISE[o.name](o, TensorFlowOps())
-    if o.name == "sgd":
-        return SGD(o.lr, o.momentum, o.nesterov, o.weight_decay)
-    return Adam(o.lr, o.betas, o.eps, o.weight_decay, decoupled=o.name == "adamw")
+class VariableOptimizer(NamedArrays):
+    """A kernel over Keras' trainable variables, each with a variable for each slot.
+
+    ``split`` cuts the gradients of buckets into those of tensors.
+    """
+
+    words = 2
+
+    def __init__(
+        self,
+        options: OptimConfig,
+        trainable: Mapping[str, Any],
+        layouts: dict[str, Layout],
+        split: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+    ) -> None:
+        self.layouts, self._trainable, self._split_buckets = layouts, trainable, split
+        self.kernel: Kernel = KERNELS[options.name](options)
+        self.slots = {
+            slot: [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trainable.values()]
+            for slot in self.kernel.slots
+        }
+        self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
+        step = self.steps.value() + 1
+        slots = zip(*self.slots.values(), strict=True) if self.slots else [()] * len(self._trainable)
+        for v, gradient, own in zip(self._trainable.values(), self._split_buckets(gradients), slots, strict=True):
+            self.kernel(v.value, gradient, own, step, tf.cast(learning_rate, gradient.dtype))
+            if v.constraint is not None:
+                v.assign(v.constraint(v))
+        if self.kernel.counts_steps:
+            self.steps.assign(step)
+
+    def _variables(self) -> dict[str, tf.Variable]:
+        variables = {
+            f"slots/{slot}/{path}": variable
+            for slot, variables in self.slots.items()
+            for path, variable in zip(self._trainable, variables, strict=True)
+        }
+        return variables | ({"slots/step": self.steps} if self.kernel.counts_steps else {})
+
+    def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
+        readers = {key: partial(view, v) for key, v in self._variables().items()}
+        if self.kernel.counts_steps:  # PyTorch counts in float32
+            return readers | {"slots/step": lambda: view(self.steps).astype(np.float32)}
+        return readers
+
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        variables = self._variables()
+        for key, array in arrays.items():
+            variables[key].assign(np.asarray(array).astype(variables[key].dtype.as_numpy_dtype))
+
+
+def view(variable: tf.Variable) -> np.ndarray:
+    """Return a variable's memory; its ``numpy`` would copy."""
+    return np.asarray(memoryview(tf.convert_to_tensor(variable)))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvd_train.compression import make
 from hvd_train.config.keys import ExchangeConfig
+from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import TensorSpec
-from hvd_train.update import make_synchronizer as make
+from hvd_train.update import make_update
+from hvd_train.update.exchange import Exchange
 from hvd_train.update.partial import parts
+from hvd_train.update.state import Placement, read
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 SPECS = [TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate((100, 1, 50, 200, 3, 3, 400, 10))]
@@ -27,9 +31,20 @@ def test_equal_tensors_make_equal_parts():
     assert [len(part) for part in parts(specs, 0.25)] == [3, 3, 3, 3]
 
 
+def connected(communicator, **options):
+    """(update, its front-end, the communicators that exchanges were built over)."""
+    frontend, over = NumpyFrontEnd(communicator, 5, 3), []
+
+    def build(one):
+        over.append(one)
+        return Exchange(frontend.specs(), frontend.packing, make("none"), one, frontend.ops)
+
+    return make_update(ExchangeConfig(**options), frontend, build, Serial()), frontend, over
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 1.0])
 def test_partial_goes_round(fraction):
-    partial = make(ExchangeConfig(mode="partial", partial_fraction=fraction))
+    partial, *_ = connected(Serial(), mode="partial", partial_fraction=fraction)
     cycle = len(parts(SPECS, fraction))
     for first in (1, 5, 1000):
         seen = [name for step in range(first, first + cycle) for name in partial.due(SPECS, step)]
@@ -38,7 +53,7 @@ def test_partial_goes_round(fraction):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_local_sgd_averages_all_every_so_many_steps(every):
-    local = make(ExchangeConfig(mode="local_sgd", local_steps=every))
+    local, *_ = connected(Serial(), mode="local_sgd", local_steps=every)
     for step in range(1, 10):
         assert local.due(SPECS, step) == (NAMES if step % every == 0 else [])
 
@@ -53,9 +68,11 @@ def test_local_sgd_averages_all_every_so_many_steps(every):
     ],
 )
 def test_gradients_travel_or_weights_do(mode, op, travel, own):
-    made = make(ExchangeConfig(mode=mode, op=op))
-    assert made.exchange(lambda over: over, "world", "alone") == ("world" if travel else "alone")
-    assert made.own_gradients == own
+    def work(communicator):
+        made, _, (over,) = connected(communicator, mode=mode, op=op)
+        return over is communicator, over.size, made.local_gradients
+
+    assert run_ranks(2, work) == [(travel, 2 if travel else 1, own)] * 2
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "partial", "local_sgd"])
@@ -63,14 +80,14 @@ def test_weights_that_went_apart_come_together_once(mode):
     """Three ranks, each with its own weights and slots after two steps."""
 
     def work(communicator):
-        frontend, made = NumpyFrontEnd(communicator, 5, 3), make(ExchangeConfig(mode=mode))
+        made, frontend, _ = connected(communicator, mode=mode)
         first = frontend.state()
-        frontend.slots["w"] += communicator.rank
+        made.optimizer.slots["w"] += communicator.rank
         for step in (1, 2):
-            made.stepped(frontend, step)
-        kept = made.local_state(frontend)
+            made.after_step(step)
+        kept = read(made.state(), Placement.PER_RANK)
         if made.diverged:
-            made.converge(frontend)
+            made.converge()
         return made.diverged, first, frontend.state(), kept
 
     apart, first, last, kept = zip(*run_ranks(3, work), strict=True)

@@ -1,0 +1,111 @@
+"""Arrays by neutral names and in neutral axis order, whatever a framework calls them and however it lays them out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_train.protocol import Tree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor's neutral name and axis order: neutral = own.reshape(view).transpose(axes).reshape(shape)."""
+
+    name: str
+    own_shape: tuple[int, ...]
+    view: tuple[int, ...]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, own_shape: Sequence[int], entry: tuple) -> Layout:
+        name, view, axes, shape = entry
+        own = tuple(int(n) for n in own_shape)
+        view = tuple(view or own)
+        return cls(name, own, view, tuple(axes or range(len(view))), tuple(shape))
+
+    def to_neutral(self, x: np.ndarray) -> np.ndarray:
+        return x.reshape(self.view).transpose(self.axes).reshape(self.shape)  # who writes it lays it out
+
+    def from_neutral(self, x: np.ndarray) -> np.ndarray:
+        permuted = tuple(self.view[axis] for axis in self.axes)
+        own = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.own_shape)
+        return np.ascontiguousarray(own).reshape(self.own_shape)
+
+
+def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
+    """Of tensors by their own names; one that the model's ``table`` leaves out keeps its name and its axes."""
+    return {
+        own: Layout.of(shape, table.get(own, (own.replace("/", "."), None, None, shape)))
+        for own, shape in shapes.items()
+    }
+
+
+class NamedArrays(ABC):
+    """``state`` and ``load`` over a subclass' arrays.
+
+    Native keys are words, such as ``weights`` or ``slots/momentum``, and the framework's name of the tensor; neutral
+    keys have the neutral name in its place. A key that ends in no tensor's name (``slots/step``) is the same in both.
+    """
+
+    layouts: dict[str, Layout]
+    words = 1  # of a key, before the tensor's name
+
+    @abstractmethod
+    def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
+        """Native key -> what gives its array, not copied where that can be helped."""
+
+    @abstractmethod
+    def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def _keys(self) -> list[str]:
+        """Native keys of all arrays."""
+        return list(self._readers())
+
+    def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """(native key, array) of these keys, or of all, one at a time."""
+        return ((key, read()) for key, read in self._readers().items() if keys is None or key in keys)
+
+    def _arrays(self, keys: Collection[str] | None = None) -> Tree:
+        """Copies of them."""
+        return {key: x.copy() for key, x in self._views(keys)}
+
+    def _split(self, key: str) -> tuple[str, Layout | None]:
+        prefix = "/".join(key.split("/")[: self.words]) + "/"
+        return prefix, self.layouts.get(key[len(prefix) :])
+
+    def _neutral(self, key: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+        prefix, layout = self._split(key)
+        return (prefix + layout.name, layout.to_neutral(array)) if layout else (key, array)
+
+    def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        """(neutral key, what gives its array) of all arrays."""
+        for key, native in self._readers().items():
+            prefix, layout = self._split(key)
+            if layout:
+                yield prefix + layout.name, lambda read=native, layout=layout: layout.to_neutral(read())  # type: ignore
+            else:
+                yield key, native
+
+    def state(self, into: Tree | None = None) -> Tree:
+        """Copies by neutral keys; ``into``: earlier ones, whose memory is taken."""
+        tree = {}
+        for key, array in self._views():
+            name, x = self._neutral(key, array)
+            tree[name] = np.empty_like(x) if into is None else into[name]
+            np.copyto(tree[name], x, casting="no")
+        return tree
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take arrays by neutral keys; what is not in ``tree`` stays as it is."""
+        native = {}
+        for key in self._keys():
+            prefix, layout = self._split(key)
+            neutral = prefix + layout.name if layout else key
+            if neutral in tree:
+                native[key] = layout.from_neutral(tree[neutral]) if layout else tree[neutral]
+        self._assign(native)

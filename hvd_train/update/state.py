@@ -1,0 +1,61 @@
+"""The state of an update: its entries, where each of them lives, and the cells that hold residuals between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from hvd_train.protocol import FrontEnd, Tensor, Tree, Update
+
+
+class Placement(Enum):
+    """Where an entry of state lives, and so how a checkpoint writes it."""
+
+    REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
+    PER_RANK = "per rank"  # each rank has another one: all are written, and left behind on another number of ranks
+    SHARDED = "sharded"  # each rank has a part of it: joined in rank order before it is written
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of an update's state. ``read`` gives a view of what this rank has, not copied where that can be helped.
+
+    ``shape``: of the whole array, where this rank has a part of it.
+    """
+
+    name: str
+    placement: Placement
+    read: Callable[[], np.ndarray]
+    shape: tuple[int, ...] = ()
+
+
+def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = None) -> Tree:
+    """Copy the entries of one placement; ``into``: earlier copies, whose memory is taken where there is one."""
+    tree: Tree = {}
+    for entry in entries:
+        if entry.placement is placement:
+            x = entry.read()
+            tree[entry.name] = into[entry.name] if into and entry.name in into else np.empty_like(x)
+            np.copyto(tree[entry.name], x, casting="no")
+    return tree
+
+
+def training_state(frontend: FrontEnd, update: Update, into: Tree | None = None) -> Tree:
+    """Copy what a training is, but for what each rank has of its own: weights, running statistics and slots."""
+    return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)
+
+
+class Cell:
+    """A tensor that a later step reads; frameworks that trace their steps have cells of their own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self) -> Tensor:
+        return self._tensor
+
+    def write(self, tensor: Tensor) -> None:
+        self._tensor = tensor

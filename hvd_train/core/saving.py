@@ -25,8 +25,8 @@ from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.errors import CheckpointError, NonFiniteError, TrainError
-from hvd_train.protocol import Source, Tree
-from hvd_train.update.state import Placement, read, training_state
+from hvd_train.protocol import Placement, Source, Tree
+from hvd_train.update.state import read, training_state
 
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer

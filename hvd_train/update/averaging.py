@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
+from hvd_train.protocol import Entry, Exchange, FrontEnd, Placement, TensorSpec
 from hvd_train.update.replicated import Replicated
-from hvd_train.update.state import Entry, Placement
 
 
 class Averaging(Replicated, ABC):

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd, State, Tensor
+from hvd_train.protocol import Entry, Exchange, FrontEnd, Placement, State, Tensor
 from hvd_train.update.error_meter import compression_error
-from hvd_train.update.state import Entry, Placement
 
 
 class Replicated:

@@ -1,35 +1,12 @@
-"""The state of an update: its entries, where each of them lives, and the cells that hold residuals between steps."""
+"""The state of an update: copies of its entries, and the cells that hold residuals between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable
 
 import numpy as np
 
-from hvd_train.protocol import FrontEnd, Tensor, Tree, Update
-
-
-class Placement(Enum):
-    """Where an entry of state lives, and so how a checkpoint writes it."""
-
-    REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
-    PER_RANK = "per rank"  # each rank has another one: all are written, and left behind on another number of ranks
-    SHARDED = "sharded"  # each rank has a part of it: joined in rank order before it is written
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One array of an update's state. ``read`` gives a view of what this rank has, not copied where that can be helped.
-
-    ``shape``: of the whole array, where this rank has a part of it.
-    """
-
-    name: str
-    placement: Placement
-    read: Callable[[], np.ndarray]
-    shape: tuple[int, ...] = ()
+from hvd_train.protocol import Entry, FrontEnd, Placement, Tensor, Tree, Update
 
 
 def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = None) -> Tree:

@@ -24,10 +24,11 @@ from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Placement
 from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
-from hvd_train.update.state import Placement, read, training_state
+from hvd_train.update.state import read, training_state
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3

@@ -14,8 +14,9 @@ from hvd_train.compression import make
 from hvd_train.core import meeting
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
+from hvd_train.protocol import Placement
 from hvd_train.run_folder.log import NullLog
-from hvd_train.update.state import Placement, read
+from hvd_train.update.state import read
 from tests.core import test_loop
 from tests.core.test_loop import CLASSES, Recorder, config, final, same, steps_saved, trainer
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks

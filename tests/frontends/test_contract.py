@@ -15,11 +15,11 @@ from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch, Field, Sample
+from hvd_train.protocol import Batch, Field, Placement, Sample
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
-from hvd_train.update.state import Placement, read, training_state
+from hvd_train.update.state import read, training_state
 from tests.numpy_frontend import NumpyFrontEnd
 
 SHAPE, CLASSES, ROWS = (4, 3, 1), 3, 6

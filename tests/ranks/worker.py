@@ -31,7 +31,8 @@ from hvd_train.jobs import fit
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
-from hvd_train.update.state import Placement, read, training_state
+from hvd_train.protocol import Placement
+from hvd_train.update.state import read, training_state
 from tests.seconds import counted
 
 SECONDS = 120  # of one case

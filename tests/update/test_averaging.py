@@ -8,11 +8,11 @@ import pytest
 from hvd_train.compression import make
 from hvd_train.config.keys import ExchangeConfig
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import TensorSpec
+from hvd_train.protocol import Placement, TensorSpec
 from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.partial import parts
-from hvd_train.update.state import Placement, read
+from hvd_train.update.state import read
 from tests.numpy_frontend import NumpyFrontEnd, run_ranks
 
 SPECS = [TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate((100, 1, 50, 200, 3, 3, 400, 10))]

@@ -1,0 +1,56 @@
+"""The contracts between the core and everything that knows a framework, a network or a file format.
+
+A *tensor* below is whatever the front-end computes with (``torch.Tensor``, ``tf.Tensor``, ``numpy.ndarray``).
+State goes in and comes out: nothing here hides a dictionary, so the same code runs eagerly, traced and in checkpoints.
+"""
+
+from hvd_train.protocol.communicator import Communicator, CommunicatorModule
+from hvd_train.protocol.data import Batch, Field, Fields, Sample, Source, made_up, one_or_all
+from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sums
+from hvd_train.protocol.ops import Cell, Ops
+from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
+from hvd_train.protocol.update import (
+    Compressor,
+    Entry,
+    Exchange,
+    Optimizer,
+    Packing,
+    Placement,
+    Rounds,
+    State,
+    Update,
+    Wire,
+)
+
+__all__ = [
+    "Batch",
+    "Build",
+    "Cell",
+    "Communicator",
+    "CommunicatorModule",
+    "Compressor",
+    "Entry",
+    "Exchange",
+    "Field",
+    "Fields",
+    "FrontEnd",
+    "FrontEndModule",
+    "Handle",
+    "Ops",
+    "Optimizer",
+    "Packing",
+    "Placement",
+    "Rounds",
+    "Sample",
+    "Scale",
+    "Source",
+    "State",
+    "Sums",
+    "Tensor",
+    "TensorSpec",
+    "Tree",
+    "Update",
+    "Wire",
+    "made_up",
+    "one_or_all",
+]

@@ -1,0 +1,63 @@
+"""What carries tensors and bytes between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hvd_train.errors import TrainError
+from hvd_train.protocol.tensors import Handle, Tensor
+
+
+class Communicator(Protocol):
+    """Horovod's verbs over a front-end's tensors. ``serial.py`` is the identity, so no caller asks "if distributed"."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    mpi: bool  # whether MPI carries the transfers
+    waited: float  # seconds within transfers, of those that this rank itself waits for
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
+        """Starts an allreduce (``op``: sum, average, adasum) of equally shaped tensors; may reduce ``x`` in place."""
+
+    def allgather_async(self, x: Tensor, name: str) -> Handle:
+        """Starts a concatenation over ranks along axis 0, in rank order; lengths may differ."""
+
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        """Start sending ``sizes[k]`` consecutive entries of the flat ``x`` to rank k, for every rank k.
+
+        ``synchronize`` gives what all ranks sent to this one, flat and in rank order. Sizes may differ between ranks.
+        """
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        """Start a sum of the flat ``x`` over ranks, of which rank k gets the k-th part, ``sizes[k]`` entries.
+
+        Ranks are added in rank order, so the result has the same bits in every run and over every transport. ``sizes``
+        must be equal on all ranks; ``x`` is not changed.
+        """
+
+    def synchronize(self, handle: Handle) -> Tensor: ...
+
+    def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes: ...
+
+    def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
+        """``name``: what a rank is told that waits for others which never come."""
+
+    def barrier(self) -> None: ...
+
+    def failure(self, error: BaseException | None = None) -> TrainError | None:
+        """What ended the transfers of this rank, if something did: before, or ``error``, which came out of one. It
+        stays, whoever catches it."""
+
+
+class CommunicatorModule(Protocol):
+    """The module that carries a framework's tensors between ranks, named by the framework's record."""
+
+    def make_communicator(self, expected_size: int) -> Communicator:
+        """Not yet opened; ``expected_size``: the ranks that the launcher started."""

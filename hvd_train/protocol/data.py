@@ -1,0 +1,136 @@
+"""Samples: what a data set gives, and the part of a batch that one rank takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+Fields = Mapping[str, np.ndarray]  # named arrays, first axis: samples
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array of one sample as it is stored and travels.
+
+    The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits;
+    then, where it has a ``mean``, takes it away and divides by ``std``: a number each, or as many as the last axis has.
+    Then numbers take the type of the weights, whole ones int64.
+    ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
+    ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
+    ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
+    of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not tell them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    divisor: float = 1.0
+    classes: int | None = None
+    masked: bool = False
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    image: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.image is None:
+            object.__setattr__(self, "image", len(self.shape) == 3 and not self.classes)
+
+    names: tuple[str, ...] | None = ()
+    columns: tuple[str, ...] | None = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it reaches the model as whole numbers, or as True and False."""
+        return self.divisor == 1 and np.dtype(self.dtype).kind != "f"
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The fields of a sample. A model gets a single input as it is, several of them by their names.
+
+    ``told_classes``: the number of classes that the data or the configuration tell where no label's loss is
+    cross_entropy.
+    """
+
+    inputs: Mapping[str, Field]
+    labels: Mapping[str, Field]
+    told_classes: int | None = None
+
+    @property
+    def input_shape(self) -> Any:
+        """What a build function gets: the shape, or {name: shape} where there are several inputs."""
+        return one_or_all({name: field.shape for name, field in self.inputs.items()})
+
+    @property
+    def num_classes(self) -> Any:
+        """The number of classes, or {label: number} where there are several labels; None: labels are no classes."""
+        found = {name: field.classes for name, field in self.labels.items() if field.classes}
+        return one_or_all(found) if found else self.told_classes
+
+    def joined(self, other: Sample) -> Sample:
+        """Of a training and a validation part: a class that only one of them holds is a class."""
+        labels = {}
+        for name, field in self.labels.items():
+            its = other.labels[name]
+            most = max(field.classes or 0, its.classes or 0) or None
+            names = max(field.names or (), its.names or (), key=len)
+            labels[name] = replace(field, classes=most, masked=field.masked or its.masked, names=names)
+        return replace(self, labels=labels)
+
+
+def made_up(sample: Sample) -> Batch:
+    """Two samples of zeros."""
+    inputs, labels = (
+        {name: np.zeros((2, *field.shape), field.dtype) for name, field in fields.items()}
+        for fields in (sample.inputs, sample.labels)
+    )
+    return Batch(inputs, labels, np.ones(2, np.float32), np.arange(2))
+
+
+def one_or_all(named: Mapping[str, Any]) -> Any:
+    return next(iter(named.values())) if len(named) == 1 else dict(named)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a (micro-)batch, padded to a fixed length so that shapes never change.
+
+    inputs, labels: {name: (length, ...)} as stored; a label is (length,) where a sample has one, (length, T) where it
+    has one at each of T places; weights: (length,) float32, 1 for a sample and 0 for padding; indices: (count,) int64,
+    the samples' places in the source, in the order in which they stand in ``inputs`` (padding comes last).
+    """
+
+    inputs: Fields
+    labels: Fields
+    weights: np.ndarray
+    indices: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
+
+
+class Source(Protocol):
+    """A finite data set with random access. ``fetch`` must be a pure function of the indices.
+
+    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in their
+    own order, by one thread.
+    """
+
+    sample: Sample
+    fingerprint: (
+        str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
+    )
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        """indices (k,) int64 -> inputs and labels, each {name: (k, *shape)} of its field's type.
+
+        A sample's labels have the same shape everywhere; its loss is the mean over them, and so is its accuracy.
+        """

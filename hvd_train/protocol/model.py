@@ -1,0 +1,119 @@
+"""What a framework gives: a model that trains, evaluates and predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_train.protocol.communicator import Communicator
+from hvd_train.protocol.data import Batch, Sample
+from hvd_train.protocol.ops import Ops
+from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
+from hvd_train.protocol.update import Optimizer, Packing, Update
+
+Sums = Tensor  # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples]
+Scale = float | Sequence[float]
+
+
+class FrontEnd(Protocol):
+    """A model, its optimizer and its device in one framework.
+
+    A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to the update.
+    ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples, so that summing
+    gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for each loss, where
+    labels tell how much they count (``counts``).
+    """
+
+    ops: Ops
+    task: Any  # task.task.Task
+    communicator: Communicator
+    packing: Packing
+
+    @property
+    def queued(self) -> Sequence[Any]:
+        """Steps that were handed in and have not run: they do when enough are there."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Trainable tensors, in the same order on every rank."""
+
+    def without_dropout(self) -> None:
+        """Sets the rate of every dropout layer to 0; before ``connect``."""
+
+    def connect(self, update: Update) -> Optimizer:
+        """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
+
+        Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
+        """
+
+    def to_device(self, batch: Batch) -> Any: ...
+
+    def counts(self, batch: Batch) -> np.ndarray:
+        """(losses,) float64: by how much each loss of this batch counts."""
+
+    def add_gradients(self, placed: Any, scale: Scale, seed: int) -> Sums: ...
+
+    def train_step(self, placed: Any, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> Sums:
+        """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
+
+    def run_queued(self) -> None:
+        """Runs the steps that ``queued`` holds; whatever asks for what they change does it by itself."""
+
+    def finite(self) -> bool:
+        """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
+        residual changed."""
+
+    def waited(self) -> float:
+        """Seconds in which this rank has waited for transfers since it began; with no step queued."""
+
+    def statistics(self) -> Tree:
+        """Copies of this rank's running statistics, for ``put_back``."""
+
+    def put_back(self, kept: Tree) -> None: ...
+
+    def neutral(self, own: Tree) -> Tree:
+        """What ``statistics`` gives, as ``load`` takes it."""
+
+    def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
+        """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
+
+    def evaluate_batch(self, placed: Any) -> Sums: ...
+
+    def predict(self, placed: Any) -> np.ndarray:
+        """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
+
+    def state(self, into: Tree | None = None) -> Tree:
+        """Copies of what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
+
+        ``into``: an earlier one, whose memory is taken for it."""
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Takes a tree of ``state``; tensors that are not in it stay as they are."""
+
+    def checksums(self) -> dict[str, int]:
+        """{neutral name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
+
+    def average(self, names: Sequence[str] | None = None) -> None:
+        """Averages the named weights (None: all weights and running statistics) over the ranks, in place."""
+
+    def average_statistics(self) -> None:
+        """Averages the running statistics alone: they are what each rank gathers for itself."""
+
+
+class FrontEndModule(Protocol):
+    """The module that a framework's record names (hvd_train/frameworks.py); loading it loads the framework."""
+
+    def configure(self, threads: int) -> None:
+        """Before the first tensor: this rank's share of the cores."""
+
+    def open_frontend(self, config: Any, communicator: Communicator, sample: Sample) -> FrontEnd:
+        """``config``: a ``Config``, which itself asks what frameworks there are."""
+
+    def cpu_ops(self) -> Ops: ...
+
+    def gpus(self) -> int:
+        """How many the framework sees."""
+
+
+Build = Callable[..., Any]  # a model function: build(**options), with input_shape= and num_classes= if it has them

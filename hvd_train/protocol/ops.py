@@ -1,0 +1,111 @@
+"""The tensor verbs that exchange, compression and losses need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hvd_train.protocol.tensors import Tensor
+
+
+class Cell(Protocol):
+    """A tensor that a later step reads: a residual, for one."""
+
+    def read(self) -> Tensor: ...
+
+    def write(self, tensor: Tensor) -> None: ...
+
+
+class Ops(Protocol):
+    """The tensor verbs that exchange and compression need; arithmetic operators come from the tensors themselves."""
+
+    def from_numpy(self, x: np.ndarray) -> Tensor: ...
+    def to_numpy(self, x: Tensor) -> np.ndarray: ...
+    def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+    def dtype(self, x: Tensor) -> str:
+        """NumPy's name of the tensor's type."""
+
+    def keep(self, x: np.ndarray) -> Cell:
+        """A cell with this tensor, which later steps read and write."""
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
+    def topk(self, x: Tensor, k: int) -> Tensor:
+        """Indices (k,) of the largest entries of the flat ``x``."""
+
+    def above(self, x: Tensor, bound: float | Tensor) -> Tensor:
+        """Indices (m,) of the entries of the flat ``x`` that are > bound, or no number; m depends on the data."""
+
+    def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Flat tensors, one after the other."""
+
+    def cut(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """The flat ``x`` in parts of these sizes, which add up to its own."""
+
+    def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
+        """A flat tensor of zeros into which values are added (an index may occur several times)."""
+
+    def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor: ...
+    def minus_product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """x - a b^T, which may take the place of ``x``."""
+
+    def orthonormal(self, x: Tensor) -> Tensor:
+        """An orthonormal basis of the column space of ``x`` (QR). What ranks compute after an exchange must have the
+        same bits on all: this, ``matmul`` over a short axis, ``sum_of_squares`` and ``scatter`` know no threads."""
+
+    def clip(self, x: Tensor, limit: float) -> Tensor:
+        """Entries of ``x`` limited to [-limit, limit]."""
+
+    def round(self, x: Tensor) -> Tensor:
+        """Entries at the nearest whole number, halves at the even one."""
+
+    def where(self, condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+        """Entries of ``a`` where the condition holds, else of ``b``; one of them may be a number."""
+
+    def add_rows(self, x: Tensor) -> Tensor:
+        """The sum over axis 0."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest entry, a tensor of shape ()."""
+
+    def to_bytes(self, x: Tensor) -> Tensor:
+        """The flat ``x`` as (bytes,) uint8, in this machine's byte order."""
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor: ...
+
+    def nbytes(self, x: Tensor) -> Tensor:
+        """A number or a tensor of shape (): the size may depend on the data."""
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors of shape () -> (len(parts),)."""
+
+    def sum_of_squares(self, x: Tensor) -> Tensor: ...
+    def cross_entropy(self, logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
+        """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...); where ``own`` (n, ...) is 0
+        nobody asks for it."""
+
+    def constant(self, x: Tensor) -> Tensor:
+        """The same numbers, through which no gradient goes."""
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + e^x)."""
+
+    def sigmoid(self, x: Tensor) -> Tensor: ...
+    def argmax(self, x: Tensor) -> Tensor:
+        """(..., C) -> (...) int64: the place of the largest entry of the last axis."""
+
+    def pick(self, x: Tensor, indices: Tensor) -> Tensor:
+        """(..., C) and (...) -> (...): an entry of the last axis."""
+
+    def add_last(self, x: Tensor) -> Tensor:
+        """The sum over the last axis."""
+
+    def row_means(self, x: Tensor) -> Tensor:
+        """(n, ...) -> (n,): the mean of each row."""
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """(n,) and (n,) -> (): the sum of the products."""
+
+    def all_finite(self, x: Tensor) -> Tensor: ...

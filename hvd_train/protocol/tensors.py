@@ -1,0 +1,30 @@
+"""Tensors, their names and shapes, and trees of arrays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Tensor = Any
+Handle = Any
+Tree = dict[str, np.ndarray]  # flat: key -> array
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A trainable tensor: neutral name, shape in the front-end's own axis order, NumPy dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize

@@ -1,0 +1,138 @@
+"""Everything between the backward pass and new weights: compressor, exchange, optimizer, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_train.protocol.communicator import Communicator
+from hvd_train.protocol.ops import Ops
+from hvd_train.protocol.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels: ``sum`` tensors are added over ranks, ``gather`` tensors are concatenated along axis 0."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+
+
+State = tuple[Tensor, ...]  # a compressor's state for one bucket: residual, low-rank basis, ...
+Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
+
+
+class Compressor(Protocol):
+    """Turns one gradient into wires and back; it never sees a network.
+
+    Law: input + old residual = this rank's decoded part + new residual.
+    """
+
+    per_tensor: bool  # True: wants each tensor in its own shape (PowerSGD); False: works on flat buckets
+
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
+
+    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How tensors fill buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
+
+    bucket_bytes: int
+    alone_bytes: int
+
+
+class Exchange(Protocol):
+    """Gradients in, reduced gradients out (update/exchange.py): called eagerly, from hooks, or while tracing."""
+
+    communicator: Communicator
+    ops: Ops
+
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]:
+        """Indices into ``specs()``; each bucket travels as one flat tensor."""
+
+    def init_state(self) -> list[tuple[np.ndarray, ...]]: ...
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def split(self, flats: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]: ...
+
+    def start(self, bucket: int, gradient: Tensor, state: State) -> Any: ...
+
+    def finish(self, started: Sequence[Any]) -> tuple[list[Tensor], list[State]]: ...
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
+
+
+class Optimizer(Protocol):
+    """Weights in buckets, their slots, and the formula that moves both by a gradient."""
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        """Move weights and slots; ``gradients``: (n,) for each bucket."""
+
+    def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
+        """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's neutral name."""
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take slots by these names; others stay as they are."""
+
+
+class Placement(Enum):
+    """Where an entry of state lives, and so how a checkpoint writes it."""
+
+    REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
+    PER_RANK = "per rank"  # each rank has another one: all are written, and left behind on another number of ranks
+    SHARDED = "sharded"  # each rank has a part of it: joined in rank order before it is written
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of an update's state. ``read`` gives a view of what this rank has, not copied where that can be helped.
+
+    ``shape``: of the whole array, where this rank has a part of it.
+    """
+
+    name: str
+    placement: Placement
+    read: Callable[[], np.ndarray]
+    shape: tuple[int, ...] = ()
+
+
+class Update(Protocol):
+    """Everything between the backward pass and new weights (update/replicated.py); called on all ranks alike."""
+
+    exchange: Exchange
+    diverged: bool  # whether the ranks' weights may differ now
+    local_gradients: bool  # a rank's gradient is the mean over its own samples, not its part of the global mean
+
+    @property
+    def buckets(self) -> Sequence[Sequence[int]]: ...
+
+    def start(self, bucket: int, gradient: Tensor) -> Any: ...
+
+    def finish(self, started: Sequence[Any]) -> list[Tensor]: ...
+
+    def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None: ...
+
+    def failures(self, gradients: Sequence[Tensor]) -> Tensor: ...
+
+    def compression_error(self, gradients: Sequence[Tensor]) -> Tensor: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def converge(self) -> None: ...
+
+    def state(self) -> Sequence[Entry]: ...
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None: ...

@@ -78,14 +78,8 @@ def broadcast(communicator: Communicator, tree: Mapping[str, np.ndarray]) -> Ite
 
 
 def weights_sha256(tree: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over name, type, shape and bytes of weights and running statistics, in name order."""
+    """SHA-256 over name, type, shape and bytes of a model's weights and running statistics, in name order."""
     total = hashlib.sha256()
     for key, array in sorted(tree.items()):
-        if not key.startswith("slots/"):
-            total.update(f"{key} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+        total.update(f"{key} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
     return total.hexdigest()
-
-
-def without_slots(tree: Mapping[str, np.ndarray]) -> Tree:
-    """Weights and running statistics: what a model is, less its optimizer."""
-    return {key: array for key, array in tree.items() if not key.startswith("slots/")}

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from hvd_train import faults
-from hvd_train.checkpoint.arrays import packed, unpack, without_slots
+from hvd_train.checkpoint.arrays import packed, unpack
 from hvd_train.checkpoint.manifest import MANIFEST, NAME, Progress, encode, read
 from hvd_train.config import Config
 from hvd_train.errors import CheckpointError
@@ -37,15 +37,25 @@ STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``tree``: neutral arrays (see protocol.FrontEnd.state); ``local``: per rank; ``meta``: JSON."""
+    """What a training is at a step.
+
+    ``model``: weights and running statistics by neutral names (protocol.FrontEnd.state); ``optimizer``: the update's
+    replicated and joined entries; ``local``: what each rank has of its own; ``meta``: JSON.
+    """
 
     step: int
     epoch: int
     consumed: int
-    tree: dict[str, np.ndarray]
+    model: dict[str, np.ndarray]
+    optimizer: dict[str, np.ndarray]
     local: list[dict[str, np.ndarray]]
     meta: dict[str, Any]
     path: Path = Path()
+
+    @property
+    def tree(self) -> dict[str, np.ndarray]:
+        """Model and optimizer together."""
+        return self.model | self.optimizer
 
     def config(self) -> Config:
         """The configuration of the training that saved it."""
@@ -113,8 +123,7 @@ def _once_more(work: Callable[[], Path]) -> Path:
 
 
 def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], None]) -> Path:
-    slots = {key: array for key, array in snapshot.tree.items() if key.startswith("slots/")}
-    parts = {"weights": without_slots(snapshot.tree), "optimizer": slots}
+    parts = {"weights": snapshot.model, "optimizer": snapshot.optimizer}
     if any(snapshot.local):
         parts |= {f"rank-{rank}": tree for rank, tree in enumerate(snapshot.local)}
     temporary = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
@@ -173,8 +182,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint: size and SHA-256 of every file before a byte of it is used."""
+def load(path: Path, model_only: bool = False) -> Snapshot:
+    """Read and verify a checkpoint: size and SHA-256 of every file before a byte of it is used.
+
+    ``model_only``: optimizer and ranks are verified, and take no memory.
+    """
     from safetensors import SafetensorError
 
     (manifest, meta), trees = read(path), {}
@@ -185,17 +197,24 @@ def load(path: Path) -> Snapshot:
                 raise CheckpointError("is a symbolic link", where=str(file))
             if file.stat().st_size != entry.bytes:
                 raise CheckpointError(f"has {file.stat().st_size:,} of {entry.bytes:,} bytes", where=str(file))
-            content = file.read_bytes()
-            if hashlib.sha256(content).hexdigest() != entry.sha256:
+            needed = name == "weights.safetensors" or not model_only
+            if needed:
+                content = file.read_bytes()
+                digest = hashlib.sha256(content).hexdigest()
+            else:
+                with file.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != entry.sha256:
                 raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
-            trees[name] = unpack(content)
+            if needed:
+                trees[name] = unpack(content)
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"is no safetensors file: {error}", where=str(file)) from error
-    tree = {**trees.get("weights.safetensors", {}), **trees.get("optimizer.safetensors", {})}
+    model, optimizer = (trees.get(f"{part}.safetensors", {}) for part in ("weights", "optimizer"))
     local = [trees.get(f"rank-{rank}.safetensors", {}) for rank in range(manifest.ranks)]
-    return Snapshot(manifest.step, manifest.epoch, manifest.consumed, tree, local, meta, path)
+    return Snapshot(manifest.step, manifest.epoch, manifest.consumed, model, optimizer, local, meta, path)
 
 
 def find(folder: Path) -> list[tuple[int, Path]]:
@@ -224,12 +243,17 @@ def leave(folder: Path, step: int) -> Path | None:
     return aside
 
 
-def newest(folder: Path, warn: Callable[[str], None], memory: Path | None = None) -> Snapshot | None:
-    """The newest valid one, of ``memory`` too; each damaged one on the way is a warning. None: there is none at all."""
+def newest(
+    folder: Path, warn: Callable[[str], None], memory: Path | None = None, model_only: bool = False
+) -> Snapshot | None:
+    """The newest valid one, of ``memory`` too; each damaged one on the way is a warning. None: there is none at all.
+
+    ``model_only``: as for ``load``.
+    """
     found = sorted([*find(folder), *(find(memory) if memory else [])])
     for _, path in reversed(found):
         try:
-            return load(path)
+            return load(path, model_only)
         except CheckpointError as error:
             last = error
             warn(f"checkpoint {path.name} cannot be used ({error}); trying the one before")
@@ -316,10 +340,10 @@ def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode:
 
 
 def choose(run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning) -> Snapshot:
-    """What --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
+    """The model of what --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
     if which != "last":
-        return load(resolve(run_dir, which, monitor, mode, warn))
-    found = newest(run_dir / "checkpoints", warn)
+        return load(resolve(run_dir, which, monitor, mode, warn), model_only=True)
+    found = newest(run_dir / "checkpoints", warn, model_only=True)
     if found is None:
         raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
     first = newest_readable(run_dir / "checkpoints")

@@ -26,7 +26,7 @@ from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.errors import CheckpointError, NonFiniteError, TrainError
 from hvd_train.protocol import Placement, Source, Tree
-from hvd_train.update.state import read, training_state
+from hvd_train.update.state import join_shards, read, training_state
 
 if TYPE_CHECKING:
     from hvd_train.core.loop import Trainer
@@ -146,6 +146,8 @@ def save(
     for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
         part = communicator.broadcast_bytes(pack(own | _local(trainer)) if root == communicator.rank else b"", root)
         local += [unpack(part)] if communicator.rank == 0 else []
+    entries = trainer.update.state()
+    shards = join_shards(entries, communicator)
     outcome, p = "", trainer.progress
     if communicator.rank == 0:
         meta = {
@@ -161,16 +163,18 @@ def save(
         }
         try:
             trainer.log.check()
-            tree = writer.tree = training_state(trainer.frontend, trainer.update, writer.tree)
+            model = trainer.frontend.state(writer.tree)
+            optimizer = read(entries, Placement.REPLICATED, writer.tree) | shards
+            writer.tree = model | optimizer
             # What a compressor cuts off stays in a residual, and shows in no weight.
             kept = {f"{key} of rank {rank}": x for rank, part in enumerate(local) for key, x in part.items()}
-            _check_finite(tree | kept, f"epoch {p.epoch + 1}, step {p.step}")
+            _check_finite(writer.tree | kept, f"epoch {p.epoch + 1}, step {p.step}")
         except (CheckpointError, NonFiniteError) as error:
             outcome = _told(error)
     settle(communicator.broadcast_bytes(outcome.encode()).decode())
     work, folder = None, memory or trainer.folder
     if communicator.rank == 0:
-        snapshot = store.Snapshot(p.step, p.epoch, p.consumed, tree, local, meta)
+        snapshot = store.Snapshot(p.step, p.epoch, p.consumed, model, optimizer, local, meta)
         rule = c.checkpoint
         # A rollback goes back to the newest.
         last = rule.save_last or keep or c.on_nonfinite == "rollback" or memory is not None
@@ -243,7 +247,9 @@ def restore(trainer: Trainer, snapshot: store.Snapshot | None) -> list[str]:
 
     def check() -> None:
         if snapshot:
-            check_tree(training_state(trainer.frontend, trainer.update), snapshot.tree)
+            entries = trainer.update.state()
+            shards = {e.name: np.broadcast_to(0.0, e.shape) for e in entries if e.placement is Placement.SHARDED}
+            check_tree(training_state(trainer.frontend, trainer.update) | shards, snapshot.tree)
 
     collectively(communicator, check)
     first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import without_slots
 from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.core.loop import Trainer
@@ -37,7 +36,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         def find() -> store.Snapshot | None:
             snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
             if snapshot:
-                check_tree(job.frontend.state(), without_slots(snapshot.tree))
+                check_tree(job.frontend.state(), snapshot.model)
             return snapshot
 
         snapshot = collectively(communicator, find)

@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 from hvd_train import __version__, files
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import without_slots
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.own import look_in
@@ -105,7 +104,7 @@ def _builder(config: Config, to: str) -> Framework | None:
 def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
     """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
     sample = sample_of(snapshot.meta) or open_data(config.data, config.task).sample
-    arrays = {key.partition("/")[2]: array for key, array in without_slots(snapshot.tree).items()}
+    arrays = {key.partition("/")[2]: array for key, array in snapshot.model.items()}
     told = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
     scale = SCALES.get(config.data.name) or told or snapshot.meta.get("numbers") or STORED
     several = len(sample.inputs) > 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.arrays import broadcast, without_slots
+from hvd_train.checkpoint.arrays import broadcast
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import look_in, source_of
@@ -131,7 +131,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
 
 def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
     """Load the weights and statistics of ``snapshot``, which rank 0 has, on all ranks."""
-    tree = without_slots(snapshot.tree) if snapshot else {}
+    tree = snapshot.model if snapshot else {}
     collectively(job.communicator, lambda: check_tree(job.frontend.state(), tree) if snapshot else None)
     for piece in broadcast(job.communicator, tree):
         job.frontend.load(piece)

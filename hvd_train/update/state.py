@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hvd_train.protocol import Entry, FrontEnd, Placement, Tensor, Tree, Update
+from hvd_train.protocol import Communicator, Entry, FrontEnd, Placement, Tensor, Tree, Update
 
 
 def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = None) -> Tree:
@@ -17,6 +17,18 @@ def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = Non
             x = entry.read()
             tree[entry.name] = into[entry.name] if into and entry.name in into else np.empty_like(x)
             np.copyto(tree[entry.name], x, casting="no")
+    return tree
+
+
+def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
+    """Join the parts of sharded entries to whole arrays, in rank order; all ranks call it, rank 0 gets the arrays."""
+    tree: Tree = {}
+    for entry in entries:
+        if entry.placement is Placement.SHARDED:
+            x = np.ascontiguousarray(entry.read())
+            parts = communicator.allgather_bytes(x.tobytes(), "shards")
+            if communicator.rank == 0:
+                tree[entry.name] = np.frombuffer(b"".join(parts), x.dtype).reshape(entry.shape)
     return tree
 
 

@@ -32,12 +32,14 @@ TREE = {
     "slots/momentum/a": np.zeros((2, 3), np.float32),
     "slots/step": np.array(3, np.float32),
 }
+SLOTS = ("slots/momentum/a", "slots/step")
+PARTS = {k: x for k, x in TREE.items() if k not in SLOTS}, {k: TREE[k] for k in SLOTS}
 CASES = int(os.environ.get("HVD_TRAIN_FUZZ", "500"))  # 100000 outside of the daily tests
 FILES = ["manifest.json", "optimizer.safetensors", "weights.safetensors"]
 
 
 def snapshot(step=3, local=(), **metrics):
-    return Snapshot(step, 1, 32, TREE, list(local), {"monitor": metrics, "progress": {"step": step}})
+    return Snapshot(step, 1, 32, *PARTS, list(local), {"monitor": metrics, "progress": {"step": step}})
 
 
 def full_snapshot():
@@ -49,7 +51,7 @@ def full_snapshot():
         "progress": asdict(Progress(step=3, epoch=1, consumed=32)),
         "monitor": {"val_loss": 0.5}, "data": {"train": part, "val": part},
     }  # fmt: skip
-    return Snapshot(3, 1, 32, TREE, [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}], meta)
+    return Snapshot(3, 1, 32, *PARTS, [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}], meta)
 
 
 def names(folder):
@@ -512,7 +514,7 @@ def test_code_is_trusted_where_folder_and_code_are_the_callers_alone(tmp_path, m
         shutil.rmtree(folder, ignore_errors=True)
         config = Config.model_validate({"model": {"name": name}}).model_dump(mode="json")
         meta = {"monitor": {}, "progress": {"step": 1}, "config": config}
-        store.save(folder / "checkpoints", Snapshot(1, 1, 32, TREE, [], meta))
+        store.save(folder / "checkpoints", Snapshot(1, 1, 32, *PARTS, [], meta))
         return trained_config(None, [], str(folder), "last")[1]
 
     assert named() == {} and named("parts:network") == {"model.name": "parts:network"}, "there is no such module"
@@ -542,7 +544,7 @@ def test_the_best_of_an_older_run_is_by_its_own_mode_and_that_is_told(tmp_path, 
         saved = Config.model_validate({"checkpoint": {"monitor": "val_accuracy", "mode": "min"}})
         meta = {"monitor": {"val_accuracy": accuracy}, "progress": {"step": step}}
         meta["config"] = saved.model_dump(mode="json")
-        store.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, TREE, [], meta))
+        store.save(tmp_path / "checkpoints", Snapshot(step, 1, 32, *PARTS, [], meta))
     for sets, step, lines in (([], 1, 1), (["checkpoint.mode=auto"], 2, 0), (["checkpoint.mode=max"], 2, 0)):
         config, _ = trained_config(None, sets, str(tmp_path), "best")
         assert choose_checkpoint(config, "best").step == step and config.restores

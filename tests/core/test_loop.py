@@ -24,7 +24,7 @@ from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Placement
+from hvd_train.protocol import Entry, Placement
 from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
@@ -80,12 +80,14 @@ def config(**keys):
     return Config.model_validate(settings | keys)
 
 
-def trainer(communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, **options):
+def trainer(
+    communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=Replicated, **options
+):
     frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
-    update = Replicated(frontend, exchange)
+    update = kind(frontend, exchange)
     made = Trainer(c, frontend, update, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
     found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
@@ -315,6 +317,37 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path):
         return str(caught.value)
 
     assert len(run_ranks(2, work)) == 2
+
+
+class Parts(Replicated):
+    """Each rank says that it has a part of each slot."""
+
+    def state(self):
+        rank, size = self.frontend.communicator.rank, self.frontend.communicator.size
+        return [
+            Entry(
+                entry.name,
+                Placement.SHARDED,
+                lambda read=entry.read: np.array_split(read().ravel(), size)[rank],
+                entry.read().shape,
+            )
+            for entry in super().state()
+        ]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_slots_are_joined_in_a_checkpoint_and_go_on(tmp_path, size):
+    """The checkpoint is that of slots which are whole on each rank, and each may go on from the other's."""
+    kinds = {"whole": Replicated, "parts": Parts}
+    saved = {}
+    for name, kind in kinds.items():
+        final(size, config(max_steps=10), tmp_path / name, kind=kind)
+        saved[name] = store.newest(tmp_path / name / "checkpoints", pytest.fail)
+    assert any(x.any() for x in saved["parts"].optimizer.values())
+    assert same(saved["whole"].optimizer, saved["parts"].optimizer) and same(saved["whole"].model, saved["parts"].model)
+    whole = final(size, config(), tmp_path / "all")[0]["weights_sha256"]
+    for name, kind in zip(kinds, reversed(kinds.values()), strict=True):
+        assert final(size, config(), tmp_path / name, kind=kind, resume=True)[0]["weights_sha256"] == whole
 
 
 @pytest.mark.parametrize("size", [1, 2])

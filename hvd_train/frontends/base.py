@@ -1,4 +1,4 @@
-"""What front-ends share without knowing a framework: neutral names and axes, bytes over Horovod, model look-up."""
+"""The part of a front-end that knows no framework: weights and running statistics, their averages and checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checksum(x: np.ndarray) -> int:
 
 
 class StateTree(NamedArrays):
-    """What front-ends share: a model's weights (``weights/NAME``) and running statistics (``statistics/NAME``)."""
+    """A model's weights (``weights/NAME``) and running statistics (``statistics/NAME``), for every front-end."""
 
     ops: Ops
     task: Task
@@ -53,22 +53,22 @@ class StateTree(NamedArrays):
         return self.ops.to_numpy(self.task.counts(*self._judged(batch)))
 
     def _ask(self, sample: Sample) -> None:
-        """Shows the task what the model gives, where functions of the user's own are asked."""
+        """Show the task what the model gives, where functions of the user's own are asked."""
         if self.task.has_user_functions:
             inputs, labels, weights = self.to_device(made_up(sample))
             self.task.probe(self._evaluated(inputs), labels, weights)
 
     @abstractmethod
     def to_device(self, batch: Batch) -> Any:
-        """(inputs, labels, weights) on the device."""
+        """Return (inputs, labels, weights) on the device."""
 
     @abstractmethod
     def _judged(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
-        """(labels, weights) of it."""
+        """Return (labels, weights) of a batch on the device."""
 
     @abstractmethod
     def _evaluated(self, inputs: Any) -> Any:
-        """What the model gives in evaluation, as tensors."""
+        """Return the outputs of the model in evaluation, as tensors."""
 
     def _scales(self, scale: Scale) -> np.ndarray:
         """(losses,)."""
@@ -107,7 +107,7 @@ class StateTree(NamedArrays):
             yield own, layout.from_neutral(first_weight(layout.name, layout.shape, seed))
 
     def average(self, names: Sequence[str] | None = None) -> None:
-        """In place, over the ranks: the weights of these neutral names, or all weights and statistics."""
+        """Average the weights of these neutral names over the ranks, in place, or all weights and statistics."""
         keys = []
         for key in self._keys():
             _, layout = self._split(key)
@@ -116,7 +116,7 @@ class StateTree(NamedArrays):
         self._average(keys)
 
     def average_statistics(self) -> None:
-        """Makes running statistics equal on all ranks; they are the only part that each rank gathers for itself."""
+        """Make running statistics equal on all ranks; they are the only part that each rank gathers for itself."""
         self._average([key for key in self._keys() if key.startswith("statistics/")])
 
     def _average(self, keys: Collection[str]) -> None:

@@ -11,8 +11,10 @@ from hvd_train.protocol import Communicator
 
 
 def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:
-    """Whether exchanges run beside backward. ``auto``: where the thread that carries them has a core of its own, or
-    waits for a network most of its time. On filled cores of one host it would take the time from the computing thread.
+    """Return whether exchanges run beside backward.
+
+    ``auto``: where the thread that carries them has a core of its own, or waits for a network most of its time. On
+    filled cores of one host it would take the time from the computing thread.
     """
     if communicator.size == 1:
         return False

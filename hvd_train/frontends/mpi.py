@@ -21,7 +21,7 @@ def can_meet(here: World) -> None:
 
 
 def mpi_world(here: World) -> Any:
-    """mpi4py's communicator of all ranks that the launcher started."""
+    """Return mpi4py's communicator of all ranks that the launcher started."""
     can_meet(here)
     try:
         from mpi4py import MPI
@@ -36,7 +36,7 @@ def mpi_world(here: World) -> Any:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, all ranks together, and MPI before Python, whose clean-up would meet Horovod's."""
+    """End this process, all ranks together, and MPI before Python, whose clean-up would meet Horovod's."""
     from mpi4py import MPI
 
     sys.stdout.flush()

@@ -38,7 +38,7 @@ class Layout:
 
 
 def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
-    """Of tensors by their own names; one that the model's ``table`` leaves out keeps its name and its axes."""
+    """Return layouts by native names; a tensor that the model's ``table`` leaves out keeps its name and its axes."""
     return {
         own: Layout.of(shape, table.get(own, (own.replace("/", "."), None, None, shape)))
         for own, shape in shapes.items()
@@ -71,7 +71,7 @@ class NamedArrays(ABC):
         return ((key, read()) for key, read in self._readers().items() if keys is None or key in keys)
 
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
-        """Copies of them."""
+        """Return copies of the arrays of these keys, or of all."""
         return {key: x.copy() for key, x in self._views(keys)}
 
     def _split(self, key: str) -> tuple[str, Layout | None]:
@@ -92,7 +92,7 @@ class NamedArrays(ABC):
                 yield key, native
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copies by neutral keys; ``into``: earlier ones, whose memory is taken."""
+        """Copy all arrays, by neutral keys; ``into``: earlier copies, whose memory is taken."""
         tree = {}
         for key, array in self._views():
             name, x = self._neutral(key, array)

@@ -1,4 +1,4 @@
-"""What the exporters share: what a plain model is made of, and the file that comes out."""
+"""The parts that exporters share: what a plain model is made of, and the file that comes out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trained:
 
     @property
     def dtype(self) -> str:
-        """Of the weights; mixed precision keeps them in 32 bits."""
+        """The type of the weights; mixed precision keeps them in 32 bits."""
         return "float64" if self.config.precision == "64" else "float32"
 
     def own(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:

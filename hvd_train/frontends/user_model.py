@@ -99,7 +99,7 @@ def _order(module: ModuleType, parameters: Collection[str], name: str, sample: S
 
 
 def checked(found: Any, name: str) -> Any:
-    """What a model gives: a tensor, or several by name."""
+    """Refuse what is neither a tensor nor several by name; return it."""
     for x in found.values() if isinstance(found, Mapping) else [found]:
         if not hasattr(x, "shape"):
             what = f"the model gives a {type(x).__name__} {'by a name' if isinstance(found, Mapping) else ''}".rstrip()

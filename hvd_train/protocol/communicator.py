@@ -1,4 +1,4 @@
-"""What carries tensors and bytes between ranks."""
+"""The network: tensors and bytes between ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Communicator(Protocol):
     def close(self) -> None: ...
 
     def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
-        """Starts an allreduce (``op``: sum, average, adasum) of equally shaped tensors; may reduce ``x`` in place."""
+        """Start an allreduce (``op``: sum, average, adasum) of equally shaped tensors; may reduce ``x`` in place."""
 
     def allgather_async(self, x: Tensor, name: str) -> Handle:
-        """Starts a concatenation over ranks along axis 0, in rank order; lengths may differ."""
+        """Start a concatenation over ranks along axis 0, in rank order; lengths may differ."""
 
     def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
         """Start sending ``sizes[k]`` consecutive entries of the flat ``x`` to rank k, for every rank k.

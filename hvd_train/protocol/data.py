@@ -42,7 +42,7 @@ class Field:
 
     @property
     def whole(self) -> bool:
-        """Whether it reaches the model as whole numbers, or as True and False."""
+        """True where it reaches the model as whole numbers, or as True and False."""
         return self.divisor == 1 and np.dtype(self.dtype).kind != "f"
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def input_shape(self) -> Any:
-        """What a build function gets: the shape, or {name: shape} where there are several inputs."""
+        """The shape that a build function gets, or {name: shape} where there are several inputs."""
         return one_or_all({name: field.shape for name, field in self.inputs.items()})
 
     @property
@@ -73,7 +73,7 @@ class Sample:
         return one_or_all(found) if found else self.told_classes
 
     def joined(self, other: Sample) -> Sample:
-        """Of a training and a validation part: a class that only one of them holds is a class."""
+        """Join a training and a validation part: a class that only one of them holds is a class."""
         labels = {}
         for name, field in self.labels.items():
             its = other.labels[name]

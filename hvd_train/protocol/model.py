@@ -1,4 +1,4 @@
-"""What a framework gives: a model that trains, evaluates and predicts."""
+"""A framework's side: a model that trains, evaluates and predicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FrontEnd(Protocol):
         """Trainable tensors, in the same order on every rank."""
 
     def without_dropout(self) -> None:
-        """Sets the rate of every dropout layer to 0; before ``connect``."""
+        """Set the rate of every dropout layer to 0; before ``connect``."""
 
     def connect(self, update: Update) -> Optimizer:
         """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
@@ -58,22 +58,22 @@ class FrontEnd(Protocol):
         """``unscale``: what the gradient is multiplied by before it is exchanged, with a scaled loss."""
 
     def run_queued(self) -> None:
-        """Runs the steps that ``queued`` holds; whatever asks for what they change does it by itself."""
+        """Run the steps that ``queued`` holds; whatever asks for what they change does it by itself."""
 
     def finite(self) -> bool:
         """``Config.checks_gradients``: whether those of the last step were finite on all ranks; else no weight, slot or
         residual changed."""
 
     def waited(self) -> float:
-        """Seconds in which this rank has waited for transfers since it began; with no step queued."""
+        """Return the seconds in which this rank has waited for transfers since it began; with no step queued."""
 
     def statistics(self) -> Tree:
-        """Copies of this rank's running statistics, for ``put_back``."""
+        """Copy this rank's running statistics, for ``put_back``."""
 
     def put_back(self, kept: Tree) -> None: ...
 
     def neutral(self, own: Tree) -> Tree:
-        """What ``statistics`` gives, as ``load`` takes it."""
+        """Turn copies of ``statistics`` into a tree that ``load`` takes."""
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
@@ -84,28 +84,28 @@ class FrontEnd(Protocol):
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copies of what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
+        """Copy what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
 
         ``into``: an earlier one, whose memory is taken for it."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Takes a tree of ``state``; tensors that are not in it stay as they are."""
+        """Take a tree of ``state``; tensors that are not in it stay as they are."""
 
     def checksums(self) -> dict[str, int]:
         """{neutral name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
 
     def average(self, names: Sequence[str] | None = None) -> None:
-        """Averages the named weights (None: all weights and running statistics) over the ranks, in place."""
+        """Average the named weights (None: all weights and running statistics) over the ranks, in place."""
 
     def average_statistics(self) -> None:
-        """Averages the running statistics alone: they are what each rank gathers for itself."""
+        """Average the running statistics alone: they are what each rank gathers for itself."""
 
 
 class FrontEndModule(Protocol):
     """The module that a framework's record names (hvd_train/frameworks.py); loading it loads the framework."""
 
     def configure(self, threads: int) -> None:
-        """Before the first tensor: this rank's share of the cores."""
+        """Take this rank's share of the cores; before the first tensor."""
 
     def open_frontend(self, config: Any, communicator: Communicator, sample: Sample) -> FrontEnd:
         """``config``: a ``Config``, which itself asks what frameworks there are."""
@@ -113,7 +113,7 @@ class FrontEndModule(Protocol):
     def cpu_ops(self) -> Ops: ...
 
     def gpus(self) -> int:
-        """How many the framework sees."""
+        """Count the GPUs that the framework sees."""
 
 
 Build = Callable[..., Any]  # a model function: build(**options), with input_shape= and num_classes= if it has them

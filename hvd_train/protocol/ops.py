@@ -59,7 +59,7 @@ class Ops(Protocol):
         """Entries of ``x`` limited to [-limit, limit]."""
 
     def round(self, x: Tensor) -> Tensor:
-        """Entries at the nearest whole number, halves at the even one."""
+        """Round to the nearest whole number, halves to the even one."""
 
     def where(self, condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
         """Entries of ``a`` where the condition holds, else of ``b``; one of them may be a number."""

@@ -16,7 +16,7 @@ from hvd_train.protocol.tensors import Tensor
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels: ``sum`` tensors are added over ranks, ``gather`` tensors are concatenated along axis 0."""
+    """One round of a compressor: ``sum`` tensors are added over ranks, ``gather`` ones concatenated along axis 0."""
 
     kind: str
     tensors: tuple[Tensor, ...]
@@ -37,12 +37,12 @@ class Compressor(Protocol):
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
-        """Yields a wire, receives it reduced, once or several times; returns (decoded sum over ranks, new state)."""
+        """Yield a wire, receive it reduced, once or several times; return (decoded sum over ranks, new state)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How tensors fill buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
+    """The limits of buckets: at most ``bucket_bytes`` in one; from ``alone_bytes`` on a tensor goes alone."""
 
     bucket_bytes: int
     alone_bytes: int
@@ -87,7 +87,7 @@ class Optimizer(Protocol):
 
 
 class Placement(Enum):
-    """Where an entry of state lives, and so how a checkpoint writes it."""
+    """The ranks on which an entry of state lives, and so the way in which a checkpoint writes it."""
 
     REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
     PER_RANK = "per rank"  # each rank has another one: all are written, and left behind on another number of ranks

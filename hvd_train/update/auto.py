@@ -38,7 +38,7 @@ def choose(
 def _seconds(
     specs: Sequence[TensorSpec], packing: Packing, compressor: Compressor, communicator: Communicator, ops: Ops
 ) -> float:
-    """Of the fastest turn, as the slowest rank saw it: what disturbs an exchange only makes it longer."""
+    """Return the fastest turn's seconds, as the slowest rank saw it: what disturbs an exchange makes it longer."""
     exchange = Exchange(specs, packing, compressor, communicator, ops)
     rng = np.random.default_rng(0)
     gradients = []

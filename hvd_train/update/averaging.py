@@ -24,7 +24,7 @@ class Averaging(Replicated, ABC):
 
     @abstractmethod
     def due(self, specs: Sequence[TensorSpec], step: int) -> Sequence[str]:
-        """Names of the weights to average after step number ``step`` (from 1)."""
+        """Return the names of the weights to average after step number ``step`` (from 1)."""
 
     def after_step(self, step: int) -> None:
         self.diverged = True

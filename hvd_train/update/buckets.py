@@ -14,7 +14,7 @@ JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors bes
 def plan(
     specs: Sequence[TensorSpec], packing: Packing, small: int = 0, whole: Collection[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
+    """Return buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
 
     Every index stands in exactly one bucket; a bucket holds one dtype, and tensors of fewer than ``small`` entries
     and those of ``whole`` stand in buckets of their own; the plan depends on these alone: it is the same on all ranks.

@@ -1,4 +1,4 @@
-"""What compression changes in a gradient, and what it saves."""
+"""The error of compression: how far a decoded gradient is from the exact one, and what it saves."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Exchange:
         ]
 
     def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in the order of the specs -> each bucket's flat one; what is alone in its bucket is not copied."""
+        """Join tensors, in the order of the specs, to flat buckets; what is alone in its bucket is not copied."""
         flats = []
         for members in self.buckets:
             parts = [self.ops.reshape(tensors[i], (-1,)) for i in members]
@@ -94,13 +94,13 @@ class Exchange:
         return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
-        """Starts the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
+        """Start the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
         rounds = self._compressors[bucket].rounds(shaped, state, self.ops)
         return self._send(bucket, rounds, next(rounds), 0)
 
     def finish(self, started: Sequence[_Started]) -> tuple[list[Tensor], list[State]]:
-        """Waits for every bucket; returns reduced flat gradients and new states in bucket order."""
+        """Wait for every bucket; return reduced flat gradients and new states in bucket order."""
         results: dict[int, tuple[Tensor, State]] = {}
         pending, turn = list(started), 0
         while pending:

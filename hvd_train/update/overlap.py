@@ -39,7 +39,7 @@ class Overlap:
         return b
 
     def finish(self, last: int | None = None, start: Callable[[int], Any] | None = None) -> Any:
-        """Starts what has not yet, ``last`` behind the others, by ``start`` if given; then as ``Exchange.finish``."""
+        """Start the other buckets, ``last`` behind them, by ``start`` if given; return what the exchange finishes."""
         buckets = range(len(self._exchange.buckets))
         for b in sorted(buckets, key=lambda b: b == last):
             if b not in self.started:

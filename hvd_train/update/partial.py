@@ -1,4 +1,4 @@
-"""After each step a part of the weights is averaged, the next one in turn (Apache SINGA's partial synchronization)."""
+"""A part of the weights is averaged after each step, the next one in turn (Apache SINGA's partial synchronization)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_train.update.averaging import Averaging
 
 
 def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
-    """Names in ceil(1 / fraction) consecutive parts of about equal numbers of entries; a tensor is never cut."""
+    """Return the names in ceil(1 / fraction) parts of about equal numbers of entries; a tensor is never cut."""
     count = math.ceil(1 / fraction - 1e-9)
     total, done = sum(spec.size for spec in specs), 0
     found: list[list[str]] = [[] for _ in range(count)]

@@ -58,6 +58,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_the_model_alone_is_read_where_no_more_is_needed_and_all_is_verified(tmp_path):
+    path = store.save(tmp_path, snapshot(local=[{"0/0": np.ones(3)}]))
+    alone = store.load(path, model_only=True)
+    assert alone.model.keys() == PARTS[0].keys() and not alone.optimizer and alone.local == [{}]
+    file = path / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        store.load(path, model_only=True)
+
+
 @pytest.mark.parametrize("local", [[], [{}], [{"0/0": np.ones(3)}, {"0/0": np.zeros(3)}]])
 def test_what_is_saved_is_loaded(tmp_path, local):
     path = store.save(tmp_path, snapshot(local=local, val_loss=0.5))

@@ -26,6 +26,7 @@ from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, N
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Entry, Placement
 from hvd_train.run_folder.log import NullLog, RunLog
+from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import read, training_state
@@ -81,13 +82,15 @@ def config(**keys):
 
 
 def trainer(
-    communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=Replicated, **options
+    communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=None, **options
 ):
     frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
-    update = kind(frontend, exchange)
+    update = (
+        kind(frontend, exchange) if kind else make_update(c.exchange, frontend, lambda over: exchange, communicator)
+    )
     made = Trainer(c, frontend, update, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
     found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
     made.restore(found)
@@ -831,7 +834,7 @@ def test_run_folder(tmp_path):
     assert all(math.isfinite(line["loss"]) and 0 <= line["accuracy"] <= 1 for line in lines)
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert kept == summary and kept["weights_sha256"] == weights_sha256(
-        store.newest(tmp_path / "checkpoints", pytest.fail).tree
+        store.newest(tmp_path / "checkpoints", pytest.fail).model
     )
 
 

@@ -17,7 +17,7 @@ from hvd_train.protocol import Communicator, Ops
 
 
 class Context:
-    """What a model's layers share: the ranks that join their statistics, and what this forward pass is over."""
+    """The context of a model's layers: the ranks that join their statistics, and what this forward pass is over."""
 
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
@@ -62,7 +62,7 @@ class _Joined(_BatchNorm):
         return other
 
     def _follow(self, total, mean, variance) -> None:
-        """Moves the running statistics."""
+        """Move the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
         share = self.momentum
@@ -135,7 +135,7 @@ def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool) -> Context:
-    """Gives every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
+    """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
     instances change their class, nothing else."""
     context = Context(communicator, ops, sync)
     for name, layer in model.named_modules():

@@ -83,7 +83,7 @@ class Flat:
 
 
 def users(x: torch.Tensor) -> int:
-    """How many tensors lie in the memory of ``x``, which is one of them."""
+    """Count the tensors that lie in the memory of ``x``, which is one of them."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
 

@@ -43,7 +43,7 @@ MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def own_shape(field: Field) -> tuple[int, ...]:
-    """Of an input: (channels, height, width) for an image."""
+    """Return an input's shape in PyTorch: (channels, height, width) for an image."""
     return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
 
 
@@ -101,7 +101,9 @@ class PyTorchFrontEnd(StateTree):
             )
 
     def _takes_channels_last(self) -> bool:
-        """Whether images and kernels lie channels last: a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
+        """Return whether images and kernels lie channels last.
+
+        A third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
 
         Models whose forward insists on the other order (``view`` after a convolution) keep it.
         """
@@ -134,7 +136,7 @@ class PyTorchFrontEnd(StateTree):
         return self._outputs(inputs)
 
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """What the model gives: a tensor, or several by name."""
+        """Return the outputs of the model: a tensor, or several by name."""
         with self._mixed:
             found = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
         found = checked(found, self.config.model.name)
@@ -177,7 +179,7 @@ class PyTorchFrontEnd(StateTree):
         return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
 
     def _overlap(self) -> bool:
-        """Whether exchanges start within backward; where gradients are looked at first, all are awaited."""
+        """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""
         if self.config.checks_gradients:
             return False
         gpu = self.device.type == "cuda"
@@ -196,7 +198,7 @@ class PyTorchFrontEnd(StateTree):
             self._sent.arrived(i)
 
     def _decide(self) -> None:
-        """After the first step's backward, on all ranks alike."""
+        """Choose overlap or not after the first step's backward, on all ranks alike."""
         own = bytes([max(self._arrivals.values(), default=0) > 1])
         self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(own))
 
@@ -204,7 +206,7 @@ class PyTorchFrontEnd(StateTree):
         return self.update.start(bucket, self._gradient(bucket))
 
     def _gradient(self, bucket: int) -> torch.Tensor:
-        """Of this step, joined once."""
+        """Return the flat gradient of a bucket, joined once a step."""
         if bucket not in self._gathered:
             self._gathered[bucket] = self._flats[bucket].gather()
         return self._gathered[bucket]
@@ -218,7 +220,7 @@ class PyTorchFrontEnd(StateTree):
             flat.forget()
 
     def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-        """Without the padding, which no layer must see; one row of it where there is no sample, as many layers need."""
+        """Place a batch without its padding, which no layer must see; but one row, where there is no sample."""
         rows, fields = max(batch.count, 1), self._sample.inputs
         inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
         return inputs, *self._judged(batch)
@@ -229,8 +231,10 @@ class PyTorchFrontEnd(StateTree):
         return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
     def _placed(self, x: np.ndarray, field: Field) -> torch.Tensor:
-        """As stored to the device, there as its field tells. Images come as (height, width, channels), the order that
-        decoders give; PyTorch wants channels first."""
+        """Move an array to the device as it is stored, and scale it there as its field says.
+
+        Images come as (height, width, channels), the order that decoders give; PyTorch wants channels first.
+        """
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
             # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
@@ -271,7 +275,7 @@ class PyTorchFrontEnd(StateTree):
         return sums
 
     def _scaled(self, unscale: float) -> bool:
-        """Takes the loss' scale out of the gradients; False: on some rank they are not finite."""
+        """Take the loss' scale out of the gradients; False: on some rank they are not finite."""
         if not self.config.checks_gradients:
             return True
         gradients = self._gradients()
@@ -301,7 +305,7 @@ class PyTorchFrontEnd(StateTree):
         return self._stored(found, next(iter(labels.values())) if len(labels) == 1 else None)
 
     def _stored(self, x: torch.Tensor, label: Field | None) -> np.ndarray:
-        """In the order of axes that the data have: images as (height, width, channels)."""
+        """Return an output in the order of axes that the data have: images as (height, width, channels)."""
         image = label is not None and label.image and x.dim() == 4
         return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 

@@ -133,7 +133,7 @@ class TorchOps:
         return a.dot(b)
 
     def sum_of_squares(self, x) -> torch.Tensor:
-        """Rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
+        """Add rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
         x = x.reshape(-1).pow(2)
         while len(x) > ROW:
             whole = len(x) // ROW * ROW

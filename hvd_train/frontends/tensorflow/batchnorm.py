@@ -17,7 +17,7 @@ from hvd_train.protocol import Communicator, Ops, Tensor
 
 
 class Context:
-    """What a model's layers share: the ranks that join their statistics, and the samples' weights being traced."""
+    """The context of a model's layers: the ranks that join their statistics, and the samples' weights being traced."""
 
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
@@ -97,7 +97,7 @@ class _Joined(keras.layers.BatchNormalization):
 
 
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
-    """Gives every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
+    """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
     instances change their class, nothing else."""
     context, own = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):

@@ -15,13 +15,13 @@ def graph(function: Callable, **options: Any) -> Any:
 
 
 def seconds_waited() -> tf.Variable:
-    """For ``awaited``."""
+    """Make the variable in which ``awaited`` counts."""
     with tf.device("/CPU:0"):
         return tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
 
 def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-    """In a graph: what ``transfer`` gives; ``waits`` counts the seconds from the last gradient to its end."""
+    """Run ``transfer`` in a graph; ``waits`` counts the seconds from the last gradient to its end."""
     with tf.device("/CPU:0"), tf.control_dependencies(gradients):
         began = tf.timestamp()
     found = transfer()

@@ -107,7 +107,7 @@ class TensorFlowFrontEnd(StateTree):
         self._ask(sample)
 
     def _try(self) -> None:
-        """Builds a model that is not, and shows whether it takes what the data give."""
+        """Build a model that is not built, and show whether it takes what the data give."""
         fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
         # A functional model leaves out what it does not take.
         own = getattr(self.model, "_inputs_struct", None)
@@ -160,7 +160,7 @@ class TensorFlowFrontEnd(StateTree):
         return optimizer
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """Inputs as they are stored: what their fields tell is done in the graph, where it costs no call of its own."""
+        """Place inputs as they are stored: the graph scales them, where it costs no call of its own."""
         with tf.device(self._device):
             inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
             return inputs, *self._judged(batch)
@@ -252,7 +252,7 @@ class TensorFlowFrontEnd(StateTree):
         return [tf.convert_to_tensor(g) for g in gradients], sums
 
     def _penalty(self, share) -> tf.Tensor | float:
-        """What the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
+        """Return what the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
         own = self.model._get_regularization_losses()
         if len(self.model.losses) > len(own):  # a sum or a mean, over padding too: nobody knows
             what = "the model adds a loss of its own (add_loss, an activity regularizer), which cannot be shared out"
@@ -269,8 +269,11 @@ class TensorFlowFrontEnd(StateTree):
         return self._outputs(inputs, training=False)
 
     def _ready(self, x, field: Field) -> tf.Tensor:
-        """As its field tells. A graph makes a multiplication of a division by a constant, and other bits: what is
-        multiplied by a variable is none."""
+        """Scale an array as its field says.
+
+        A graph makes a multiplication of a division by a constant, and other bits: what is multiplied by a variable is
+        not a constant.
+        """
         x = tf.convert_to_tensor(x)
         if field.divisor != 1:
             x = tf.cast(x, tf.float32) / (field.divisor * self._one)
@@ -302,7 +305,7 @@ class TensorFlowFrontEnd(StateTree):
         return sums, tf.cond(failures[0] > 0, lambda: failures, update)
 
     def _traced_steps(self, *columns) -> tf.Tensor:
-        """As many steps as the columns have rows, one after the other -> (steps, sums)."""
+        """Take as many steps as the columns have rows, one after the other; return (steps, sums)."""
         steps = tf.shape(columns[-1])[0]
 
         def body(k, sums) -> tuple[tf.Tensor, tf.TensorArray]:

@@ -144,7 +144,7 @@ class TensorFlowOps:
         return tf.reduce_sum(a * b)
 
     def sum_of_squares(self, x) -> tf.Tensor:
-        """Rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
+        """Add rows of ``ROW`` entries, then their sums: TensorFlow divides a single sum among threads, but no row."""
         x = tf.square(tf.reshape(x, [-1]))
         for _ in range(2):  # 10^11 entries
             if x.shape[0] is not None and x.shape[0] <= ROW:

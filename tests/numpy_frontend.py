@@ -46,10 +46,10 @@ class NumpyOps:
     def take(self, x, indices):
         return x[indices]
 
-    def join(self, parts):
+    def concat(self, parts):
         return np.concatenate(parts)
 
-    def cut(self, x, sizes):
+    def split(self, x, sizes):
         return np.split(x, np.cumsum(sizes)[:-1])
 
     def scatter(self, length, indices, values):
@@ -78,10 +78,10 @@ class NumpyOps:
     def where(self, condition, a, b):
         return np.where(condition, a, b)
 
-    def add_rows(self, x):
-        return np.sum(x, axis=0)
+    def sum(self, x, axis):
+        return np.sum(x, axis=axis)
 
-    def largest(self, x):
+    def max(self, x):
         return np.max(x)
 
     def to_bytes(self, x):
@@ -98,9 +98,9 @@ class NumpyOps:
 
     def cross_entropy(self, logits, labels, own=None):
         z = logits - logits.max(-1, keepdims=True)
-        return np.log(np.exp(z).sum(-1)) - self.pick(z, labels)
+        return np.log(np.exp(z).sum(-1)) - self.take_last(z, labels)
 
-    def constant(self, x):
+    def stop_gradient(self, x):
         return x
 
     def softplus(self, x):
@@ -112,11 +112,8 @@ class NumpyOps:
     def argmax(self, x):
         return x.argmax(-1)
 
-    def pick(self, x, indices):
+    def take_last(self, x, indices):
         return np.take_along_axis(x, indices[..., None], -1)[..., 0]
-
-    def add_last(self, x):
-        return x.sum(-1)
 
     def row_means(self, x):
         return x.reshape(len(x), -1).mean(1)

@@ -60,7 +60,7 @@ class Int8(ErrorFeedback):
     def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:
         dtype = ops.dtype(total)
         # The smallest number keeps a bucket of zeros from dividing by zero.
-        scale = ops.largest(abs(total)) / STEPS + float(np.finfo(dtype).tiny)
+        scale = ops.max(abs(total)) / STEPS + float(np.finfo(dtype).tiny)
         levels = ops.cast(ops.round(total / scale), "int8")
         return Wire("gather", (levels, ops.reshape(scale, (1,)))), ops.cast(levels, dtype) * scale
 

@@ -59,6 +59,6 @@ class TopK(_Sparse):
         # A prime stride: the sample keeps in step with no axis of a tensor.
         sample = sizes[::SAMPLE]
         count = max(1, math.ceil(self.ratio * math.ceil(length / SAMPLE)))
-        smallest = -ops.largest(-ops.take(sample, ops.topk(sample, count)))
+        smallest = -ops.max(-ops.take(sample, ops.topk(sample, count)))
         # Just below the sample's own entry, so that it is among the chosen.
         return ops.above(sizes, ops.clip(smallest * (1 - 1e-6), LARGEST))

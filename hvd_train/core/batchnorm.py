@@ -16,10 +16,10 @@ def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     """
     channels = (parts.shape[1] - 1) // 2
     count, mean, spread = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
-    total = ops.add_rows(count)
+    total = ops.sum(count, 0)
     some = ops.where(total > 0, total, 1.0)
-    center = ops.add_rows(count * mean) / some
-    return total, center, ops.add_rows(spread + count * (mean - center) ** 2) / some
+    center = ops.sum(count * mean, 0) / some
+    return total, center, ops.sum(spread + count * (mean - center) ** 2, 0) / some
 
 
 def running(

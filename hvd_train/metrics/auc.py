@@ -41,7 +41,7 @@ class AUC(Metric):
             first = ops.from_numpy(np.arange(self.labels) * BINS)  # (L,): the first bin of each label
             bins = ops.reshape(ops.reshape(bins, (-1, self.labels)) + first, (-1,))
         one = ops.cast(y > 0.5, ops.dtype(w))
-        return ops.join([ops.scatter(half, bins, w * (1 - one)), ops.scatter(half, bins, w * one)])
+        return ops.concat([ops.scatter(half, bins, w * (1 - one)), ops.scatter(half, bins, w * one)])
 
     def result(self, sums: np.ndarray) -> float:
         zero, one = sums.reshape(2, -1, BINS)  # (L, BINS) each

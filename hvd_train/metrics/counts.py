@@ -42,13 +42,13 @@ class Counts(Metric):
         # A model may have more outputs than there are classes, as with a vocabulary that is rounded up.
         known = predicted < classes
         per_class = ops.scatter(classes, ops.where(known, predicted, 0), ops.where(known, w, 0.0))
-        return ops.join([ops.scatter(classes, actual, right), per_class, ops.scatter(classes, actual, w)])
+        return ops.concat([ops.scatter(classes, actual, right), per_class, ops.scatter(classes, actual, w)])
 
     def _label_sums(self, predictions: Predictions) -> Tensor:
         ops = predictions.ops
         z, y, w = (ops.reshape(x, (-1, self.form.size)) for x in predictions.flat())  # (n, K) each
         predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(y > 0.5, ops.dtype(w))
-        return ops.join([ops.add_rows(w * x) for x in (predicted * actual, predicted, actual)])
+        return ops.concat([ops.sum(w * x, 0) for x in (predicted * actual, predicted, actual)])
 
     def result(self, sums: np.ndarray) -> float:
         counts = sums.reshape(3, -1)  # (3, K)

@@ -81,5 +81,5 @@ class Top5(BuiltInMean):
     def of_places(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         # The first axis may be unknown while a graph is traced.
         places = (-1, *(int(k) for k in tuple(y.shape)[1:]))
-        of_label = ops.reshape(ops.pick(z, y), (*places, 1))
-        return ops.cast(ops.add_last(ops.cast(z > of_label, ops.dtype(z))) < 5, ops.dtype(z))
+        of_label = ops.reshape(ops.take_last(z, y), (*places, 1))
+        return ops.cast(ops.sum(ops.cast(z > of_label, ops.dtype(z)), -1) < 5, ops.dtype(z))

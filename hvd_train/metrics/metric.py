@@ -127,7 +127,7 @@ def weighted_sum(
         return (ops.dot(ops.where(weights > 0, values, 0.0) if by_user else values, weights),)
     w = flat_weights(place_weights, weights, ops)
     values = ops.reshape(values, (-1,))
-    return ops.dot(ops.where(w != 0, values, 0.0), w), ops.add_rows(w)
+    return ops.dot(ops.where(w != 0, values, 0.0), w), ops.sum(w, 0)
 
 
 def flat_weights(place_weights: Tensor, weights: Tensor, ops: Ops) -> Tensor:

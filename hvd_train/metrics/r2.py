@@ -22,7 +22,7 @@ class R2(Metric):
         ops = predictions.ops
         # In 64 bits: where the labels' mean is large (years, prices), the squares cancel in all digits of 32 bits.
         z, y, w = (ops.cast(x, "float64") for x in predictions.flat())  # (places,) each
-        return ops.stack([ops.add_rows(w * x) for x in (w * 0 + 1, y, y**2, (z - y) ** 2)])
+        return ops.stack([ops.sum(w * x, 0) for x in (w * 0 + 1, y, y**2, (z - y) ** 2)])
 
     def result(self, sums: np.ndarray) -> float:
         count, first, second, residual = map(float, sums)

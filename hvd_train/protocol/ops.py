@@ -38,10 +38,10 @@ class Ops(Protocol):
         """Indices (m,) of the entries of the flat ``x`` that are > bound, or no number; m depends on the data."""
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Flat tensors, one after the other."""
 
-    def cut(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """The flat ``x`` in parts of these sizes, which add up to its own."""
 
     def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Ops(Protocol):
     def where(self, condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
         """Entries of ``a`` where the condition holds, else of ``b``; one of them may be a number."""
 
-    def add_rows(self, x: Tensor) -> Tensor:
-        """The sum over axis 0."""
+    def sum(self, x: Tensor, axis: int) -> Tensor:
+        """The sum over one axis."""
 
-    def largest(self, x: Tensor) -> Tensor:
+    def max(self, x: Tensor) -> Tensor:
         """The largest entry, a tensor of shape ()."""
 
     def to_bytes(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Ops(Protocol):
         """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...); where ``own`` (n, ...) is 0
         nobody asks for it."""
 
-    def constant(self, x: Tensor) -> Tensor:
+    def stop_gradient(self, x: Tensor) -> Tensor:
         """The same numbers, through which no gradient goes."""
 
     def softplus(self, x: Tensor) -> Tensor:
@@ -96,11 +96,8 @@ class Ops(Protocol):
     def argmax(self, x: Tensor) -> Tensor:
         """(..., C) -> (...) int64: the place of the largest entry of the last axis."""
 
-    def pick(self, x: Tensor, indices: Tensor) -> Tensor:
+    def take_last(self, x: Tensor, indices: Tensor) -> Tensor:
         """(..., C) and (...) -> (...): an entry of the last axis."""
-
-    def add_last(self, x: Tensor) -> Tensor:
-        """The sum over the last axis."""
 
     def row_means(self, x: Tensor) -> Tensor:
         """(n, ...) -> (n,): the mean of each row."""

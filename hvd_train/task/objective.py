@@ -112,7 +112,7 @@ class Objective:
                 values = self._ops.cross_entropy(z, y, present)
         sums = weighted_sum(values, place_weights, weights, self._ops, by_user=self.user_loss is not None)
         # Metrics need no gradients.
-        z, raw_outputs = for_each(self._ops.constant, z), for_each(self._ops.constant, raw[0])
+        z, raw_outputs = for_each(self._ops.stop_gradient, z), for_each(self._ops.stop_gradient, raw[0])
         return sums, Predictions(z, y, weights, present, (raw_outputs, raw[1]), self._ops)
 
     def place_weights(self, labels: Any, weights: Tensor, zeros: Any) -> Tensor | None:

@@ -108,23 +108,23 @@ class Task:
         for k, objective in enumerate(self.objectives):
             (total, *count), of_objective = objective.losses(outputs, labels, weights)
             predictions.append(of_objective)
-            scalars += [ops.constant(total), *count]
+            scalars += [ops.stop_gradient(total), *count]
             if scale is not None:
                 loss = total * scale[k] if loss is None else loss + total * scale[k]
         # Numbers of all losses and means are stacked and cast at once: each operation costs microseconds a step.
         for entry in self._means:
             scalars += entry.metric.totals(predictions[entry.objective])
-        vectors = [ops.stack([*scalars, ops.add_rows(weights)])]
+        vectors = [ops.stack([*scalars, ops.sum(weights, 0)])]
         vectors += [entry.metric.sums(predictions[entry.objective]) for entry in self._others]
         sums = [ops.cast(x, "float64") for x in vectors]
-        return loss, ops.join(sums) if len(sums) > 1 else sums[0]
+        return loss, ops.concat(sums) if len(sums) > 1 else sums[0]
 
     def counts(self, labels: Mapping[str, Tensor], weights: Tensor) -> Tensor:
         """Compute the W of each loss, (losses,) float64, from labels alone: no model is asked."""
         ops, counts = self._ops, []
         for objective in self.objectives:
             place_weights = objective.place_weights(labels, weights, partial(self._zeros, weights))
-            counts.append(ops.add_rows(weights if place_weights is None else flat_weights(place_weights, weights, ops)))
+            counts.append(ops.sum(weights if place_weights is None else flat_weights(place_weights, weights, ops), 0))
         return ops.cast(ops.stack(counts), "float64")
 
     def _zeros(self, weights: Tensor) -> Any:

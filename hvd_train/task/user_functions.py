@@ -123,7 +123,7 @@ class UserSums(Metric):
         # In 64 bits: squares of numbers far from zero cancel.
         count = ops.reshape(ops.cast(weights, "float64"), (-1, 1))  # (n, 1)
         values = ops.reshape(ops.cast(values, "float64"), (-1, *(columns or (1,))))  # (n, length)
-        return ops.add_rows(ops.where(count > 0, values, 0.0) * count)
+        return ops.sum(ops.where(count > 0, values, 0.0) * count, 0)
 
     def result(self, sums: np.ndarray) -> float:
         try:

@@ -76,7 +76,7 @@ class Exchange:
         flats = []
         for members in self.buckets:
             parts = [self.ops.reshape(tensors[i], (-1,)) for i in members]
-            flats.append(parts[0] if len(parts) == 1 else self.ops.join(parts))
+            flats.append(parts[0] if len(parts) == 1 else self.ops.concat(parts))
         return flats
 
     def split(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -84,7 +84,7 @@ class Exchange:
         found: dict[int, Tensor] = {}
         for members, flat in zip(self.buckets, flats, strict=True):
             sizes = [self._specs[i].size for i in members]
-            parts = self.ops.cut(flat, sizes) if len(members) > 1 else [flat]
+            parts = self.ops.split(flat, sizes) if len(members) > 1 else [flat]
             for i, part in zip(members, parts, strict=True):
                 found[i] = self.ops.reshape(part, self._specs[i].shape)
         return [found[i] for i in range(len(self._specs))]

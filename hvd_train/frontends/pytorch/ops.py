@@ -42,10 +42,10 @@ class TorchOps:
     def take(self, x, indices) -> torch.Tensor:
         return x[indices]
 
-    def join(self, parts) -> torch.Tensor:
+    def concat(self, parts) -> torch.Tensor:
         return torch.cat(list(parts))
 
-    def cut(self, x, sizes) -> Sequence[torch.Tensor]:
+    def split(self, x, sizes) -> Sequence[torch.Tensor]:
         return torch.split(x, list(sizes))
 
     def scatter(self, length, indices, values) -> torch.Tensor:
@@ -80,10 +80,10 @@ class TorchOps:
     def where(self, condition, a, b) -> torch.Tensor:
         return torch.where(condition, a, b)
 
-    def add_rows(self, x) -> torch.Tensor:
-        return x.sum(0)
+    def sum(self, x, axis) -> torch.Tensor:
+        return x.sum(axis)
 
-    def largest(self, x) -> torch.Tensor:
+    def max(self, x) -> torch.Tensor:
         return x.max()
 
     def to_bytes(self, x) -> torch.Tensor:
@@ -108,7 +108,7 @@ class TorchOps:
             losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
         return losses if labels.dim() == 1 else losses.view(labels.shape)
 
-    def constant(self, x) -> torch.Tensor:
+    def stop_gradient(self, x) -> torch.Tensor:
         return x.detach()
 
     def softplus(self, x) -> torch.Tensor:
@@ -120,11 +120,8 @@ class TorchOps:
     def argmax(self, x) -> torch.Tensor:
         return x.argmax(-1)
 
-    def pick(self, x, indices) -> torch.Tensor:
+    def take_last(self, x, indices) -> torch.Tensor:
         return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
-
-    def add_last(self, x) -> torch.Tensor:
-        return x.sum(-1)
 
     def row_means(self, x) -> torch.Tensor:
         return x.reshape(len(x), -1).mean(1)

@@ -54,10 +54,10 @@ class TensorFlowOps:
     def take(self, x, indices) -> tf.Tensor:
         return tf.gather(x, indices)
 
-    def join(self, parts) -> tf.Tensor:
+    def concat(self, parts) -> tf.Tensor:
         return tf.concat(parts, 0)
 
-    def cut(self, x, sizes) -> list[tf.Tensor]:
+    def split(self, x, sizes) -> list[tf.Tensor]:
         return tf.split(x, sizes)
 
     def scatter(self, length, indices, values) -> tf.Tensor:
@@ -92,10 +92,10 @@ class TensorFlowOps:
         kind = (a if tf.is_tensor(a) else b).dtype
         return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
 
-    def add_rows(self, x) -> tf.Tensor:
-        return tf.reduce_sum(x, 0)
+    def sum(self, x, axis) -> tf.Tensor:
+        return tf.reduce_sum(x, axis)
 
-    def largest(self, x) -> tf.Tensor:
+    def max(self, x) -> tf.Tensor:
         return tf.reduce_max(x)
 
     def to_bytes(self, x) -> tf.Tensor:
@@ -119,7 +119,7 @@ class TensorFlowOps:
         found = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
         return tf.reshape(tf.scatter_nd(there[:, None], found, tf.shape(flat, tf.int64)), tf.shape(labels))
 
-    def constant(self, x) -> tf.Tensor:
+    def stop_gradient(self, x) -> tf.Tensor:
         return tf.stop_gradient(x)
 
     def softplus(self, x) -> tf.Tensor:
@@ -131,11 +131,8 @@ class TensorFlowOps:
     def argmax(self, x) -> tf.Tensor:
         return tf.argmax(x, -1)
 
-    def pick(self, x, indices) -> tf.Tensor:
+    def take_last(self, x, indices) -> tf.Tensor:
         return tf.gather(x, indices, axis=-1, batch_dims=len(indices.shape))
-
-    def add_last(self, x) -> tf.Tensor:
-        return tf.reduce_sum(x, -1)
 
     def row_means(self, x) -> tf.Tensor:
         return tf.reduce_mean(x, list(range(1, x.shape.rank)))

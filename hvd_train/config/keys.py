@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.metrics.table import LOSSES, METRICS
 
+FREE = "may change on resume"  # the name under which a field keeps it
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Mode = Literal["auto", "min", "max"]
@@ -32,6 +33,15 @@ Numbers = Finite | Annotated[list[Finite], Field(min_length=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
+
+
+def free(default: Any, *, unless_cosine: bool = False, **rules: Any) -> Any:
+    """Declare a key that a resumed run may change: it decides when to stop, save and report, not what the numbers are.
+
+    All other keys want --allow-change. ``unless_cosine``: the cosine schedule runs to the end of the training, so the
+    learning rate depends on this key.
+    """
+    return Field(default, json_schema_extra={FREE: "unless cosine" if unless_cosine else "always"}, **rules)
 
 
 def rule(problems: list[tuple[str, str]]) -> None:
@@ -161,9 +171,7 @@ class DataConfig(Section):
     name: str = Field(
         "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
     )
-    path: str | None = Field(
-        None, description="folder or file of the data; digits, synthetic and masked_text need none"
-    )
+    path: str | None = free(None, description="folder or file of the data; digits, synthetic and masked_text need none")
     image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"
@@ -195,7 +203,7 @@ class DataConfig(Section):
     )
     options: dict[str, Any] = Field({}, description="arguments of your own data function")
     transforms: list[TransformConfig] = Field([], description="what is done to each sample, in this order")
-    workers: Positive = Field(1, description="threads of a rank that fetch, decode and transform ahead of the training")
+    workers: Positive = free(1, description="threads of a rank that fetch, decode and transform ahead of the training")
 
     @model_validator(mode="after")
     def _combinations(self) -> DataConfig:
@@ -498,8 +506,12 @@ class Config(Section):
         None, description="samples per step over all ranks, instead of batch_size"
     )
     accumulate_grad_batches: Positive = Field(1, description="micro-batches per step; their gradients travel once")
-    max_epochs: Positive | None = Field(None, description="epochs to train (default 1, if max_steps is not given)")
-    max_steps: Positive | None = Field(None, description="steps to train; with max_epochs: whichever ends first")
+    max_epochs: Positive | None = free(
+        None, unless_cosine=True, description="epochs to train (default 1, if max_steps is not given)"
+    )
+    max_steps: Positive | None = free(
+        None, unless_cosine=True, description="steps to train; with max_epochs: whichever ends first"
+    )
     optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
@@ -507,45 +519,43 @@ class Config(Section):
     sync_batchnorm: bool = Field(
         False, description="batch normalization takes its statistics over the global batch, not over a rank's part"
     )
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="when to save and what to keep")
-    early_stopping: EarlyStoppingConfig | None = Field(None, description="when to stop before the end; null: never")
-    check_val_every_n_epoch: Positive = Field(1, description="evaluate after every n-th epoch, and at the end")
+    checkpoint: CheckpointConfig = free(CheckpointConfig(), description="when to save and what to keep")
+    early_stopping: EarlyStoppingConfig | None = free(None, description="when to stop before the end; null: never")
+    check_val_every_n_epoch: Positive = free(1, description="evaluate after every n-th epoch, and at the end")
     limit_train_batches: Positive | None = Field(None, description="steps per epoch at most, for short trials")
-    limit_val_batches: Positive | None = Field(None, description="batches per evaluation and rank at most")
+    limit_val_batches: Positive | None = free(None, description="batches per evaluation and rank at most")
     precision: Annotated[Literal["32", "64", "16-mixed", "bf16-mixed"], BeforeValidator(_precision)] = Field(
         "32",
         description="bits: 32, 64 for proofs of equality, or weights of 32 and most arithmetic in 16 (mixed)",
     )
-    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+    on_nonfinite: Literal["stop", "skip", "rollback"] = free(
         "stop",
         description="NaN or infinity: end with code 6, leave the step out, or take the last checkpoint's weights",
     )
-    watchdog_s: float = Field(
+    watchdog_s: float = free(
         600,
         ge=0,
         description="seconds without a step, or of a save without a byte, after which all are ended; 0: never",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda: the GPU of the local rank")
-    devices: list[Count] | None = Field(
-        None, description="GPU indices for the local ranks, in order; null: all visible"
-    )
-    threads: Positive | Literal["auto"] = Field("auto", description="threads per rank; auto: cores / local ranks")
+    device: Literal["auto", "cpu", "cuda"] = free("auto", description="cuda: the GPU of the local rank")
+    devices: list[Count] | None = free(None, description="GPU indices for the local ranks, in order; null: all visible")
+    threads: Positive | Literal["auto"] = free("auto", description="threads per rank; auto: cores / local ranks")
     seed: Count = Field(0, description="of first weights, sample order and dropout")
-    run_dir: str = Field("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
-    code_dir: str | None = Field(
+    run_dir: str = free("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
+    code_dir: str | None = free(
         None,
         description="folder of your own modules, before the current one; null: the configuration file's",
     )
-    agreement_every_n_steps: Count = Field(
+    agreement_every_n_steps: Count = free(
         100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
     )
-    steps_per_execution: Positive | Literal["auto"] = Field(
+    steps_per_execution: Positive | Literal["auto"] = free(
         "auto",
         description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
     )
-    log_every_n_steps: Positive = Field(50, description="steps between two lines of metrics.jsonl")
-    tensorboard: bool = Field(True, description="write TensorBoard events")
-    slurm: SlurmConfig = Field(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
+    log_every_n_steps: Positive = free(50, description="steps between two lines of metrics.jsonl")
+    tensorboard: bool = free(True, description="write TensorBoard events")
+    slurm: SlurmConfig = free(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
     _notes: list[str] = PrivateAttr(default_factory=list)
     _restores: bool = PrivateAttr(default=False)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from hvd_train.config.keys import Config, OneOf
+from hvd_train.config.keys import FREE, Config, OneOf
 
 # YAML 1.1 takes 1e-5 for a word; people mean a number. A word that reads so is quoted when it is written.
 FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
@@ -75,24 +75,26 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
-# A resumed run may differ in these: they decide when to stop, save and report, not what the numbers are.
-FREE = (
-    "max_epochs", "max_steps", "run_dir", "log_every_n_steps", "tensorboard", "checkpoint", "check_val_every_n_epoch",
-    "limit_val_batches", "early_stopping", "device", "devices", "threads", "data.path", "data.workers",
-    "agreement_every_n_steps", "steps_per_execution", "on_nonfinite", "watchdog_s", "slurm",
-    "code_dir",
-)  # fmt: skip
-
-
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """(key, old, new) of what would change the numbers of a resumed run."""
-    free = [key for key in FREE if not (new.optim.schedule == "cosine" and key in ("max_epochs", "max_steps"))]
+    free = set(free_keys(new.optim.schedule == "cosine"))
     before, after = dict(_leaves(_dump(old))), dict(_leaves(_dump(new)))
     return [
         (key, before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
     ]
+
+
+def free_keys(cosine: bool, section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Give the keys and sections that a resumed run may change, as they are declared; ``cosine``: the schedule is."""
+    for name, field in section.model_fields.items():
+        extra, kind = field.json_schema_extra, inner(field.annotation)
+        when = extra.get(FREE) if isinstance(extra, dict) else None
+        if when == "always" or (when and not cosine):
+            yield prefix + name
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from free_keys(cosine, kind, f"{prefix}{name}.")
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

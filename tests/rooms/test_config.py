@@ -10,6 +10,7 @@ import yaml
 
 from hvd_train.config import Config, changed, digest, explain, load_config, resolved_yaml
 from hvd_train.config.reading import MAX_BYTES
+from hvd_train.config.writing import free_keys
 from hvd_train.errors import ConfigError
 
 
@@ -208,6 +209,32 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "job.yaml").write_bytes(b"seed: 1 # \xff")
     (line,) = lines(path=tmp_path / "job.yaml")
     assert "UTF-8" in line and "byte 10" in line
+
+
+def test_the_keys_that_a_resumed_run_may_change():
+    """They are declared so in keys.py; a new key is not, unless its author says it."""
+    always = [
+        "run_dir",
+        "code_dir",
+        "log_every_n_steps",
+        "tensorboard",
+        "checkpoint",
+        "check_val_every_n_epoch",
+        "limit_val_batches",
+        "early_stopping",
+        "device",
+        "devices",
+        "threads",
+        "data.path",
+        "data.workers",
+        "agreement_every_n_steps",
+        "steps_per_execution",
+        "on_nonfinite",
+        "watchdog_s",
+        "slurm",
+    ]
+    assert set(free_keys(cosine=True)) == set(always)
+    assert set(free_keys(cosine=False)) == {*always, "max_epochs", "max_steps"}
 
 
 def test_what_a_resumed_run_may_change():

@@ -1,0 +1,282 @@
+"""Data of the user: functions, arrays, objects with fetch, and how labels reach a loss."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.catalog import open_data
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field
+from tests.data.files import RNG, config, fault, for_testing, opened, taken
+
+IDS = np.array([[1, 200, 3], [4, 5, 255]] * 4)
+LABELS = np.arange(8) % 2
+
+
+def source_of(inputs, labels=LABELS, **task):
+    """open_data of a function that gives the pair for both parts."""
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: ((inputs, labels), (inputs, labels)))
+    return open_data(config("own_pair:pair"), TaskConfig(**task)).train
+
+
+def test_labels_at_each_place_of_an_image_are_images():
+    depth = np.ones((8, 4, 5), np.float32)
+    assert source_of(np.ones((8, 4, 5, 3), np.uint8), depth, loss="mse").sample.labels["label"].shape == (4, 5, 1)
+    assert source_of(depth, depth, loss="mse").sample.labels["label"] == Field((4, 5), "float32")
+    assert not Field((4, 5, 6), "int64", classes=3).image and Field((4, 5, 6), "float32").image  # as manifests tell
+
+
+def test_a_function_may_give_a_test_part():
+    part = np.ones((8, 3)), LABELS
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part, (part[0][:3], LABELS[:3])))
+    assert len(for_testing("own_pair:pair")) == 3
+
+
+OWN = """
+import numpy as np
+class Mine:
+    num_classes, fingerprint = 2, "mine"
+    kind = np.float32
+    def __len__(self): return 4
+    def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.ones(len(indices), np.int64)
+class Bytes(Mine):
+    kind = np.uint8
+class Uneven(Mine):
+    def fetch(self, indices): return np.ones((len(indices), 2 + len(indices))), np.ones(len(indices), np.int64)
+class Places(Mine):
+    def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.ones((len(indices), 3), np.int64)
+class Strange(Mine):
+    label = 3
+    def fetch(self, indices): return np.ones((len(indices), 3), self.kind), np.where(indices, self.label, 0)
+class Ignored(Strange):
+    label = -100
+class Broken(Mine):
+    def fetch(self, indices): return indices / {}
+def pairs(n=4): return (np.ones((n, 3)), np.arange(n) % 2), (np.zeros((2, 3)), np.zeros(2, int))
+def sources(): return Mine(), Mine()
+def places(): return Places(), Places()
+def one(): return Mine()
+def nothing(): return None, None
+def bytes(): return Bytes(), Mine()
+def strange(): return Mine(), Strange()
+def ignored(): return Mine(), Ignored()
+def uneven(): return Uneven(), Uneven()
+def broken(): return Mine(), Broken()
+def raises(): raise KeyError("no key")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_data.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_data", raising=False)
+
+
+def test_own_function(own):
+    data = opened("own_data:pairs", options={"n": 6})
+    assert (len(data.train), len(data.val), data.sample.num_classes, data.sample.input_shape) == (6, 2, 2, (3,))
+    assert opened("own_data:sources").train.fingerprint == "mine"
+    assert taken(opened("own_data:places").train, np.arange(2))[1].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own_dat:pairs", "there is no module 'own_dat'"),
+        ("own_data:pair", "own_data.py has no function 'pair'"),
+        ("own_data:", "has no function"),
+        (":pairs", "cannot be imported"),
+        ("own_data:one", "must return (train, val)"),
+        ("own_data:nothing", "NoneType has no __len__, fetch"),
+        ("own_data:bytes", "input (3,) uint8, label () int64, validation samples of input (3,) float32"),
+        ("own_data:uneven", "fetch gives inputs of shape (4, 6) for 4 indices, not (4, 3)"),
+        ("own_data:strange", "sample 1 holds a label out of [0, 2)"),
+        ("own_data:ignored", "sample 1 holds a label out of [0, 2)"),
+        ("own_data:broken", "val; "),
+        ("own_data:raises", "KeyError"),
+    ],
+)
+def test_own_faults(own, name, words):
+    text = fault(name)
+    assert words in text or words in text + "; "
+    assert f"data.name: {name}" in text
+
+
+def test_own_options_that_do_not_fit(own):
+    assert "unexpected keyword argument 'm'" in fault("own_data:pairs", options={"m": 1})
+
+
+def test_bytes_are_divided_unless_they_are_ids_and_the_run_says_which():
+    """They travel as bytes either way."""
+
+    def divisor(source):
+        assert source.fetch(np.arange(2))[0]["input"].dtype == np.uint8
+        return source.sample.inputs["input"].divisor
+
+    flat = source_of(IDS.astype(np.uint8))
+    assert divisor(flat) == 255 and "divided by 255" in flat.note and "int32" in flat.note
+    ids = source_of(IDS.astype(np.uint8), IDS[:, ::-1])
+    assert divisor(ids) == 1 and np.array_equal(taken(ids, np.arange(2))[0], IDS[:2]) and "not divided" in ids.note
+    column = source_of(IDS[:, :1].astype(np.uint8), LABELS[:, None])  # one number and one label a sample are no text
+    assert divisor(column) == 255
+    whole = source_of(IDS)
+    assert np.array_equal(taken(whole, np.arange(2))[0], IDS[:2])
+    assert "int64" in whole.note and "whole numbers" in whole.note and "float32" in whole.note
+    assert source_of(IDS.astype(np.float32)).note == "" and source_of(list(IDS)).note == whole.note
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_whole_numbers_stay_whole(dtype):
+    most = 1 if dtype == "bool" else min(np.iinfo(dtype).max, (1 << 63) - 1)
+    values = np.full((8, 3), most, dtype)
+    source = source_of(values)
+    found, field = taken(source, np.arange(8))[0], source.sample.inputs["input"]
+    assert field.whole and found.dtype == field.dtype and (found == values).all()
+    if dtype == "uint64":
+        values[5, 1] = 1 << 63
+        with pytest.raises(DataError, match="sample 5 holds a number of more than 63 bits"):
+            source_of(values).fetch(np.arange(8))
+
+
+def test_named_inputs_travel_as_they_are():
+    """Several inputs have names, each its own type; a dict of one is one input; an object gives the same."""
+    named = {"tokens": IDS.astype(np.int32), "mask": IDS > 3, "image": np.ones((8, 4, 5), np.uint8)}
+    source = source_of(named)
+    inputs, labels = source.fetch(np.array([6, 1]))
+    assert source.sample.input_shape == {"tokens": (3,), "mask": (3,), "image": (4, 5)}
+    assert {name: x.dtype.name for name, x in inputs.items()} == {"tokens": "int32", "mask": "bool", "image": "uint8"}
+    assert all((x == named[name][[6, 1]]).all() for name, x in inputs.items()) and labels["label"].tolist() == [0, 1]
+    assert {name: field.divisor for name, field in source.sample.inputs.items()}["image"] == 255
+    assert source_of({"tokens": IDS}).sample.input_shape == (3,)
+
+    class Own(OnlyFetch):
+        num_classes, fingerprint = 2, "x"
+
+        def __len__(self):
+            return 8
+
+        def fetch(self, indices):
+            return {name: x[indices] for name, x in named.items()}, LABELS[indices]
+
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (Own(), Own()))
+    again = opened("own_pair:pair").train
+    assert again.sample == source.sample
+    assert all((x == inputs[name]).all() for name, x in again.fetch(np.array([6, 1]))[0].items())
+
+
+def test_labels_are_what_the_loss_wants():
+    """Numbers for a regression, several by name, places that are ignored."""
+    found = source_of(IDS.astype(np.float32), LABELS / 2, loss="mse")
+    assert taken(found, np.arange(2))[1].tolist() == [0, 0.5] and found.sample.num_classes is None
+    assert source_of(IDS, -LABELS, loss="mse").sample.labels["label"] == Field((), "int64")
+    images = source_of(np.ones((8, 4, 4), np.uint8), np.ones((8, 4, 4), np.uint8), loss="mse")
+    assert images.sample.labels["label"] == images.sample.inputs["input"] == Field((4, 4, 1), "uint8", 255.0)
+    words = np.where(IDS > 3, IDS, -100)
+    source = source_of(
+        {"tokens": IDS}, {"words": words, "next": LABELS}, loss=dict.fromkeys(("words", "next"), "cross_entropy")
+    )
+    fields = source.sample.labels
+    assert (fields["words"].masked, fields["words"].classes, fields["next"]) == (
+        True,
+        256,
+        Field((), "int64", classes=2),
+    )
+    assert source.sample.num_classes == {"words": 256, "next": 2}
+    assert (source.fetch(np.arange(8))[1]["words"] == words).all()
+    with pytest.raises(DataError, match="label -100 of sample 0"):
+        source_of(IDS, words, ignore_index=-1)
+    assert source_of(IDS, np.where(IDS > 3, IDS, -1), ignore_index=-1).sample.labels["label"].masked
+
+
+def test_the_fingerprint_sees_each_named_array():
+    named = {"a": IDS.astype(np.int32), "b": IDS.astype(np.float32)}
+    prints = {source_of(named).fingerprint, source_of(named | {"b": named["b"] + 1}).fingerprint}
+    prints |= {source_of({"a": named["a"], "c": named["b"]}).fingerprint, source_of({"a": named["a"]}).fingerprint}
+    assert len(prints) == 4
+
+
+class OnlyFetch:
+    def fetch(self, indices):
+        return IDS[indices], LABELS[indices]
+
+
+class Fetching(OnlyFetch):
+    num_classes, fingerprint = 2, "x"
+
+    def __init__(self, fetched):
+        self.fetched = fetched
+
+    def __len__(self):
+        return 8
+
+    def fetch(self, indices):
+        return self.fetched
+
+
+OWN_FAULTS = {
+    "tuple": (((IDS, IDS[:, :2]), LABELS), ["inputs are a tuple of 2", "a dict of named inputs"]),
+    "list": (([IDS, IDS], LABELS), ["inputs are a list of 2", "a dict of named inputs"]),
+    "no name": (({"a": IDS, "b c": IDS}, LABELS), ["a dict with a, b c", "names no argument"]),
+    "lengths": (({"a": IDS, "b": IDS[1:]}, LABELS), ["inputs 'b' (7, 3)", "(8,)", "length"]),
+    "named text": (({"a": IDS, "b": IDS.astype(str)}, LABELS), ["inputs 'b' of type <U"]),
+    "targets": ((IDS, (LABELS, LABELS)), ["differ in length"]),
+    "named targets": ((IDS, {"a": LABELS, "b": LABELS[1:]}), ["labels 'b' (7,)", "differ in length"]),
+    "regression": ((IDS, LABELS / 2), ["labels of type float64", "wants classes", "regression"]),
+    "ragged": (([[1], [2, 3, 4]] * 4, LABELS), ["inputs have samples of different lengths, 1 to 3", "pad them"]),
+    "ragged objects": ((np.array([[1], [2, 3]] * 4, object), LABELS), ["different lengths, 1 to 2"]),
+    "ragged arrays": (([np.zeros((k % 3 + 1, 2)) for k in range(8)], LABELS), ["different lengths, 1 to 3"]),
+    "mixed": (([[1], "a"] * 4, LABELS), ["inputs are not an array of numbers"]),
+    "weights": ((IDS, LABELS, LABELS), ["gives a tuple of 3", "(inputs, labels)"]),
+    "a dict": ({"x": IDS, "y": LABELS}, ["gives a dict with x, y", "(inputs, labels)"]),
+    "fetch alone": (OnlyFetch(), ["OnlyFetch has no __len__", "fingerprint", "num_classes"]),
+    "fetch of a dict": (Fetching({"x": 1}), ["fetch gives a dict with x"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_FAULTS)
+def test_faults_of_own_data(name):
+    part, words = OWN_FAULTS[name]
+    sys.modules["own_pair"] = SimpleNamespace(pair=lambda: (part, part))
+    text = fault("own_pair:pair")
+    assert all(word in text for word in words) and "own_pair:pair" in text, text
+
+
+def test_a_sample_itself_may_be_what_the_model_is_to_give():
+    config = DataConfig(name="digits", target="inputs")
+    data, usual = open_data(config), open_data(DataConfig(name="digits"))
+    (inputs, labels), rows = data.val.fetch(np.array([5, 2])), usual.val.fetch(np.array([5, 2]))[0]
+    assert (labels["label"] == rows["input"]).all() and (inputs["input"] == rows["input"]).all()
+    assert data.sample.labels["label"] == data.sample.inputs["input"] and data.sample.num_classes is None
+    assert len(data.val) == len(usual.val) and data.fingerprint != usual.fingerprint
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1), (8, 5), (8, 5, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool"])
+def test_a_function_of_the_users_gets_labels_as_stored(shape, dtype):
+    """(n, 1) stays (n, 1), bytes are not divided and no axis is added; a built-in loss gets (n,) as before."""
+    labels = (RNG.uniform(0, 200, shape)).astype(dtype)
+    for task in ({"loss": "own:loss"}, {"loss": "mse", "metrics": ["own:metric"]}):
+        source = source_of(np.ones((8, 3), np.float32), labels, **task)
+        _, found = source.fetch(np.arange(8))
+        assert found["label"].shape == shape and (found["label"] == labels).all()
+        assert source.sample.labels["label"].shape == shape[1:]
+    if shape == (8, 1):
+        assert source_of(np.ones((8, 3), np.float32), labels, loss="mse").sample.labels["label"].shape == ()
+
+
+def test_a_loss_of_the_users_leaves_the_number_of_classes_told(tmp_path):
+    """By the configuration, or by an object with ``num_classes``; where labels are classes, they tell it."""
+    x, y = np.ones((8, 3), np.float32), np.arange(8)[:, None] % 2
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    task = TaskConfig(loss="own:loss")
+    found = open_data(DataConfig(name="npz", path=str(tmp_path / "data.npz"), num_classes=2), task)
+    assert found.sample.num_classes == 2 and found.sample.labels["label"].shape == (1,)
+    assert open_data(DataConfig(name="npz", path=str(tmp_path / "data.npz")), task).sample.num_classes is None
+    own = SimpleNamespace(fetch=lambda k: (x[k], y[k]), fingerprint="own", num_classes=3)
+    part = type("Part", (), {"__len__": lambda self: 8, **vars(own), "fetch": lambda self, k: (x[k], y[k])})()
+    assert open_data(DataConfig(), task, (part, part)).sample.num_classes == 3

@@ -15,20 +15,19 @@ from hvd_train.config.own import GIVEN, look_in
 from hvd_train.core.hooks import Hook
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.rank import settle
-from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.fit import locked_run_folder, train
-from hvd_train.jobs.job import build_job, failures_explained
+from hvd_train.jobs.job import build_job
 from hvd_train.jobs.resume import data_as_before, resumes
 from hvd_train.protocol import Build
-from hvd_train.script.world import open_world
+from hvd_train.rank.session import Session, failures_explained
+from hvd_train.script.world import open_session
 
 STARTED_IN = os.path.abspath(sys.path[0])  # the script's folder, or the current one of a notebook and of python -m
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Summary(Mapping[str, Any]):
-    """A run's ``summary.json``, equal on all ranks: ``summary["val_loss"]`` or ``summary.val_loss``."""
+    """The ``summary.json`` of a run, equal on all ranks: ``summary["val_loss"]`` or ``summary.val_loss``."""
 
     entries: Mapping[str, Any]
 
@@ -63,8 +62,9 @@ def fit(
     overwrite: bool = False,
     verbose: bool = False,
 ) -> Summary:
-    """Trains, alone or as a rank of a launcher's world, and gives the run's summary; the run folder is that of
-    ``hvd-train fit``. Raises the errors of ``hvd_train.errors``, each with what, where and what to do.
+    """Train, alone or as a rank of a launcher's world, as ``hvd-train fit`` does; return the run's summary.
+
+    Raises the errors of ``hvd_train.errors``, each with what, where and what to do.
 
     config: a dict of the configuration's keys, or a YAML file. model: a built model, which is trained in place, or a
     function as ``model.name`` takes it; data: ``(train, val)``, each (inputs, labels) or an object with ``fetch``, or a
@@ -77,74 +77,80 @@ def fit(
         strange = next(type(hook).__name__ for hook in hooks if not isinstance(hook, Hook))
         raise ConfigError(f"{strange} is no hook", where="hooks", fix="derive it from hvd_train.Hook; give an object")
     with ExitStack() as stack:
-        settled = stack.enter_context(_settled(config, model, data, loss, metrics))
-        lock = stack.enter_context(locked_run_folder(settled, resume, overwrite))
-        look_in(settled.code_dir)
-        opened = open_data(settled.data, settled.task, None if isinstance(data, str) else data)
-        rank = settle(settled.framework, settled.threads, verbose)
-        rank.module.configure(rank.threads)
-        # Kept open: a launched world cannot be opened twice.
-        communicator = open_world(settled.framework) if rank.world.launcher else Serial()
-        stack.enter_context(failures_explained(communicator))
-        opened = data_as_before(settled, communicator, opened, resume, None if isinstance(data, str) else data)
-        settled = settled.restoring() if resumes(settled, communicator, resume) else settled
-        job = build_job(settled, rank.module, communicator, opened, rank.settings)
+        config = stack.enter_context(_whole_config(config, model, data, loss, metrics))
+        lock = stack.enter_context(locked_run_folder(config, resume, overwrite))
+        look_in(config.code_dir)
+        user_data = None if isinstance(data, str) else data
+        opened = open_data(config.data, config.task, user_data)
+        session = Session.prepare(config.framework, config.threads, verbose, user_process=True)
+        session.module.configure(session.threads)
+        if session.world.launcher:  # kept open, for a launched world cannot be opened twice
+            session.communicator = open_session(config.framework, session).communicator
+        stack.enter_context(failures_explained(session.communicator))
+        opened = data_as_before(config, session.communicator, opened, resume, user_data)
+        config = config.restoring() if resumes(config, session.communicator, resume) else config
+        job = build_job(config, session, opened)
         return Summary(train(job, resume, allow_change, overwrite, lock, hooks))
 
 
 @contextmanager
-def _settled(
+def _whole_config(
     config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any
 ) -> Iterator[Config]:
-    """The configuration with the names of what was handed over, under which it is found meanwhile."""
+    """Name the caller's objects in the configuration, and find them by these names for the time of a block."""
     if isinstance(config, str | Path):
         config = load_config(Path(config))
     base = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
-    handed = [("model", "name", model), ("data", "name", data), ("task", "loss", loss), ("task", "metrics", metrics)]
-    own: dict[str, Any] = {}
-    for section, key, given in handed:
-        if given is not None:
-            one = section in ("model", "data") and not isinstance(given, str)
-            named = _name(given) if one else _named(given, own)
-            base[section] = dict(base.get(section) or {}) | {key: named}
-    settled = load_config(base=base)
-    if settled.user_code and not settled.code_dir:
-        settled = settled.model_copy(update={"code_dir": STARTED_IN})
+    user_values = [
+        ("model", "name", model),
+        ("data", "name", data),
+        ("task", "loss", loss),
+        ("task", "metrics", metrics),
+    ]
+    functions: dict[str, Any] = {}
+    for section, key, value in user_values:
+        if value is not None:
+            one = section in ("model", "data") and not isinstance(value, str)
+            name = _name(value) if one else _names(value, functions)
+            base[section] = dict(base.get(section) or {}) | {key: name}
+    whole = load_config(base=base)
+    if whole.user_code and not whole.code_dir:
+        whole = whole.model_copy(update={"code_dir": STARTED_IN})
     if model is not None and not isinstance(model, str):
-        own[settled.model.name] = _build(model)
-    GIVEN.update(own)
+        functions[whole.model.name] = _build(model)
+    GIVEN.update(functions)
     try:
-        yield settled
+        yield whole
     finally:
-        for name in own:
+        for name in functions:
             del GIVEN[name]
 
 
-def _named(given: Any, own: dict[str, Any]) -> Any:
-    """Losses or metrics by their names; the functions among them come into ``own``."""
-    if isinstance(given, Mapping):
-        return {name: _named(each, own) for name, each in given.items()}
-    if isinstance(given, list | tuple):
-        return [_named(each, own) for each in given]
-    if not callable(given):
-        return given
-    name = _name(given)
-    if own.setdefault(name, given) is not given:
+def _names(value: Any, functions: dict[str, Any]) -> Any:
+    """Replace losses or metrics by their names, and put the functions among them into ``functions``."""
+    if isinstance(value, Mapping):
+        return {name: _names(each, functions) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_names(each, functions) for each in value]
+    if not callable(value):
+        return value
+    name = _name(value)
+    if functions.setdefault(name, value) is not value:
         fix = "give each a def of its own name"
         raise ConfigError(f"two functions are called {name}", where="loss, metrics", fix=fix)
     return name
 
 
-def _name(given: Any) -> str:
-    """As the configuration would name it; arrays have no place of their own."""
-    named = given if callable(given) and hasattr(given, "__qualname__") else type(given)
+def _name(value: Any) -> str:
+    """Return the name that a configuration would give it; arrays have the name of their type."""
+    named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _build(model: Any) -> Build:
-    own = ("named_parameters", "trainable_variables")  # PyTorch's, Keras'
-    if not isinstance(model, type) and any(hasattr(model, name) for name in own):
-        return lambda **given: model
+    attributes = ("named_parameters", "trainable_variables")  # of a built model of PyTorch, of Keras
+    if not isinstance(model, type) and any(hasattr(model, name) for name in attributes):
+        return lambda **options: model
     if not callable(model):
         fix = "give a torch.nn.Module, a keras.Model, a function that builds one, or a name"
         raise ConfigError(f"{type(model).__name__} is no model", where="model", fix=fix)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hvd_train.cli import options
-from hvd_train.cli.launching import prepare_rank, rank_words
+from hvd_train.cli.launching import open_rendezvous, rank_words
+
+if TYPE_CHECKING:
+    from hvd_train.config import Config
 
 starting = options.together(
     click.option(
@@ -99,8 +103,7 @@ def fit(
     hvd-train fit -np 2 -c job.yaml --max-restarts 3
     hvd-train fit -np 2 -c job.yaml --check         try all of it with one step, and write nothing
     """
-    from hvd_train.config import load_config, resolved_yaml
-    from hvd_train.launch.environment import world
+    from hvd_train.config import load_config
     from hvd_train.launch.hosts import parse
     from hvd_train.launch.plan import Restarts, plan
     from hvd_train.launch.signals import listen, stop_listening
@@ -108,24 +111,31 @@ def fit(
     config = load_config(path, sets, run_dir=run_dir, seed=seed)
     where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)
     ranks = plan(num_proc, launcher, where, nnodes, nproc_per_node, restarts, dry_run)
-    if dry_run and ranks:
-        click.echo(shlex.join(ranks.command(rank_words())))
-    elif dry_run:
-        if (here := world()).rank == 0:
-            begun = f"{here.size} ranks, started by {here.launcher}" if here.launcher else "1 rank, this process"
-            click.echo(f"# {begun}. It would train with this configuration:")
-            click.echo(resolved_yaml(config), nl=False)
+    if dry_run:
+        click.echo(shlex.join(ranks.command(rank_words())) if ranks else _as_one_rank(config), nl=bool(ranks))
     elif ranks:
         stop_listening()
         sys.exit(ranks.run(rank_words(), config, verbose, once=check))
     elif check:
         from hvd_train.jobs.check import check as check_run
 
-        prepare_rank()
+        open_rendezvous()
         stop_listening()
         sys.exit(check_run(config, resume, allow_change, overwrite, verbose))
     else:
         from hvd_train.jobs.fit import fit as train
 
-        prepare_rank()
+        open_rendezvous()
         sys.exit(train(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
+
+
+def _as_one_rank(config: Config) -> str:
+    """Return what ``--dry-run`` prints on a rank that would train in this process; nothing on ranks above 0."""
+    from hvd_train.config import resolved_yaml
+    from hvd_train.launch.environment import world
+
+    here = world()
+    if here.rank:
+        return ""
+    ranks = f"{here.size} ranks, started by {here.launcher}" if here.launcher else "1 rank, this process"
+    return f"# {ranks}. It would train with this configuration:\n{resolved_yaml(config)}"

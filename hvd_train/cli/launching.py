@@ -40,11 +40,11 @@ def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job
 
     if starts_ranks(num_proc):
         start_ranks(num_proc or 1, launcher, verbose)
-    prepare_rank()
+    open_rendezvous()
     sys.exit(job())
 
 
-def prepare_rank() -> None:
+def open_rendezvous() -> None:
     """Let the other ranks find this one, if the launcher does not bring them together."""
     from hvd_train.launch.environment import world
     from hvd_train.launch.rendezvous import rank as rendezvous

@@ -28,7 +28,7 @@ NICE = 10
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank, which a stub hands over."""
+    """The place of a rank, which a stub hands over: its program, environment, folder and standard streams."""
 
     program: list[str]
     environment: dict[str, str]
@@ -36,7 +36,7 @@ class Place:
     descriptors: list[int]
 
     def take(self) -> None:
-        """This process is the rank from here on."""
+        """Become the rank."""
         for number, descriptor in enumerate(self.descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
@@ -62,17 +62,17 @@ def receive(connection: socket.socket) -> Place:
 
 
 def warm(framework: str, wanted: str, ranks: int, verbose: bool) -> None:
-    """In a thread of low priority, which takes little from ranks that train; forks are of the main thread."""
+    """Load what a rank needs, in a thread of low priority, so that ranks that train keep the cores."""
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
     for module in ("hvd_train.cli.fit", "hvd_train.jobs.fit", "hvd_train.update.exchange", "safetensors.numpy"):
         import_module(module)
-    from hvd_train.frontends.rank import warm as load
+    from hvd_train.rank.session import preload
 
-    load(framework, int(wanted) if wanted.isdigit() else wanted, ranks, verbose)
+    preload(framework, int(wanted) if wanted.isdigit() else wanted, ranks, verbose)
 
 
 def serve(listener: socket.socket, most: int) -> Place:
-    """Forks for whoever asks; returns in the fork."""
+    """Fork for each stub that asks, ``most`` at once; return in the fork."""
     poll = select.poll()
     waiting: dict[int, int] = {}  # a connection's descriptor: that of its process
     children: dict[int, tuple[int, socket.socket]] = {}  # a process' descriptor: its pid, whom to tell of its end

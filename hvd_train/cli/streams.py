@@ -11,11 +11,11 @@ from hvd_train.errors import ConfigError
 
 
 class ReaderLeftError(BrokenPipeError):
-    """Nobody reads what this command prints any more."""
+    """The end of standard output's reader (``| head``)."""
 
 
 class _Guarded(io.FileIO):
-    """A descriptor that becomes the null device when it cannot be written any more. ``silent``: without an error."""
+    """A stream that goes to the null device once it cannot be written any more. ``silent``: without an error."""
 
     silent = False
 
@@ -37,8 +37,11 @@ class _Guarded(io.FileIO):
 
 
 def guard(*silent: str) -> None:
-    """Opens what is closed of the standard streams, and guards them. What is printed to the ``silent`` ones ("stdout",
-    "stderr") raises nothing; else ReaderLeftError, or ConfigError."""
+    """Open the standard streams that are closed, and guard stdout and stderr.
+
+    Printing to a stream that failed raises ReaderLeftError or ConfigError; to one of ``silent`` ("stdout", "stderr") it
+    raises nothing.
+    """
     _open_closed()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -55,8 +58,10 @@ def guard(*silent: str) -> None:
 
 
 def _open_closed() -> None:
-    """The null device in place of closed standard streams (``>&-``). The next file would get their numbers, and what a
-    library prints would go into it."""
+    """Open the null device in place of closed standard streams (``>&-``).
+
+    The next file would get their numbers, and what a library prints would go into it.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

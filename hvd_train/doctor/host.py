@@ -16,13 +16,13 @@ import numpy as np
 
 from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
-from hvd_train.frontends.rank import settle
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
 from hvd_train.launch.launchers.base import Launcher, World
 from hvd_train.launch.launchers.installed import find_tool
 from hvd_train.launch.start import command, environment
 from hvd_train.protocol import Communicator
+from hvd_train.rank.session import Session
 from hvd_train.report.tables import table
 
 SECONDS, RANKS = 120, 2
@@ -134,14 +134,11 @@ def shown(seconds: Mapping[str, float]) -> list[str]:
 
 def probe(framework: str) -> int:
     """One rank of the doctor's trial: sums that are checked, then timed; rank 0 prints JSON."""
-    rank = settle(framework, lean=True)
-    communicator = rank.communicator()
-    communicator.open()
-    seconds = reduced(communicator, rank.module.cpu_ops())
-    if communicator.rank == 0:
-        print(json.dumps({"allreduce": seconds}), flush=True)
-    communicator.barrier()
-    communicator.close()
+    session = Session.prepare(framework)
+    with session.opened() as communicator:
+        seconds = reduced(communicator, session.module.cpu_ops())
+        if communicator.rank == 0:
+            print(json.dumps({"allreduce": seconds}), flush=True)
     return 0
 
 

@@ -20,7 +20,8 @@ from hvd_train.doctor.host import SIZES, reduced, shown
 from hvd_train.doctor.links import Link, answering, measure
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, version
-from hvd_train.frontends.rank import Rank, settle
+from hvd_train.protocol import Communicator
+from hvd_train.rank.session import Session
 from hvd_train.report.tables import aligned
 
 CLOCK_SECONDS = 1.0
@@ -64,17 +65,31 @@ class Facts:
 
 def hosts() -> int:
     """One rank's part; the first prints. Returns, on all, 0 if the hosts are alike and reach one another, else 1."""
-    rank = _settled()
-    communicator = rank.communicator()
-    communicator.open()
-    leads, told = communicator.local_rank == 0, interfaces()
-    with ExitStack() as until:
-        own: dict[str, Any] = {"leads": leads, "interfaces": told}
+    session = _session()
+    with session.opened() as communicator:
+        found = _gather(session, communicator)
+        seconds = reduced(communicator, session.module.cpu_ops()) if communicator.size > 1 else {}
+        faults = differences(found)
         if communicator.rank == 0:
-            own |= {"token": (token := secrets.token_hex(32))}
-            own |= {"port": until.enter_context(answering(token.encode()))}
-            own |= dict(zip(("file", "error"), until.enter_context(written(token)), strict=True))
-        everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(own).encode(), "doctor")]
+            print(report(found), flush=True)
+            if seconds:
+                print(f"\nallreduce over all {communicator.size} ranks (the time of a call, and bytes / time):")
+                print(aligned(["over", *SIZES], [["MPI" if communicator.mpi else "Gloo", *shown(seconds)]]))
+            alike = f"no difference between {len(found)} hosts" if len(found) > 1 else "one host"
+            print("", *(faults or [alike]), sep="\n", flush=True)
+    return 1 if faults else 0
+
+
+def _gather(session: Session, communicator: Communicator) -> list[Facts]:
+    """Return the facts of every host, in the order of their first ranks. On all ranks together."""
+    leads, addresses = communicator.local_rank == 0, interfaces()
+    with ExitStack() as until:
+        mine: dict[str, Any] = {"leads": leads, "interfaces": addresses}
+        if communicator.rank == 0:
+            mine |= {"token": (token := secrets.token_hex(32))}
+            mine |= {"port": until.enter_context(answering(token.encode()))}
+            mine |= dict(zip(("file", "error"), until.enter_context(written(token)), strict=True))
+        everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(mine).encode(), "doctor")]
         leaders, first = [k for k, one in enumerate(everyone) if one["leads"]], everyone[0]
         links: list[Link] = []
         for k in leaders[1:]:  # one after the other: each has the network for itself
@@ -83,33 +98,21 @@ def hosts() -> int:
                 links = [measure(name, address, first["port"], key) for name, address in first["interfaces"]]
             communicator.barrier()
         unshared = first["error"] or (sought(first["file"], first["token"]) if leads else "")
-        name = os.environ.get("SLURMD_NODENAME", platform.node())
-        facts = Facts(name, communicator.local_size, common(rank), told, file_system(Path.cwd()), unshared, links)
+        name, system = os.environ.get("SLURMD_NODENAME", platform.node()), file_system(Path.cwd())
+        facts = Facts(name, communicator.local_size, common(session), addresses, system, unshared, links)
         parts = communicator.allgather_bytes(json.dumps(asdict(facts)).encode(), "facts")
-    seconds = reduced(communicator, rank.module.cpu_ops()) if communicator.size > 1 else {}
-    found = [Facts.of(json.loads(parts[k])) for k in leaders]
-    faults = differences(found)
-    if communicator.rank == 0:
-        print(report(found), flush=True)
-        if seconds:
-            print(f"\nallreduce over all {communicator.size} ranks (the time of a call, and bytes / time):")
-            print(aligned(["over", *SIZES], [["MPI" if communicator.mpi else "Gloo", *shown(seconds)]]))
-        alike = f"no difference between {len(found)} hosts" if len(found) > 1 else "one host"
-        print("", *(faults or [alike]), sep="\n", flush=True)
-    communicator.barrier()
-    communicator.close()
-    return 1 if faults else 0
+    return [Facts.of(json.loads(parts[k])) for k in leaders]
 
 
-def _settled() -> Rank:
-    """With the first framework that is here: any can carry this."""
+def _session() -> Session:
+    """Return a session with the first framework that is installed: any can carry this."""
     for framework, record in FRAMEWORKS.items():
         if record.installed():
-            return settle(framework, lean=True)
+            return Session.prepare(framework)
     raise ConfigError("no framework is installed", where=f"host {platform.node()}", fix="run scripts/setup there")
 
 
-def common(rank: Rank) -> dict[str, str]:
+def common(session: Session) -> dict[str, str]:
     """This host's values of ``FIXES``."""
     versions = {
         name: ", ".join(version(package) or "missing" for package in record.packages)
@@ -121,7 +124,7 @@ def common(rank: Rank) -> dict[str, str]:
         "Horovod": version("horovod") or "missing",
         **versions,
         "cores": str(os.cpu_count()),
-        "GPUs": str(rank.module.gpus()),
+        "GPUs": str(session.module.gpus()),
         "working folder": str(Path.cwd()),
     }
 

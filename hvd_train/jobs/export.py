@@ -1,4 +1,4 @@
-"""A trained checkpoint as a file that the plain framework opens: ``hvd-train export``."""
+"""A trained checkpoint as a file that needs no hvd_train: ``hvd-train export``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework
 from hvd_train.frontends.plain import Exported, Trained
-from hvd_train.frontends.rank import settle
 from hvd_train.jobs.trained_run import choose_checkpoint, refuse_foreign
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Sample, one_or_all
+from hvd_train.rank.session import Session
 
-OWN = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
-ENDINGS = {to: framework.ending for to, framework in OWN.items()}
+NATIVE = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
+ENDINGS = {to: framework.ending for to, framework in NATIVE.items()}
 ENDINGS |= {"torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
 # Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
-BUILDERS = OWN | {"torch-export": PYTORCH, "onnx": PYTORCH}
-# What a built-in data set's numbers are; others give them as they are stored, bytes divided by 255.
+BUILDERS = NATIVE | {"torch-export": PYTORCH, "onnx": PYTORCH}
+# The numbers of a built-in data set; others give them as they are stored, bytes divided by 255.
 SCALES = {
     "digits": "from 0 to 1",
     "idx": "from 0 to 1",
@@ -48,7 +48,7 @@ def export(
     verbose: bool,
     foreign: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Writes the checkpoint ``which`` in the format ``to``; tells what the file takes and gives, and how to open it.
+    """Write the checkpoint ``which`` in the format ``to``; print what the file takes and gives, and how to open it.
 
     ``foreign``: keys of the configuration that name code which the caller has not named; none of it is imported.
     """
@@ -66,47 +66,46 @@ def export(
     look_in(config.code_dir)
     trained = _trained(config, snapshot)
     if framework:
-        rank = settle(framework.name, config.threads, verbose, lean=True)
-        rank.module.configure(rank.threads)
+        Session.prepare(framework.name, config.threads, verbose)
         done = getattr(importlib.import_module(framework.exporter), f"to_{to.replace('-', '_')}")(trained)
     else:
         done = to_safetensors(trained)
     _write(output, done.content)
-    beside = _beside(output)
+    names_file = _names_file(output)
     if _names(trained.sample):
-        told = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
-        _write(beside, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+        about = {**trained.about, **{key: json.loads(names) for key, names in _names(trained.sample).items()}}
+        _write(names_file, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
     print(f"{to}: {output} ({config.model.name}, step {snapshot.step:,}, {len(done.content):,} bytes)")
-    print(f"takes and gives: {_takes(trained, done, framework or FRAMEWORKS[config.framework])}")
+    print(f"takes and gives: {_signature(trained, done, framework or FRAMEWORKS[config.framework])}")
     if _names(trained.sample):
-        print(f"names of {' and '.join(_names(trained.sample))}: {beside}")
+        print(f"names of {' and '.join(_names(trained.sample))}: {names_file}")
     print(f"to load it: {done.load.replace('{path}', repr(str(output)))}", flush=True)
     return 0
 
 
-def _beside(output: Path) -> Path:
-    """The file that tells the names of classes and columns."""
+def _names_file(output: Path) -> Path:
+    """Return the path of the file with the names of classes and columns."""
     return output.with_name(f"{output.name}.json")
 
 
 def _builder(config: Config, to: str) -> Framework | None:
-    """The framework that builds the model for this format; None: none is needed."""
+    """Return the framework that builds the model for this format; None if none is needed."""
     if to not in BUILDERS or ":" not in config.model.name:
         return BUILDERS.get(to)
-    own = FRAMEWORKS[config.framework]
-    if to != "onnx" and BUILDERS[to] is not own:
-        what = f"a {own.name} model of your own cannot become a {to} one"
-        fix = f"take --to {', '.join(x for x in BUILDERS if x == 'onnx' or BUILDERS[x] is own)} or safetensors"
+    framework = FRAMEWORKS[config.framework]
+    if to != "onnx" and BUILDERS[to] is not framework:
+        what = f"a {framework.name} model of your own cannot become a {to} one"
+        fix = f"take --to {', '.join(x for x in BUILDERS if x == 'onnx' or BUILDERS[x] is framework)} or safetensors"
         raise ConfigError(what, where=f"model.name: {config.model.name}", fix=fix)
-    return own
+    return framework
 
 
 def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
-    """The checkpoint's weights and statistics, and what they fit: as it tells, or, if it does not, as the data are."""
+    """Return the checkpoint's weights and statistics with its sample, which older checkpoints take from the data."""
     sample = sample_of(snapshot.meta) or open_data(config.data, config.task).sample
     arrays = {key.partition("/")[2]: array for key, array in snapshot.model.items()}
-    told = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
-    scale = SCALES.get(config.data.name) or told or snapshot.meta.get("numbers") or STORED
+    saved = NUMBERS[any(field.divisor != 1 for field in sample.inputs.values())] if "sample" in snapshot.meta else ""
+    scale = SCALES.get(config.data.name) or saved or snapshot.meta.get("numbers") or STORED
     several = len(sample.inputs) > 1
     for name, field in sample.inputs.items():
         if field.mean:
@@ -125,20 +124,21 @@ def _trained(config: Config, snapshot: store.Snapshot) -> Trained:
 
 
 def _names(sample: Sample) -> dict[str, str]:
-    """The names of classes, in the order of their numbers, of columns, and of numbers that a model gives, as JSON."""
+    """Return the names of classes, in the order of their numbers, of columns, and of a model's outputs, as JSON."""
     classes = {name: field.names for name, field in sample.labels.items() if field.names}
     columns = {name: field.columns for name, field in sample.inputs.items() if field.columns}
     outputs = {name: field.columns for name, field in sample.labels.items() if field.columns and not field.classes}
-    told = {"classes": classes, "columns": columns, "outputs": outputs}
-    return {key: json.dumps(one_or_all(each), ensure_ascii=False) for key, each in told.items() if each}
+    names = {"classes": classes, "columns": columns, "outputs": outputs}
+    return {key: json.dumps(one_or_all(each), ensure_ascii=False) for key, each in names.items() if each}
 
 
 def _listed(numbers: tuple[float, ...]) -> str:
-    told = ", ".join(f"{x:g}" for x in numbers)
-    return told if len(numbers) == 1 else f"({told})"
+    text = ", ".join(f"{x:g}" for x in numbers)
+    return text if len(numbers) == 1 else f"({text})"
 
 
-def _takes(trained: Trained, done: Exported, framework: Framework) -> str:
+def _signature(trained: Trained, done: Exported, framework: Framework) -> str:
+    """Describe the inputs and outputs of the file: shapes, types, order of axes, scale of the numbers."""
     channels = "channels first, " if framework.channels_first else "channels last, "
     inputs = []
     for name, (shape, dtype) in done.inputs.items():
@@ -151,7 +151,7 @@ def _takes(trained: Trained, done: Exported, framework: Framework) -> str:
 
 
 def to_safetensors(trained: Trained) -> Exported:
-    """Weights and running statistics under their neutral names; needs no framework."""
+    """Write weights and running statistics under their neutral names, without a framework."""
     from safetensors.numpy import save
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
@@ -165,14 +165,14 @@ def to_safetensors(trained: Trained) -> Exported:
 
 
 def _check_place(output: Path, to: str, overwrite: bool) -> None:
-    """Before any work."""
-    if to in OWN and OWN[to].loads_by_ending and output.suffix != OWN[to].ending:
-        what = f"{to.capitalize()} loads only files that end in {OWN[to].ending}"
+    """Refuse an ending that the framework would not load, and files that exist already, before any work."""
+    if to in NATIVE and NATIVE[to].loads_by_ending and output.suffix != NATIVE[to].ending:
+        what = f"{to.capitalize()} loads only files that end in {NATIVE[to].ending}"
         raise ConfigError(what, where=f"-o {output}", fix="change the ending")
-    there = next((path for path in (output, _beside(output)) if path.exists()), None)
-    if there and not overwrite:
+    existing = next((path for path in (output, _names_file(output)) if path.exists()), None)
+    if existing and not overwrite:
         fix = "give --overwrite, or another place with -o"
-        raise ConfigError("the file exists already", where=str(there), fix=fix)
+        raise ConfigError("the file exists already", where=str(existing), fix=fix)
 
 
 def _write(output: Path, content: bytes) -> None:

@@ -20,7 +20,7 @@ from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.resume import find_checkpoint
-from hvd_train.launch import peers, snapshots
+from hvd_train.launch import snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.signals import SignalListener
 from hvd_train.run_folder import layout
@@ -41,8 +41,8 @@ def fit(
     code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
     with locked_run_folder(config, resume, overwrite) as lock, opened_job(config, verbose, resume) as job:
-        if not listener.is_watched and job.communicator.size > 1:
-            listener.peer_slot = peers.watch(job.communicator, config.watchdog_s, "--resume auto goes on")
+        if not listener.is_watched:
+            listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")
         if lock:
             listener.last_calls.append(lock.release)
         listener.last_calls.append(snapshots.forget)
@@ -110,7 +110,7 @@ def train(
         messages.warn_of_softmax(job, log)
     keeps_memory = keep_memory()  # only now: the memory that setting up freed has gone back
     if isinstance(log, RunLog):
-        about = {"versions": versions(config), **job.settings}
+        about = {"versions": versions(config), **job.session.settings}
         about |= {"compression": compression, "keeps_freed_memory": keeps_memory}
         log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
         if job.data.vocabulary:
@@ -134,8 +134,8 @@ def train(
 
 def _thread_check(job: Job) -> list[Hook]:
     """Return the hook that tries whether one thread is faster, where ``auto`` chose several."""
-    threads = job.settings.get("threads", 1)
-    by = job.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
+    threads = job.session.settings.get("threads", 1)
+    by = job.session.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
     chosen = job.config.threads == "auto" and by == "hvd_train" and job.config.device != "cuda"
     alone = job.communicator.size == 1 and threads > 1 and FRAMEWORKS[job.config.framework].threads_wait
     return [Crowded(threads)] if chosen and alone else []

@@ -21,10 +21,10 @@ from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataRequest, DataSet
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
-from hvd_train.frontends.rank import settle
-from hvd_train.jobs.job import Job, build_job, failures_explained
+from hvd_train.jobs.job import Job, build_job
 from hvd_train.jobs.resume import best_rule, changed_parts, saved_vocabulary
 from hvd_train.protocol import Field, Sample, one_or_all
+from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import warn
 
 
@@ -101,11 +101,8 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
     Rank 0 reads the checkpoint. ``labels``: whether labels are read where no split needs them.
     """
     look_in(config.code_dir)
-    rank = settle(config.framework, config.threads, verbose, lean=True)
-    rank.module.configure(rank.threads)
-    communicator = rank.communicator()
-    communicator.open()
-    with failures_explained(communicator):
+    session = Session.prepare(config.framework, config.threads, verbose)
+    with session.opened() as communicator:
         snapshot = collectively(communicator, lambda: None if communicator.rank else choose_checkpoint(config, which))
         meta = {key: x for key, x in snapshot.meta.items() if key != "progress"} if snapshot else {}
         vocabulary = collectively(
@@ -119,14 +116,12 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         request = DataRequest(run, split, looks_at_labels, vocabulary=meta["vocabulary"])
         data = collectively(communicator, lambda: open_data(config.data, config.task, request=request))
         collectively(communicator, lambda: check_vocabulary(config, data, same, meta))
-        job = build_job(config, rank.module, communicator, data, rank.settings, split)
+        job = build_job(config, session, data, split)
         if communicator.rank == 0:
             _print_notes(job, run, same, meta.get("data") or {})
         _load_weights(job, snapshot)
         del snapshot  # weights and slots: three times the model, with adam
         yield job
-        communicator.barrier()
-    communicator.close()
 
 
 def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:

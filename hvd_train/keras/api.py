@@ -36,7 +36,7 @@ from hvd_train.keras.gradients import (
 from hvd_train.script import main_rank
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import Slow
-from hvd_train.script.world import exchange_options, open_world, place
+from hvd_train.script.world import exchange_options, open_session, place
 
 WHERE = "hk.distribute"
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
@@ -72,7 +72,7 @@ def distribute(
     if keras.backend.backend() not in BACKENDS:
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
     backend = BACKENDS[keras.backend.backend()]()
-    communicator = open_world(backend.framework)
+    communicator = open_session(backend.framework).communicator
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
@@ -157,7 +157,7 @@ def _slow() -> Slow:
 
 def _opened() -> tuple[Any, Any]:
     backend = BACKENDS[keras.backend.backend()]()
-    return open_world(backend.framework), backend
+    return open_session(backend.framework).communicator, backend
 
 
 def rank() -> int:

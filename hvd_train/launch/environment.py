@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.frameworks import FRAMEWORKS, KERNELS
 from hvd_train.launch import launchers
 from hvd_train.launch.launchers.base import World
 
@@ -76,6 +76,8 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
     if framework:
         record = FRAMEWORKS[framework]
         settings |= {**record.settings, **({} if verbose else record.quiet)}
+    else:
+        settings |= KERNELS
     if here.size > 1:
         settings |= {
             # Fusing by arrival time would change the order of sums from run to run with three or more ranks.
@@ -100,6 +102,22 @@ def rank_settings(here: World, framework: str | None, count: int, verbose: bool)
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(_check_seconds(limit)),
         }
     return settings
+
+
+def prepare_rank(
+    here: World, framework: str | None, wanted_threads: int | str, verbose: bool
+) -> tuple[int, dict[str, dict[str, str]]]:
+    """Bind this rank to its cores and set its environment, before any framework is loaded.
+
+    Returns its threads, and for each variable {"value": ..., "chosen_by": "user" or "hvd_train"}.
+    """
+    bind(here)
+    count = threads(wanted_threads, here)
+    settings = rank_settings(here, framework, count, verbose)
+    chosen_by = {name: "user" if name in os.environ else "hvd_train" for name in settings}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    return count, {name: {"value": os.environ[name], "chosen_by": chosen_by[name]} for name in settings}
 
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX = -3, -1, -8  # malloc.h

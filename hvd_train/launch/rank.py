@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import sys
 import time
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvd_train.errors import LostRankError, TrainError
-from hvd_train.frameworks import KERNELS
-from hvd_train.launch.environment import bind, rank_settings, threads, world
+from hvd_train.launch.environment import prepare_rank, world
 from hvd_train.launch.exit import exit_rank
 from hvd_train.run_folder.layout import put
 
@@ -23,9 +21,7 @@ def main() -> None:
 
     folder, here = Path(sys.argv[1]), world()
     # The function may load a framework before it comes to hvd_train.
-    bind(here)
-    for name, value in (rank_settings(here, None, threads("auto", here), verbose=True) | KERNELS).items():
-        os.environ.setdefault(name, value)
+    prepare_rank(here, None, "auto", verbose=True)
     try:
         sys.path[:] = json.loads((folder / "path.json").read_text())
         function, args, kwargs = pickle.loads((folder / "call").read_bytes())
@@ -34,16 +30,16 @@ def main() -> None:
     except KeyboardInterrupt:
         exit_rank(130)
     except BaseException as error:
-        _tell(folder, here.rank, error)
+        _report(folder, here.rank, error)
 
 
-def _tell(folder: Path, rank: int, error: BaseException) -> NoReturn:
-    """The error for the process that called, before this one ends and takes the others with it."""
+def _report(folder: Path, rank: int, error: BaseException) -> NoReturn:
+    """Leave the error for the process that called, before this one ends and takes the others with it."""
     code = error.exit_code if isinstance(error, TrainError) else 1
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
-    told = {"kind": type(error).__name__, "message": str(error), "rank": rank, "trace": trace, "exit_code": code}
-    order = [isinstance(error, LostRankError), time.monotonic()]  # who is told of a loss comes after who was lost
-    put(folder / f"error.{rank}.json", {"order": order, "error": told})
+    facts = {"kind": type(error).__name__, "message": str(error), "rank": rank, "trace": trace, "exit_code": code}
+    order = [isinstance(error, LostRankError), time.monotonic()]  # a rank that was lost comes before those that notice
+    put(folder / f"error.{rank}.json", {"order": order, "error": facts})
     exit_rank(code)
 
 

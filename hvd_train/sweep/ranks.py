@@ -16,13 +16,13 @@ from hvd_train.config.own import look_in
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
-from hvd_train.frontends.rank import Rank, settle
 from hvd_train.jobs.fit import locked_run_folder, train
-from hvd_train.jobs.job import build_job, failures_explained
+from hvd_train.jobs.job import build_job
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import World
 from hvd_train.launch.signals import SignalListener, listen
 from hvd_train.protocol import Communicator
+from hvd_train.rank.session import Session, failures_explained
 from hvd_train.run_folder.terminal import warn
 from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
 from hvd_train.sweep.plan import Trial
@@ -32,8 +32,8 @@ from hvd_train.sweep.table import live
 PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
 
 
-def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Rank, Any]:
-    """This rank with its framework loaded, and mpi4py's world, which can be split into groups of ``each`` ranks."""
+def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Session, Any]:
+    """Load the framework; return the session, and mpi4py's world, to be split into groups of ``each`` ranks."""
     if here.size % each:
         what = f"{here.size} ranks cannot be split into groups of {each}"
         raise ConfigError(what, where="--ranks-per-trial", fix="give a divisor of the number of ranks")
@@ -45,28 +45,27 @@ def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tupl
     can_meet(here)
     # Before MPI: both hold a copy of hwloc, and MPI ends in a crash where it began with its own and then finds
     # TensorFlow's.
-    rank = settle(config.framework, config.threads, verbose)
-    rank.module.configure(rank.threads)
-    return rank, mpi_world(here)
+    session = Session.prepare(config.framework, config.threads, verbose)
+    return session, mpi_world(here)
 
 
 def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bool) -> NoReturn:
     """Train the trials of a sweep on groups of ``each`` ranks; rank 0 prints the results. Exits with the code."""
-    rank, mpi = join(sweep.trials, each, here, verbose)
+    session, mpi = join(sweep.trials, each, here, verbose)
     if mpi.rank == 0:
         begin(sweep, resume)
     mpi.Barrier()
     with nullcontext() if mpi.rank else live(sweep):
-        code = run(sweep, each, here, rank, mpi, listen())
+        code = run(sweep, each, here, session, mpi, listen())
     leave(code if here.rank else report(sweep, code))
 
 
-def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, listener: SignalListener) -> int:
+def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listener: SignalListener) -> int:
     """Runs what has not ended; 0, or the code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
     code, in_step = 0, True
-    communicator = _open(rank, part, here)
+    session.open(part)
     while not code and any(mpi.allgather(in_step)):
         todo, until = mpi.bcast(_turn(sweep) if mpi.rank == 0 else None)
         if not todo:
@@ -77,11 +76,11 @@ def run(sweep: Sweep, each: int, here: World, rank: Rank, mpi: Any, listener: Si
             taken = part.bcast(counter.next() if part.rank == 0 else None)
             if taken >= len(todo):
                 break
-            code, in_step = _run(sweep.trials[todo[taken]], until, rank, communicator, part, listener)
+            code, in_step = _run(sweep.trials[todo[taken]], until, session, part, listener)
         counter.close()
         code = max(mpi.allgather(code))
     if in_step:
-        communicator.close()
+        session.communicator.close()
     return code
 
 
@@ -96,18 +95,7 @@ def _become(part: Any, here: World) -> None:
     os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file
 
 
-def _open(rank: Rank, part: Any, here: World) -> Communicator:
-    made: Any = rank.communicator(part.size)
-    if part.size > 1:
-        made.part = part
-    made.open()
-    made.local_rank, made.local_size = here.local_rank, here.local_size  # GPUs are the host's
-    return made
-
-
-def _run(
-    trial: Trial, until: int | None, rank: Rank, communicator: Communicator, part: Any, listener: SignalListener
-) -> tuple[int, bool]:
+def _run(trial: Trial, until: int | None, session: Session, part: Any, listener: SignalListener) -> tuple[int, bool]:
     """(what stopped the sweep, whether the group's ranks are in step)."""
     run_dir, error = Path(trial.config.run_dir), None
     listener.reset()
@@ -119,9 +107,8 @@ def _run(
             with locked_run_folder(trial.config, "auto", False) as lock:
                 look_in(trial.config.code_dir)
                 data = open_data(trial.config.data, trial.config.task)
-                settings = rank.settings | {"ranks": part.size}
-                with failures_explained(communicator):
-                    job = build_job(trial.config, rank.module, communicator, data, settings)
+                with failures_explained(session.communicator):
+                    job = build_job(trial.config, session, data)
                     train(job, "auto", (), False, lock, stop_source=listener, until=until)
         except Interrupted as caught:
             listener.ended = True
@@ -130,7 +117,7 @@ def _run(
             error = caught
             warn(str(caught))
     listener.ended = True
-    in_step = _met(part, error is not None, communicator)
+    in_step = _met(part, error is not None, session.communicator)
     told = (type(error).__name__, str(error), getattr(error, "exit_code", 1)) if error else None
     results = part.allgather((told, in_step))
     failures = [failure for failure, _ in results if failure]

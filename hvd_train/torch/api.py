@@ -30,13 +30,13 @@ from hvd_train.frontends.devices import gpu_index, overlaps
 from hvd_train.frontends.pytorch import batchnorm as pt_batchnorm
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
-from hvd_train.launch.environment import keep_memory, threads, world
+from hvd_train.launch.environment import keep_memory
 from hvd_train.protocol import Communicator
 from hvd_train.script import main_rank
 from hvd_train.script.dataloader import passes, rng, shares
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import Slow
-from hvd_train.script.world import exchange_options, open_world
+from hvd_train.script.world import exchange_options, open_session
 from hvd_train.torch import backward, state_bytes, uneven_parts, verify_mode
 from hvd_train.torch.buffers import Buffers, bits
 from hvd_train.torch.reducer import Reducer
@@ -54,9 +54,9 @@ _ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that were h
 @functools.cache
 def _world() -> Communicator:
     """The world, in which a rank computes on its share of the cores."""
-    communicator = open_world("pytorch")
-    torch.set_num_threads(min(torch.get_num_threads(), threads("auto", world())))
-    return communicator
+    session = open_session("pytorch")
+    torch.set_num_threads(min(torch.get_num_threads(), session.threads))
+    return session.communicator
 
 
 @functools.cache

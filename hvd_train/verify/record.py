@@ -15,7 +15,6 @@ from hvd_train.checkpoint.arrays import pack, unpack
 from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, Taken
 from hvd_train.core.loop import Trainer
-from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
@@ -59,10 +58,9 @@ def record(folder: Path, verbose: bool) -> int:
     """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
     paths = sorted(folder.glob("*.yaml"))
     with jobs.opened_job(load_config(paths[0]), verbose) as first:
-        module = FRAMEWORKS[first.config.framework].load()
         for path in paths:
             config = load_config(path)
-            job = first if path == paths[0] else jobs.build_job(config, module, first.communicator, first.data)
+            job = first if path == paths[0] else jobs.build_job(config, first.session, first.data)
             job.frontend.without_dropout()
             update, _ = connect(job, "none")
             hooks = [Recorder(path.with_suffix(""))]

@@ -32,6 +32,7 @@ from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
 from hvd_train.protocol import Placement
+from hvd_train.rank.session import Session
 from hvd_train.update.state import read, training_state
 from tests.seconds import counted
 
@@ -40,7 +41,7 @@ SECONDS = 120  # of one case
 
 def job_of(case, module, communicator):
     config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in case["config"].items()])
-    return build_job(config, module, communicator, open_data(config.data, config.task))
+    return build_job(config, Session(module, communicator), open_data(config.data, config.task))
 
 
 class Apart(Hook):

@@ -16,8 +16,8 @@ ROOT = PACKAGE.parent
 ROOMS = {
     "errors": 0, "files": 0, "faults": 0, "config": 0, "frameworks": 0, "protocol": 0, "metrics": 0,
     "compression": 1, "data": 1, "task": 1, "checkpoint": 1, "run_folder": 2, "update": 2, "core": 3, "launch": 4,
-    "report": 4, "frontends": 5, "jobs": 6, "script": 6, "api": 7, "doctor": 7, "verify": 7, "sweep": 7, "torch": 7,
-    "keras": 7, "cli": 8, "__main__": 9, "__init__": 0,
+    "report": 4, "frontends": 5, "rank": 6, "jobs": 7, "script": 7, "api": 8, "doctor": 8, "verify": 8, "sweep": 8,
+    "torch": 8, "keras": 8, "cli": 9, "__main__": 10, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,175 @@
+"""One rank: its cores and settings, its framework, the world that it joins, and how it leaves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.frontends.serial import Serial
+from hvd_train.launch import peers
+from hvd_train.launch.board import Page
+from hvd_train.launch.environment import prepare_rank, rank_settings, threads, world
+from hvd_train.launch.launchers import named
+from hvd_train.launch.launchers.base import World
+from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
+
+if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
+    from hvd_train.frontends.pytorch import communicator, model
+    from hvd_train.frontends.tensorflow import communicator as tf_communicator
+    from hvd_train.frontends.tensorflow import model as tf_model
+
+    KEPT: tuple[FrontEndModule, ...] = (model, tf_model)
+    CONNECTED: tuple[CommunicatorModule, ...] = (communicator, tf_communicator)
+
+
+@dataclass
+class Session:
+    """One rank of a world, alone in a world of one as long as it is not opened.
+
+    ``module``: its front-end; ``world``: its place, as the launcher says; ``threads``: its share of the cores;
+    ``settings``: what it runs with (launcher, threads, environment, and who chose each).
+    """
+
+    module: FrontEndModule
+    communicator: Communicator = field(default_factory=Serial)
+    framework: str = ""
+    world: World = field(default_factory=World)
+    threads: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(
+        cls, framework: str, wanted_threads: int | str = "auto", verbose: bool = False, user_process: bool = False
+    ) -> Session:
+        """Set what frameworks and Horovod read when they load, where the user has set nothing; load the framework.
+
+        In that order, and before the world is opened. ``user_process``: the process is a script of the user's, whose
+        framework keeps its own number of threads and loads all that such a script may use.
+        """
+        here = world()
+        rendezvous.prepare(here)
+        if named(here.launcher).opens_terminals:  # it says nothing about where the output goes
+            os.environ.setdefault("HVD_TRAIN_TERMINAL", "0")
+        count, environment = prepare_rank(here, framework, wanted_threads, verbose)
+        settings = {
+            "host": platform.node(),
+            "launcher": here.launcher or "none",
+            "ranks": here.size,
+            "ranks_on_this_host": here.local_size,
+            "cores": os.cpu_count(),
+            "cores_of_rank_0": sorted(os.sched_getaffinity(0)),
+            "threads": count,
+            "environment": environment,
+        }
+        module = _load(framework, verbose, lean=not user_process)
+        if not user_process:
+            module.configure(count)
+        return cls(module, Serial(), framework, here, count, settings)
+
+    def open(self, part: Any = None) -> Communicator:
+        """Join the world that the launcher started, or ``part`` of it, mpi4py's communicator of some of its ranks.
+
+        A rank alone is a world of one, which needs no Horovod.
+        """
+        size = self.world.size if part is None else part.size
+        communicator: Any = FRAMEWORKS[self.framework].make_communicator(size) if size > 1 else Serial()
+        if part is not None and size > 1:
+            communicator.part = part
+        communicator.open()
+        if part is not None:  # GPUs are the host's, whatever part of its ranks this is
+            communicator.local_rank, communicator.local_size = self.world.local_rank, self.world.local_size
+            self.settings = self.settings | {"ranks": size}
+        self.communicator = communicator
+        return communicator
+
+    @contextmanager
+    def opened(self) -> Iterator[Communicator]:
+        """Join the world for the time of a block, at whose end all ranks meet and leave it."""
+        self.open()
+        with failures_explained(self.communicator):
+            yield self.communicator
+            self.communicator.barrier()
+        self.communicator.close()
+
+    def watch(self, seconds: float, then: str = "") -> Page | None:
+        """From here on, end all ranks of this host where one of them is stuck for ``seconds``. On all ranks.
+
+        Returns the page on which this rank notes where it is; None if nobody reads it.
+        """
+        return peers.watch(self.communicator, seconds, then) if self.communicator.size > 1 else None
+
+
+@contextmanager
+def failures_explained(communicator: Communicator) -> Iterator[None]:
+    """Raise what a lost rank or too little memory caused as an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        failure = communicator.failure(error) or _out_of_memory(error)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _out_of_memory(error: Exception) -> CommunicationError | None:
+    """Python, PyTorch (on CPUs without a type of its own) and TensorFlow report it in three ways."""
+    text = str(error)
+    kinds = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"} & {c.__name__ for c in type(error).__mro__}
+    if not kinds and "can't allocate memory" not in text and "std::bad_alloc" not in text:
+        return None
+    what = f"out of memory: {text.splitlines()[0][:200] if text else type(error).__name__}"
+    fix = "lower batch_size (accumulate_grad_batches keeps the global batch), or start fewer ranks on this host"
+    return CommunicationError(what, fix=fix)
+
+
+def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool) -> None:
+    """Load what a rank among ``ranks`` of this host loads, under its settings, in a process that is forked for it."""
+    here = World(size=ranks, local_size=ranks)
+    for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
+        os.environ.setdefault(name, value)
+    _load(framework, verbose, lean=True)
+    with _without_noise(verbose):
+        importlib.import_module(FRAMEWORKS[framework].horovod)
+
+
+def _load(framework: str, verbose: bool, lean: bool) -> FrontEndModule:
+    record = FRAMEWORKS[framework]
+    try:
+        with _without_noise(verbose):
+            return record.load(lean)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in record.packages:
+            raise
+        fix = f"run scripts/setup --frameworks {framework}"
+        raise ConfigError(f"{framework} is not installed", where=f"framework: {framework}", fix=fix) from error
+
+
+@contextmanager
+def _without_noise(verbose: bool) -> Iterator[None]:
+    """Keep back what TensorFlow writes to descriptor 2 while it loads, whatever its log level, unless loading fails."""
+    if verbose:
+        yield
+        return
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(real, kept.read())
+            raise
+        finally:
+            os.dup2(real, 2)
+            os.close(real)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from hvd_train.checkpoint.manifest import encode
 from hvd_train.config import load_config
 from hvd_train.data.catalog import open_data
-from tests.cli.test_commands import ROOT, SECONDS, run
+from tests.cli.running import ROOT, SECONDS, run
 
 DIGITS, LARGE = "data={name: digits}", "data={name: digits, image_size: 28}"
 OWN = "tests.own_models"

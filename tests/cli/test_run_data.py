@@ -15,7 +15,7 @@ from hvd_train.config import load_config
 from hvd_train.data.dataset import DataSet
 from hvd_train.errors import DataError
 from hvd_train.jobs.trained_run import check_vocabulary
-from tests.cli.test_commands import ROOT, SECONDS
+from tests.cli.running import ROOT, SECONDS
 from tests.cli.test_run_folder import commands, fit
 from tests.data.test_run_data import WORDS, X, table
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from hvd_train.checkpoint.manifest import encode
-from tests.cli.test_commands import ROOT, SECONDS
+from tests.cli.running import ROOT, SECONDS
 
 # One process runs many command lines, so that PyTorch is loaded once. stdin: lists of arguments.
 COMMANDS = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import ROOT, SECONDS
+from tests.cli.running import ROOT, SECONDS
 
 HVD = [sys.executable, "-m", "hvd_train"]
 

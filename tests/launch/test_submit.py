@@ -11,6 +11,7 @@ from hvd_train.cli.main import cli
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.submit import contained, script
+from tests.cli.running import run
 
 
 def test_what_is_not_given_is_left_to_the_site():
@@ -86,3 +87,13 @@ def test_what_is_no_option_or_command_is_refused(tmp_path):
             load_config(None, [setting])
     with pytest.raises(ConfigError, match="is no command: No closing quotation"):
         contained("a 'b")
+
+
+def test_submit_overwrites_as_fit_does_and_never_at_each_start(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    line = ["submit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(tmp_path), "--dry-run"]
+    assert "--overwrite to start anew" in run(*line, code=2).stderr
+    assert f"--run-dir {tmp_path} --overwrite\n" in run(*line, "--overwrite").stdout
+    for more in (["--overwrite"], ["--resume", str(tmp_path)]):
+        told = run(*line, *more, "--requeue", "2", code=2).stderr
+        assert "each start of the job would begin anew" in told and f"--requeue {more[0]}" in told

@@ -1,0 +1,21 @@
+"""One command as a user gives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+SECONDS = 120
+
+
+def run(*arguments: str, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "hvd_train", *arguments]
+    own = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done

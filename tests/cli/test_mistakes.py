@@ -1,0 +1,77 @@
+"""One line for a mistake, exit code 2 or 3, before a framework is loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cli.running import run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ft"], "Did you mean 'fit'?"),
+        (["fit", "-np", "0"], "0 is not in the range x>=1"),
+        (["fit", "-np", "two"], "'two' is not a valid integer"),
+        (["fit", "--launcher", "slurm"], "'slurm' is not one of 'auto', 'horovodrun', 'mpirun'"),
+        (["fit", "-np", "2", "--min-np", "1"], "nothing starts again on fewer ranks; --min-np; give --max-restarts"),
+        (["fit", "-np", "2", "--spares", "1"], "spares take the place of ranks at a restart; --spares"),
+        (["fit", "--sed", "3"], "'--seed'"),
+        (["fit", "--seed", "-1"], "-1 is not in the range x>=0"),
+        (["fit", "-c", "nothing.yaml"], "cannot read the configuration: No such file or directory; nothing.yaml"),
+        (["fit", "--set", "optim.lrr=1"], "--set optim.lrr=1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
+        (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "not both"),
+        (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
+        (["eval"], "which run?"),
+        (
+            ["eval", "--run-dir", "nowhere"],
+            "the folder is not a run folder: it holds no checkpoints and no config.yaml",
+        ),
+        (["predict", "--run-dir", "nowhere"], "Missing option '-o'"),
+        (["verify"], "Missing option '-np'"),
+        (["verify", "-np", "1"], "1 is not in the range x>=2"),
+        (["verify", "-np", "2", "--steps", "0"], "0 is not in the range x>=1"),
+        (["compare"], "Missing argument 'RUN_DIR...'"),
+        (["config", "-c", "nothing.yaml"], "nothing.yaml"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_one_line_for_a_mistake(tmp_path, arguments, words):
+    done = run(*arguments, cwd=tmp_path, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_every_mistake_of_a_file_at_once(tmp_path):
+    (tmp_path / "job.yaml").write_text("framework: torch\nbatch_size: 3\nglobal_batch_size: 4\noptim: {lr: fast}\n")
+    lines = run("fit", "-c", "job.yaml", cwd=tmp_path, code=2).stderr.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["job.yaml:1", "job.yaml:4"]
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_np_inside_a_launched_world_is_refused():
+    done = run("fit", "-np", "3", code=2, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert done.stderr == "error[rank 0]: -np 3 inside a world of 2 ranks; started by mpirun; leave out -np\n"
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["data.name=digit"], "unknown data set 'digit'; data.name; did you mean 'digits'?"),
+        (["data.name=npz", "data.path=x.npz"], "there is no such file or folder; data.path: x.npz"),
+        (["data.name=npz", "data.path=cut.npz"], "cut.npz"),
+        (["data.name=npz"], "data.path"),
+        (["data.name=tests.own_models:bad_labels", "data.num_classes=3"], "label"),
+        (["data.name=tests.own_models:nothing"], "nothing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_data(tmp_path, sets, words):
+    np.savez(tmp_path / "whole.npz", x_train=np.zeros((9, 2), np.float32), y_train=np.arange(9))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:200])
+    flags = [word for s in sets for word in ("--set", s)]
+    done = run("fit", *flags, "--run-dir", "run", cwd=tmp_path, code=3)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr

@@ -1,0 +1,86 @@
+"""A run that is evaluated, used for predictions, and compared."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.cli.running import run
+
+
+@pytest.mark.parametrize("extra", [[], ["-np", "2"], ["--set", "framework=tensorflow"]], ids=" ".join)
+def test_eval_gives_what_training_measured(trained, extra):
+    folder, _ = trained
+    summary = json.loads((folder / "summary.json").read_text())
+    found = json.loads(run("eval", "--run-dir", str(folder), *extra).stdout.splitlines()[-1])
+    assert found["split"] == "val" and found["samples"] == 359
+    assert found["loss"] == pytest.approx(summary["val_loss"], rel=1e-9)
+    assert found["accuracy"] == summary["val_accuracy"]
+
+
+def test_eval_without_a_checkpoint(tmp_path):
+    (tmp_path / "config.yaml").write_text("max_epochs: 1\n")
+    done = run("eval", "--run-dir", str(tmp_path), code=4)
+    assert done.stderr.startswith("error: there is no checkpoint; ") and done.stderr.count("\n") == 1
+
+
+def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
+    """Logits of one rank and of three (which 359 does not divide by) are equal and reach the measured accuracy."""
+    from hvd_train.config import DataConfig
+    from hvd_train.data.catalog import open_data
+
+    folder, _ = trained
+    files = [tmp_path / "1.npy", tmp_path / "deep" / "3.npy"]
+    for file, extra in zip(files, ([], ["-np", "3"]), strict=True):
+        done = run("predict", "--run-dir", str(folder), "-o", str(file), *extra)
+        assert f"359 predictions of the val split: {file}" in done.stdout
+    one, three = (np.load(file) for file in files)
+    assert one.shape == (359, 10) and np.isfinite(one).all()
+    np.testing.assert_allclose(one, three, rtol=1e-12)
+    labels = open_data(DataConfig(name="digits")).val.fetch(np.arange(359))[1]["label"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (one.argmax(1) == labels).mean() == pytest.approx(summary["val_accuracy"])
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["1.npy", "3.npy"], "no partial file is left"
+
+
+def test_text_trains_and_predicts_at_every_place(tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 12)
+    data = f"data={{name: text, path: {tmp_path / 'text.txt'}, sequence_length: 16}}"
+    model = "model={name: gpt, width: 16, depth: 1, heads: 2}"
+    folder, file = tmp_path / "run", tmp_path / "logits.npy"
+    settings = [x for one in (data, model, "global_batch_size=8", "tensorboard=false") for x in ("--set", one)]
+    run("fit", "--run-dir", str(folder), *settings)
+    run("predict", "--run-dir", str(folder), "-o", str(file), "-np", "2")
+    logits = np.load(file)
+    assert logits.shape == (6, 16, 256) and np.isfinite(logits).all()
+    mixed = run("fit", "--run-dir", str(tmp_path / "b"), *settings, "--set", "model={name: mlp}", code=2)
+    assert "the model does not take its inputs (input (16,) uint8)" in mixed.stderr and mixed.stderr.count("\n") == 1
+
+
+def test_predictions_replace_no_file_unless_asked(trained, tmp_path):
+    """As export does."""
+    file = tmp_path / "x.npy"
+    file.write_text("mine")
+    for more in ([], ["-np", "2"]):
+        told = run("predict", "--run-dir", str(trained[0]), "-o", str(file), *more, code=2).stderr
+        assert told == f"error: the file exists already; {file}; give --overwrite, or another place with -o\n"
+    assert file.read_text() == "mine"
+    run("predict", "--run-dir", str(trained[0]), "-o", str(file), "--overwrite")
+    assert len(np.load(file)) == 359
+
+
+def test_predictions_that_cannot_be_written(trained):
+    done = run("predict", "--run-dir", str(trained[0]), "-o", "/proc/nowhere/x.npy", code=2)
+    assert done.stderr == "error: the predictions cannot be written: No such file or directory; /proc/nowhere/x.npy\n"
+
+
+def test_compare_shows_runs_side_by_side(trained, tmp_path):
+    folder, _ = trained
+    done = run("compare", str(folder), str(folder), "-o", str(tmp_path / "new" / "curves.png"))
+    header, *rows, last = done.stdout.splitlines()
+    assert header.startswith("run folder") and len(rows) == 2 and rows[0] == rows[1]
+    assert last == f"curves: {tmp_path}/new/curves.png"
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert run("compare", str(tmp_path), code=4).stderr == f"error: holds no finished run; {tmp_path}\n"

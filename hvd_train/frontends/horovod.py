@@ -25,11 +25,11 @@ from hvd_train.errors import (
     LostRankError,
     TrainError,
 )
-from hvd_train.launch.board import announce_met
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.foreign import ALONE
 from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.status import announce_met
 from hvd_train.protocol import Handle, Tensor
 
 
@@ -43,7 +43,7 @@ def guarded(transfer: Callable) -> Callable:
             raise SystemExit(self._failure.exit_code)
         began = time.perf_counter()
         try:
-            with self.page or nullcontext():
+            with self.slot or nullcontext():
                 return transfer(self, *args, **kwargs)
         except Exception as error:
             failure = self.failure(error)
@@ -85,7 +85,7 @@ class HorovodCommunicator(ABC):
     part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
     module: str
     waited = 0.0
-    page: Any = None  # within which a script's rank is while it waits for others; see launch/board.py
+    slot: Any = None  # within which a script's rank is while it waits for others; see launch/status.py
     left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have ended by themselves
     _failure: TrainError | None = None
 

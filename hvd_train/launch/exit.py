@@ -96,7 +96,8 @@ def _exit_after_lost(error: LostRankError) -> NoReturn:
     """End this rank because another one was lost, with the exit code of that one if it is known."""
     listener = current_listener()
     code = rendezvous.exit_code_of_lost(error.exit_code)
-    if not (listener and listener.is_watched) and not peers.told():  # who reads it knows the cause, which comes first
+    # Who watches this rank, or has reported the cause, says more: the cause comes first.
+    if not (listener and listener.is_watched) and not peers.cause_reported():
         lost = peers.lost()
         line = str(error).replace(SOME_RANK, lost, 1) if lost else str(error)
         print(f"error{rank_tag()}: {line}", file=sys.stderr)

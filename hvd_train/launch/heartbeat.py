@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hvd_train.launch.board import Board
 from hvd_train.launch.handshake import LARGE_BYTES, echo, greet, introduce, listener, read_exactly
 from hvd_train.launch.local_ranks import LocalRanks
 from hvd_train.launch.silence import Host, HostsWatchdog, gone_hub
+from hvd_train.launch.status import StatusTable
 
 BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0
 LINE_BYTES = 8 << 20  # of a report, with the stacks of a host's ranks
@@ -95,10 +95,10 @@ class Hub:
         self._guard = threading.Lock()
         self._missing = {(host, kind) for host in range(1, len(job.hosts)) for kind in ("small", "large")}
         self.listener = listener(job.ports)
-        self._starter: Board | None = None
+        self._starter: StatusTable | None = None
         if job.verdict:
             with suppress(OSError):
-                self._starter = Board(0, job.verdict)
+                self._starter = StatusTable(0, job.verdict)
 
     def serve(self) -> None:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -129,7 +129,7 @@ class Hub:
             self._local.end_launcher()
 
     def _publish(self, news: dict[str, Any]) -> None:
-        self._local.board.publish(news)
+        self._local.table.publish(news)
         if self._starter:
             self._starter.publish(news)
 
@@ -268,7 +268,7 @@ class Leaf:
         answer = json.loads(line)
         if answer["lost"] != self._lost:
             self._lost = answer["lost"]
-            self._local.board.publish({"lost": self._lost})
+            self._local.table.publish({"lost": self._lost})
         if "end" in answer:
             self._local.finish(answer["end"])
         elif answer["ask"] > self._asked:

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvd_train.launch.board import Board
 from hvd_train.launch.launchers import LAUNCHERS
 from hvd_train.launch.silence import DEAD
+from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import stacks, state
 
 STACK_BYTES = 32 << 10
@@ -25,49 +25,50 @@ class LocalRanks:
     """The ranks of this host, as their status shows them; ``company``: which they are."""
 
     def __init__(self, path: str, company: Sequence[int]) -> None:
-        self.board, self.company = Board(len(company), path), list(company)
+        self.table, self.company = StatusTable(len(company), path), list(company)
         self._parent = os.pidfd_open(os.getppid())
         self._launcher = _endless(os.getppid())
         self._dead: set[int] = set()
 
     def wait(self, seconds: float, *more: Any) -> bool:
-        """Until a rank ends or one of ``more`` can be read; whether one of those can."""
-        self.board.look()
-        living = [self.board.open[place] for place in self.board.open.keys() - self._dead]
+        """Wait until a rank ends or one of ``more`` can be read, and return whether one of those can."""
+        self.table.refresh()
+        living = [self.table.open[place] for place in self.table.open.keys() - self._dead]
         ready, _, _ = select.select([*living, *more], [], [], seconds)
-        self._dead |= {place for place, descriptor in self.board.open.items() if descriptor in ready}
+        self._dead |= {place for place, descriptor in self.table.open.items() if descriptor in ready}
         return any(one in ready for one in more)
 
     @property
     def ended(self) -> bool:
-        """Whether all ranks have; of one that never told where it is the one that started this process speaks."""
-        if len(self._dead | self.board.gone) == len(self.company):
+        """Return whether all ranks have ended; for one that never reported, whether the first rank has."""
+        if len(self._dead | self.table.gone) == len(self.company):
             return True
-        return bool(select.select([self._parent], [], [], 0)[0]) and len(self.board.open) == len(self._dead)
+        return bool(select.select([self._parent], [], [], 0)[0]) and len(self.table.open) == len(self._dead)
 
     def report(self) -> list[list[Any]]:
         rows = []
         for place in range(len(self.company)):
-            told = self.board.read(place)
-            dead = place in self._dead or place in self.board.gone
-            record = {key: told.record[key] for key in ("code", "lost") if key in told.record}
-            rows.append([told.pid, told.step, told.phase, record, told.beats, DEAD if dead else state(told.pid)])
+            status = self.table.read(place)
+            dead = place in self._dead or place in self.table.gone
+            record = {key: status.record[key] for key in ("code", "lost") if key in status.record}
+            letter = DEAD if dead else state(status.pid)
+            rows.append([status.pid, status.step, status.phase, record, status.beats, letter])
         return rows
 
     def stacks(self) -> list[list[str]]:
-        found = stacks(self.board, [self.board.read(place) for place in range(len(self.company))])
+        found = stacks(self.table, [self.table.read(place) for place in range(len(self.company))])
         return [[thread[-STACK_BYTES:] for thread in found[place][-8:]] for place in range(len(self.company))]
 
-    def finish(self, delay: float, starter: Board | None = None) -> None:
+    def finish(self, delay: float, starter: StatusTable | None = None) -> None:
         """Let the ranks end by themselves with code 5 after ``delay``, and end those that do not."""
         if starter:
             starter.publish({"code": CODE})
-        self.board.publish({"end": delay})
-        self.board.signal(signal.SIGCONT)  # one that is stopped ends by itself as well: srun reports the highest code
+        self.table.publish({"end": delay})
+        self.table.signal(signal.SIGCONT)  # one that is stopped ends by itself as well: srun reports the highest code
         stop = time.monotonic() + delay + KILL_SECONDS
         while not self.ended and time.monotonic() < stop:
             self.wait(0.2)
-        self.board.signal(signal.SIGKILL)
+        self.table.signal(signal.SIGKILL)
 
     def end_launcher(self) -> None:
         """End a launcher, or its daemon on this host, that waits for ever for a host out of reach; and its ssh."""

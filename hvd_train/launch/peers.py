@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvd_train.launch import heartbeat
-from hvd_train.launch.board import Board, Page, host_key, supported, verdict_path
+from hvd_train.launch.status import StatusSlot, StatusTable, host_key, supported, verdict_path
 from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog, state
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ DEAD = "XZ?"
 class Company(NamedTuple):
     """The ranks of this host; ``hosts``: how many there are that hear one another."""
 
-    board: Board
+    table: StatusTable
     ranks: list[int]
     name: str
     hosts: int = 1
@@ -41,39 +41,41 @@ class Company(NamedTuple):
 _companies: list[Company] = []
 
 
-def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Page | None:
-    """To be called on all ranks: from here on they end with code 5 where one of them is stuck for ``limit`` seconds (0:
-    never). What this rank tells of its place goes to the page; None: nobody on this host reads it. ``goes_on``: how the
-    job does after that."""
+def watch(communicator: Communicator, limit: float, goes_on: str = "") -> StatusSlot | None:
+    """Watch one another from now on. All ranks end with code 5 if one is stuck for ``limit`` seconds (0: never).
+
+    Must be called on all ranks. Returns the slot for this rank's status, or None if nobody on this host reads it.
+    ``goes_on`` says how the job goes on after a loss.
+    """
     hosts = _gather_hosts(communicator)
     here = next(k for k, (_, ranks) in enumerate(hosts) if communicator.rank in ranks)
     name, company = hosts[here]
     alone = (len(company) == 1 and len(hosts) == 1) or not limit or not supported()
     first = company[0] == communicator.rank
-    board = Board(len(company)) if first and not alone else None
-    paths = communicator.allgather_bytes((board.path if board else "").encode(), "boards")
+    table = StatusTable(len(company)) if first and not alone else None
+    paths = communicator.allgather_bytes((table.path if table else "").encode(), "status")
     path = paths[company[0]].decode()
-    page = None
+    slot = None
     if path:
         try:
-            page = Page(path, company.index(communicator.rank))
-            board = board or Board(len(company), path)
+            slot = StatusSlot(path, company.index(communicator.rank))
+            table = table or StatusTable(len(company), path)
         except OSError:  # a kernel that keeps processes apart
-            board = None
+            table = None
     beats = len(hosts) > 1 and _beat(communicator, heartbeat.Job(hosts, here, path, limit, goes_on, ""), first)
-    if page is None or board is None:
+    if slot is None or table is None:
         return None
-    _companies.append(Company(board, company, name, len(hosts) if beats else 1))
+    _companies.append(Company(table, company, name, len(hosts) if beats else 1))
     if beats:
-        threading.Thread(target=_follow, args=[board], name="watchdog", daemon=True).start()
+        threading.Thread(target=_follow, args=[table], name="watchdog", daemon=True).start()
     elif len(company) > 1 and company.index(communicator.rank) < LOOKERS:
-        given = [board, company, limit, goes_on]
+        given = [table, company, limit, goes_on]
         threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
-    return page
+    return slot
 
 
 def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
-    """(name, ranks) of each host, in the order of their first ranks."""
+    """Return (name, ranks) of each host, in the order of their first ranks."""
     local = json.dumps([host_key(), os.environ.get("HOROVOD_HOSTNAME") or platform.node()])
     groups: dict[bytes, tuple[str, list[int]]] = {}
     for rank, key in enumerate(communicator.allgather_bytes(local.encode(), "hosts")):
@@ -82,7 +84,7 @@ def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
 
 
 def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
-    """Start the process of each host; False: there is none that listens."""
+    """Start the process of each host; return False if none listens."""
     offer = ""
     if communicator.rank == 0 and job.path:
         token, begin = secrets.token_hex(32), os.environ.get(PORT, "")
@@ -116,24 +118,23 @@ def _addresses() -> list[str]:
     return [*(address for _, address in sorted(found, key=lambda pair: pair[0])), "127.0.0.1"]
 
 
-def told() -> bool:
-    """Whether a rank of this host has told which one is stuck, or a process for all hosts has, and ends all with
-    that."""
-    return any(one.board.claimed() or "end" in one.board.news() for one in _companies)
+def cause_reported() -> bool:
+    """Return whether a rank of this host, or the process for all hosts, has printed the cause, and ends all."""
+    return any(one.table.claimed() or "end" in one.table.news() for one in _companies)
 
 
 def left() -> list[int]:
-    """Ranks of this host that have come to the end of their script by themselves."""
-    ended = [(rank, one.board.read(place).record) for one in _companies for place, rank in enumerate(one.ranks)]
+    """Return the ranks of this host that have come to the end of their script by themselves."""
+    ended = [(rank, one.table.read(place).record) for one in _companies for place, rank in enumerate(one.ranks)]
     return [rank for rank, record in ended if record.get("code") == 0]
 
 
 def lost() -> str:
-    """Which rank has ended too early, "rank 1 on host node2", as soon as it is known; else nothing."""
+    """Return which rank has ended too early, "rank 1 on host node2", as soon as it is known; else nothing."""
     stop = time.monotonic() + NEWS_SECONDS
     while _companies and time.monotonic() < stop:
         for one in _companies:
-            found = one.board.news().get("lost") or _lost_here(one)
+            found = one.table.news().get("lost") or _lost_here(one)
             if found:
                 return ", ".join(found)
         if all(one.hosts == 1 for one in _companies) and time.monotonic() > stop - NEWS_SECONDS / 2:
@@ -145,29 +146,29 @@ def lost() -> str:
 def _lost_here(company: Company) -> list[str]:
     if company.hosts > 1:
         return []  # the process of this host says it, in the order in which ranks were lost
-    told = {rank: company.board.read(place) for place, rank in enumerate(company.ranks)}
-    gone = [rank for rank, one in told.items() if one.pid and not one.record and state(one.pid) in DEAD]
-    gone += [rank for rank, one in told.items() if one.record.get("code") and not one.record.get("lost")]
+    statuses = {rank: company.table.read(place) for place, rank in enumerate(company.ranks)}
+    gone = [rank for rank, one in statuses.items() if one.pid and not one.record and state(one.pid) in DEAD]
+    gone += [rank for rank, one in statuses.items() if one.record.get("code") and not one.record.get("lost")]
     return [f"rank {rank} on host {company.name}" for rank in gone]
 
 
-def _follow(board: Board) -> None:
-    """End as the process of this host says."""
-    while "end" not in (news := board.news()):
+def _follow(table: StatusTable) -> None:
+    """End when the process of this host says so."""
+    while "end" not in (news := table.news()):
         time.sleep(LOOK_SECONDS)
     time.sleep(float(news["end"]))
     os._exit(5)
 
 
-def _look(board: Board, company: list[int], limit: float, goes_on: str) -> None:
-    watchdog = Watchdog(board, limit)
+def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) -> None:
+    watchdog = Watchdog(table, limit)
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)
-    stuck = {company[place]: told for place, told in watchdog.stuck.items()}
+    stuck = {company[place]: row for place, row in watchdog.stuck.items()}
     culprit = min(stuck)
     what, stack = stuck[culprit]
-    where = f"; {board.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
-    if board.claim():
+    where = f"; {table.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
+    if table.claim():
         with suppress(OSError):
             os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
     else:

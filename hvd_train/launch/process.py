@@ -18,9 +18,9 @@ from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from hvd_train.errors import TrainError
-from hvd_train.launch.board import Board
 from hvd_train.launch.launchers import NONE
 from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(
     line: Sequence[str],
     env: Mapping[str, str],
     launcher: Launcher = NONE,
-    board: Board | None = None,
+    table: StatusTable | None = None,
     watchdog: Watchdog | None = None,
     spares: Spares | None = None,
     wait: Callable[[subprocess.Popen], object] = subprocess.Popen.wait,
@@ -49,9 +49,9 @@ def run(
     Returns the exit code (128 + N if signal N ended it, -1 if it had to be ended), the signals that came meanwhile, and
     when each rank ended.
 
-    Without a ``board`` signals are forwarded to the launcher. With one they are forwarded to the ranks; when a rank
+    Without a ``table`` signals are forwarded to the launcher. With one they are forwarded to the ranks; when a rank
     ends with anything but 0, the others have ``PATIENCE`` seconds to follow, and when the ``watchdog`` sees that one is
-    stuck, all are ended. Without a board ``wait`` waits for the launcher.
+    stuck, all are ended. Without a table ``wait`` waits for the launcher.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -64,17 +64,17 @@ def run(
         received.append(number)
         if child is None or child.poll() is not None:
             return
-        if board is None:
+        if table is None:
             child.send_signal(passed(number))
             return
-        board.look()
-        board.signal(number)
-        if len(received) > 1 or len(board.open) < board.ranks:  # the first step is far away
+        table.refresh()
+        table.signal(number)
+        if len(received) > 1 or len(table.open) < table.ranks:  # the first step is far away
             child.terminate()
 
     # Before the child starts: a signal that comes in between must not end this process alone.
     closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
-    signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if board else ()))
+    signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if table else ()))
     main = threading.current_thread() is threading.main_thread()
     previous = {s: signal.signal(s, forward) for s in signals} if main else {}
     ended: dict[int, float] = {}
@@ -86,9 +86,9 @@ def run(
         )
         pumps = _pumps(child, failures)
         if received:
-            child.terminate() if board else child.send_signal(passed(received[0]))
-        if board:
-            ended = _watch(child, launcher, board, watchdog, spares)
+            child.terminate() if table else child.send_signal(passed(received[0]))
+        if table:
+            ended = _watch(child, launcher, table, watchdog, spares)
             hung = child.poll() is None
         else:
             wait(child)
@@ -96,7 +96,7 @@ def run(
         for number, handler in previous.items():
             signal.signal(number, handler)
         if child is not None:
-            _end(child, board)
+            _end(child, table)
     code = child.wait()
     for pump in pumps:
         pump.join(GRACE_SECONDS)
@@ -132,7 +132,7 @@ def _pump(source: IO[bytes], target: int, failures: list[TrainError]) -> None:
 
 
 def _watch(
-    child: subprocess.Popen, launcher: Launcher, board: Board, watchdog: Watchdog | None, spares: Spares | None
+    child: subprocess.Popen, launcher: Launcher, table: StatusTable, watchdog: Watchdog | None, spares: Spares | None
 ) -> dict[int, float]:
     """Wait until the launcher ends, or has not although a rank did, or a rank is stuck. Returns each rank's end."""
     ended: dict[int, float] = {}
@@ -140,20 +140,20 @@ def _watch(
     launcher_end, slow = os.pidfd_open(child.pid), launcher.slow_to_end
     poll.register(launcher_end, select.POLLIN)
     while child.poll() is None and time.monotonic() < first + PATIENCE:
-        board.look()
+        table.refresh()
         if watchdog and watchdog.look():
             break
-        silent = ended and not any(board.read(rank).record for rank in ended)
+        silent = ended and not any(table.read(rank).record for rank in ended)
         if slow and silent and time.monotonic() > first + SILENCE:
-            board.signal(signal.SIGKILL)
+            table.signal(signal.SIGKILL)
         if spares:
-            spares.look(board)
-        for rank, descriptor in list(board.open.items()):  # a signal may come
+            spares.look(table)
+        for rank, descriptor in list(table.open.items()):  # a signal may come
             if descriptor not in ranks:
                 ranks[descriptor] = rank
                 poll.register(descriptor, select.POLLIN)
-        gone = list(board.gone - ended.keys())
-        if slow and len(ended) == board.ranks:
+        gone = list(table.gone - ended.keys())
+        if slow and len(ended) == table.ranks:
             child.send_signal(signal.SIGCHLD)  # wakes it: between two signals to its ranks it sleeps for a second
         for descriptor, _ in poll.poll(0 if gone else CLOSE_MS if ended else LOOK_MS):
             if descriptor in ranks:
@@ -161,11 +161,11 @@ def _watch(
                 gone.append(ranks[descriptor])
         for rank in gone:
             ended[rank] = time.monotonic()
-            if board.read(rank).record.get("code") != 0:
+            if table.read(rank).record.get("code") != 0:
                 first = min(first, ended[rank])
     os.close(launcher_end)
-    board.look()
-    took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | board.gone - ended.keys()
+    table.refresh()
+    took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | table.gone - ended.keys()
     return ended | dict.fromkeys(took, time.monotonic())  # which took the launcher along
 
 
@@ -174,12 +174,12 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _end(child: subprocess.Popen, board: Board | None) -> None:
+def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
     """Leaves no process behind: whatever of the launcher's session still runs is ended, and every rank."""
     import psutil
 
-    if board:
-        board.signal(signal.SIGKILL)  # a checkpoint is whole or not there
+    if table:
+        table.signal(signal.SIGKILL)  # a checkpoint is whole or not there
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 from hvd_train.core.meeting import StopSource
 from hvd_train.errors import nothing_saved, stopped_code
-from hvd_train.launch.board import Page, supported
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import World
+from hvd_train.launch.status import StatusSlot, supported
 
 LEAVE_SECONDS = 60.0
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
@@ -40,10 +40,10 @@ class SignalListener(StopSource):
     def __init__(self) -> None:
         here = world()
         self._prints = here.rank == 0
-        self._page = Page.of(here.rank)
+        self._slot = StatusSlot.of(here.rank)
         self.reset()
         self._signal_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._launchers = _processes(here, self._page)
+        self._launchers = _processes(here, self._slot)
         for number in SIGNALS:
             if not ignored(number):
                 signal.signal(number, lambda number, frame: None)  # the thread reads it, whatever the main one does
@@ -57,25 +57,25 @@ class SignalListener(StopSource):
         self.job_end = float(end) if end.isdigit() else None
         self.last_calls: list[Callable[[], None]] = []  # also before a sudden end
         self.run_dir: Path | None = None  # of failures, once it is known
-        self.peer_slot: Page | None = None  # read by the ranks of this host, if nobody else watches them
+        self.peer_slot: StatusSlot | None = None  # read by the ranks of this host, if nobody else watches them
         self._code: int | None = None
 
     def at(self, phase: str, step: int) -> None:
-        for page in filter(None, (self._page, self.peer_slot)):
-            page.at(phase, step)
+        for slot in filter(None, (self._slot, self.peer_slot)):
+            slot.at(phase, step)
 
     @property
     def is_watched(self) -> bool:
         """Return whether the process that started the ranks reads what this one reports."""
-        return self._page is not None
+        return self._slot is not None
 
     def report_end(self, code: int, **record: Any) -> None:
         """Report that this rank is about to end with ``code``. The first report stands."""
         if self._code is not None:
             return
         self._code = code
-        for page in filter(None, (self._page, self.peer_slot)):
-            page.end({"code": code, **record})
+        for slot in filter(None, (self._slot, self.peer_slot)):
+            slot.report_end({"code": code, **record})
 
     def finish(self, code: int) -> None:
         """Note that training is over and all is written. This process ends with ``code`` within ``LEAVE_SECONDS``: MPI
@@ -133,14 +133,14 @@ class SignalListener(StopSource):
         os._exit(code)
 
 
-def _processes(here: World, page: Page | None) -> list[int]:
+def _processes(here: World, slot: StatusSlot | None) -> list[int]:
     """Return descriptors of the processes without which this rank is an orphan: its parent under a launcher, the
     launcher itself beyond a shell in between, and the one that ``-np`` made of the command."""
     pids = {os.getppid()} if here.launcher else set()
     if named(here.launcher).leads_session:
         pids.add(os.getsid(0))
-    if page:
-        pids.add(page.owner)
+    if slot:
+        pids.add(slot.owner)
     found = []
     for pid in (pids if supported() else set()) - {0, os.getpid()}:
         try:

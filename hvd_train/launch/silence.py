@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_train.launch.board import EXCHANGE, Told
+from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
 LARGE_LATE_SECONDS = 10.0  # without a large message, while small ones come
@@ -24,21 +24,21 @@ class Host:
     heard: float = field(default_factory=lambda: time.monotonic())
     closed: bool = True
     large: float = 0.0
-    told: list[Told] = field(default_factory=list)
+    statuses: list[RankStatus] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     died: dict[int, float] = field(default_factory=dict)  # rank: when it was seen, without a good end
 
     def hear(self, rows: Sequence[Sequence[Any]], large: float = 0.0) -> None:
         """``rows``: (pid, step, phase, record, beats, state) of each rank. Raises ValueError for anything else."""
-        told, states = [], []
+        statuses, states = [], []
         if len(rows) != len(self.ranks):
             raise ValueError(f"{len(rows)} rows of {len(self.ranks)} ranks")
         for pid, step, phase, record, beats, state in rows:
-            told.append(Told(int(pid), int(step), str(phase), dict(record), int(beats), ""))
+            statuses.append(RankStatus(int(pid), int(step), str(phase), dict(record), int(beats), ""))
             states.append(str(state))
-        self.told, self.states, self.large = told, states, float(large)
+        self.statuses, self.states, self.large = statuses, states, float(large)
         self.heard, self.closed = time.monotonic(), False
-        for rank, one, state in zip(self.ranks, told, states, strict=True):
+        for rank, one, state in zip(self.ranks, statuses, states, strict=True):
             # A rank that another one's loss ended has said so, or ends later.
             failed = one.record.get("code", 0) != 0 or (state == DEAD and not one.record)
             if failed and not one.record.get("lost"):
@@ -79,13 +79,13 @@ class HostsWatchdog(Watchdog):
             rows.append(values[self._hosts[host].ranks.index(rank)] if values else None)
         return rows
 
-    def _read_all(self) -> list[Told]:
-        return [told or Told(0, 0, "starting", {}, 0, "") for told in self._of_ranks("told")]
+    def _read_all(self) -> list[RankStatus]:
+        return [status or RankStatus(0, 0, "starting", {}, 0, "") for status in self._of_ranks("statuses")]
 
-    def _states(self, told: list[Told]) -> dict[int, str]:
+    def _states(self, statuses: list[RankStatus]) -> dict[int, str]:
         return {rank: state for rank, state in enumerate(self._of_ranks("states")) if state}
 
-    def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
+    def _stacks(self, statuses: list[RankStatus]) -> dict[int, list[str]]:
         return self._ask_all()
 
     def lost(self) -> list[str]:
@@ -96,12 +96,12 @@ class HostsWatchdog(Watchdog):
     def look(self) -> bool:
         if not self._limit:
             return False
-        now, told = time.monotonic(), self._read_all()
+        now, statuses = time.monotonic(), self._read_all()
         if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, and heard nobody
             for host in self._hosts:
                 host.heard = max(host.heard, now)
             self._still = now
-        beats = {rank: one.beats for rank, one in enumerate(told)}
+        beats = {rank: one.beats for rank, one in enumerate(statuses)}
         if beats != self._last:
             self._last, self._still = beats, now
         silent = [host for host in self._hosts if not host.left and now - host.heard > self._limit / 2]
@@ -109,13 +109,13 @@ class HostsWatchdog(Watchdog):
             return super().look()
         self._before = now
         if min(now - self._still, *(now - host.heard for host in silent)) > self._limit:
-            heard = [rank for rank in range(len(told)) if self.host(rank) not in silent]
-            waits = any(told[rank].phase in (*WATCHED, EXCHANGE) for rank in heard)
+            heard = [rank for rank in range(len(statuses)) if self.host(rank) not in silent]
+            waits = any(statuses[rank].phase in (*WATCHED, EXCHANGE) for rank in heard)
             if waits or not any(host.closed for host in silent):
-                self._blame(silent, told)
+                self._blame(silent, statuses)
         return bool(self._line)
 
-    def _blame(self, silent: list[Host], told: list[Told]) -> None:
+    def _blame(self, silent: list[Host], statuses: list[RankStatus]) -> None:
         others = self._hosts[1:]
         if len(silent) == len(others) > 1:
             names = ", ".join(host.name for host in silent)
@@ -124,12 +124,12 @@ class HostsWatchdog(Watchdog):
             oldest = min(silent, key=lambda host: host.heard)
             together = [host for host in silent if host.heard - oldest.heard < PAUSE_SECONDS]
             self._line = f"{' and '.join(host.words for host in together)} {_answers(len(together))}"
-            if not oldest.told:
+            if not oldest.statuses:
                 self._line += f", and never did: open the ports to host {self._hosts[0].name}"
-        place = next((told[rank].place for rank in self._hosts[0].ranks), "")
+        place = next((statuses[rank].place for rank in self._hosts[0].ranks), "")
         self._line += f": nothing was heard for {self._limit:g} s; {place}"
 
-    def _culprits(self, told: list[Told], stopped: list[int]) -> dict[int, tuple[str, str]]:
+    def _culprits(self, statuses: list[RankStatus], stopped: list[int]) -> dict[int, tuple[str, str]]:
         dead = [rank for host in self._hosts for rank in host.died]
         if dead and not stopped:
             return {rank: ("has ended, and the others wait for it", "") for rank in dead}
@@ -139,9 +139,11 @@ class HostsWatchdog(Watchdog):
             self._line = (
                 f"large packets do not pass between host {self._hosts[0].name} and host {ways}, small ones do: "
             )
-            self._line += f"no step for {self._limit:g} s; {told[0].place}; set the MTU of their interfaces to what "
+            self._line += (
+                f"no step for {self._limit:g} s; {statuses[0].place}; set the MTU of their interfaces to what "
+            )
             self._line += "the network carries (ip link set DEVICE mtu 1400)"
-        return super()._culprits(told, stopped)
+        return super()._culprits(statuses, stopped)
 
     def verdict(self, goes_on: str) -> str:
         """The line that names who is to blame, and where; with the stack of a rank that stands still."""

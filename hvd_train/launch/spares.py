@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from hvd_train.launch import process, stub
-from hvd_train.launch.board import Board
 from hvd_train.launch.start import environment
+from hvd_train.launch.status import StatusTable
 
 
 class Spares:
@@ -25,9 +25,9 @@ class Spares:
         self._name = ""
         self._process: subprocess.Popen | None = None
 
-    def look(self, board: Board) -> None:
+    def look(self, table: StatusTable) -> None:
         """Starts it when all ranks have taken a step, which it would have delayed."""
-        if self._count and self._process is None and all(board.read(rank).step for rank in range(board.ranks)):
+        if self._count and self._process is None and all(table.read(rank).step for rank in range(table.ranks)):
             self._name = f"hvd-train-{secrets.token_hex(16)}"
             line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
             self._process = subprocess.Popen(

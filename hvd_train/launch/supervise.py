@@ -16,9 +16,9 @@ from hvd_train import faults
 from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
 from hvd_train.launch import process, start
-from hvd_train.launch.board import VARIABLE, Board, supported
 from hvd_train.launch.launchers import NONE, choose
 from hvd_train.launch.spares import Spares
+from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
 
 IDLE_RESTARTS = 2  # restarts in a row that came no further than before
@@ -70,15 +70,15 @@ def supervise(
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
         killed = _out_of_memory()
-        with Board(num_proc) as board:
-            watchdog = Watchdog(board, watchdog_s)
-            env = start.environment() | {VARIABLE: board.path}
-            code, received, ended = process.run(line, env, chosen, board, watchdog, spares)
-            told = [board.read(rank) for rank in range(num_proc)]
-            well = all(t.record.get("code") == 0 for t in told) or not any(t.pid for t in told)
-            cause = None if code == 0 and well else _cause(board, ended, code)
+        with StatusTable(num_proc) as table:
+            watchdog = Watchdog(table, watchdog_s)
+            env = start.environment() | {VARIABLE: table.path}
+            code, received, ended = process.run(line, env, chosen, table, watchdog, spares)
+            statuses = [table.read(rank) for rank in range(num_proc)]
+            well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
+            cause = None if code == 0 and well else _cause(table, ended, code)
             if watchdog.stuck:
-                cause = _stuck(board, watchdog, run_dir)
+                cause = _stuck(table, watchdog, run_dir)
         os.environ.pop(faults.VARIABLE, None)  # of the first start alone
         if cause is None:
             return 0
@@ -89,17 +89,17 @@ def supervise(
         if received and cause.code not in (75, 130):
             if cause.rank is not None:
                 return 128 + received[0]
-            if not any(t.step for t in told):
+            if not any(one.step for one in statuses):
                 print(nothing_saved(received[0]), file=sys.stderr, flush=True)
             return stopped_code(received[0])
         if cause.code in (75, 130) or cause.code in FINAL:
             return cause.code
         if cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
             cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
-        reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), max(t.step for t in told)
+        reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), max(one.step for one in statuses)
         idle = 0 if reached[0] > furthest[0] or reached[1] > furthest[1] else idle + 1
         furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
-        begun = any(t.step for t in told)  # told when the run folder is this run's
+        begun = any(one.step for one in statuses)  # reported once the run folder is this run's
         if restarts == max_restarts or idle == IDLE_RESTARTS:
             return _give_up(cause, restarts, idle)
         restarts += 1
@@ -130,46 +130,46 @@ def _who(cause: Cause) -> str:
     return "" if cause.rank is None else f"rank {cause.rank} " if cause.silent else f"rank {cause.rank}: "
 
 
-def _stuck(board: Board, watchdog: Watchdog, run_dir: Path) -> Cause:
+def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
     """The first rank that does not go on; its stack, and those of others like it, in the run folder."""
     kept = ""
     stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
-    if stacks and board.read(min(stacks)).step:  # then the run folder is this run's
+    if stacks and table.read(min(stacks)).step:  # then the run folder is this run's
         path = run_dir / "failures" / f"{time.strftime('%Y%m%d-%H%M%S')}-stacks.txt"
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items()), encoding="utf-8")
             kept = str(path)
     rank = min(watchdog.stuck)
-    return Cause(watchdog.stuck[rank][0], board.read(rank).place, 5, rank, kept=kept)
+    return Cause(watchdog.stuck[rank][0], table.read(rank).place, 5, rank, kept=kept)
 
 
-def _cause(board: Board, ended: Mapping[int, float], code: int) -> Cause:
+def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
     """The first rank that ended other than well; what others say of its loss comes after all else."""
     by = Signals(code - 128).name if 128 < code < 160 else ""
     found = []
-    for rank in range(board.ranks):
-        told = board.read(rank)
-        record = told.record
+    for rank in range(table.ranks):
+        status = table.read(rank)
+        record = status.record
         if record:
             if record["code"]:
-                own = record.get("line", ""), told.place, record["code"], rank, False, record.get("kept", "")
+                own = record.get("line", ""), status.place, record["code"], rank, False, record.get("kept", "")
                 cause = Cause(*own, record.get("unsaid", False))
                 found.append((record.get("lost", False), record["time"], cause))
         elif rank in ended:
             how = f"was ended by {by}" if by else "left before the end of the training"
             how += f" (the job's code is {code})" if code >= 0 and not by else ""
-            found.append((False, ended[rank], Cause(how, told.place, 5, rank)))
+            found.append((False, ended[rank], Cause(how, status.place, 5, rank)))
     if found and not (by and all(lost for lost, _, _ in found)):
         lost, when, first = min(found, key=lambda row: row[:2])
         alike = [str(cause.rank) for *key, cause in found if cause.silent and key == [lost, when]]
         if first.silent and len(alike) > 1:  # seen at one look: this process was stopped, perhaps
             return replace(first, what=f"rank {' or '.join(alike)} {first.what}", rank=None)
         return first
-    begun = any(board.read(rank).pid for rank in range(board.ranks))
+    begun = any(table.read(rank).pid for rank in range(table.ranks))
     how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}"
     how += "" if by or begun else ", before any rank had begun"
-    return Cause(how, board.read(0).place, 5 if by or not code else code)
+    return Cause(how, table.read(0).place, 5 if by or not code else code)
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from hvd_train.errors import CommunicationError
-from hvd_train.launch.board import VERDICT, Board, host_key, supported
 from hvd_train.launch.gloo import is_here
 from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
 LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0
 MEET_SECONDS = 60.0  # for ranks of hosts that do not reach one another by TCP
@@ -25,15 +25,15 @@ class Verdict:
     """The news of rank 0's host (``launch/heartbeat.py``), if that is this one. ``variables``: for the launcher."""
 
     def __init__(self, hosts: Sequence[str], launcher: Launcher) -> None:
-        self._hosts, self._board = list(hosts), Board(0) if supported() else None
+        self._hosts, self._table = list(hosts), StatusTable(0) if supported() else None
         # MPI's own ports may be all that a firewall lets through.
         ports = any(name.startswith("OMPI_MCA_") and "port" in name for name in os.environ)
         self._asks = bool(launcher.endless_programs) and not ports and is_here(hosts[0])
-        self.variables = {VERDICT: f"{self._board.path} {host_key()}"} if self._board else {}
+        self.variables = {VERDICT: f"{self._table.path} {host_key()}"} if self._table else {}
 
     @property
     def news(self) -> dict[str, Any]:
-        return self._board.news() if self._board else {}
+        return self._table.news() if self._table else {}
 
     @property
     def lost(self) -> str:
@@ -43,13 +43,13 @@ class Verdict:
     def wait(self, child: subprocess.Popen) -> None:
         """Wait for the launcher's end. mpirun waits for ever for a daemon out of its reach, and crashes by SIGTERM."""
         stop, begun, line = math.inf, time.monotonic(), ""
-        while self._board and child.poll() is None:
+        while self._table and child.poll() is None:
             news, now = self.news, time.monotonic()
             if self._asks and not news and now > begun + MEET_SECONDS / 2:
                 self._asks, line = False, check_way_back([host for host in self._hosts if not is_here(host)])
             if line and not news and now > begun + MEET_SECONDS:
                 print(f"error: {line}", file=sys.stderr, flush=True)
-                self._board.publish({"code": CommunicationError.exit_code})
+                self._table.publish({"code": CommunicationError.exit_code})
             if stop == math.inf and "code" in news:
                 stop = now + PATIENCE_SECONDS
             if now > stop:

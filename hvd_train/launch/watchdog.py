@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_train.launch.board import EXCHANGE, SCRIPT, Board, Told
+from hvd_train.launch.status import EXCHANGE, SCRIPT, RankStatus, StatusTable
 
 WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes as long as the disk does
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
@@ -26,11 +26,11 @@ INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|fronte
 class Watchdog:
     """``look()`` every now and then; ``stuck``: {rank: (what is wrong with it, its stack)} once nothing has moved for
     ``limit`` seconds (0: for ever). Of ranks that wait for one another the culprit is the one that is stopped, or
-    computes something else; all of them where that cannot be told."""
+    computes something else; all of them where that cannot be known."""
 
-    def __init__(self, board: Board | None, limit: float) -> None:
-        """``board`` None: of a subclass that reads the ranks elsewhere."""
-        self._board, self._limit = board, limit
+    def __init__(self, table: StatusTable | None, limit: float) -> None:
+        """``table`` None: of a subclass that reads the ranks elsewhere."""
+        self._table, self._limit = table, limit
         self._beats: list[int] = []
         self._stopped: dict[int, float] = {}
         self._moved: dict[int, tuple[int, float]] = {}  # of ranks of scripts: their beats, since when
@@ -39,77 +39,77 @@ class Watchdog:
         self.stuck: dict[int, tuple[str, str]] = {}
 
     def look(self) -> bool:
-        """Whether ranks are stuck."""
+        """Return whether ranks are stuck."""
         if not self._limit:
             return False
-        now, told = time.monotonic(), self._read_all()
+        now, statuses = time.monotonic(), self._read_all()
         if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, as perhaps all were
             self._beats, self._stopped, self._moved = [], {}, {}
         self._before = now
-        beats = [one.beats for one in told]
-        if beats != self._beats or not all(one.pid and one.phase in WATCHED and not one.record for one in told):
+        beats = [one.beats for one in statuses]
+        if beats != self._beats or not all(one.pid and one.phase in WATCHED and not one.record for one in statuses):
             self._beats, self._since = beats, now
-        states = self._states(told)
+        states = self._states(statuses)
         self._stopped = {rank: self._stopped.get(rank, now) for rank, state in states.items() if state in "Tt"}
         stopped = [rank for rank, since in self._stopped.items() if now - since > self._limit]
         if stopped or now - self._since > self._limit:
-            self.stuck = self._culprits(told, stopped or list(self._stopped))
-        elif any(one.phase == EXCHANGE for one in told):
-            self.stuck = self._late(told, now)
+            self.stuck = self._culprits(statuses, stopped or list(self._stopped))
+        elif any(one.phase == EXCHANGE for one in statuses):
+            self.stuck = self._late(statuses, now)
         return bool(self.stuck)
 
-    def _late(self, told: list[Told], now: float) -> dict[int, tuple[str, str]]:
+    def _late(self, statuses: list[RankStatus], now: float) -> dict[int, tuple[str, str]]:
         """Ranks of a user's script that stay away from what others are in. What a graph does besides its exchanges, as
         to ask for the next batch, is within a step like these: then it is the rank that has a thread in code of the
         user's own, if others have none."""
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(statuses):
             if self._moved.get(rank, (0, 0.0))[0] != one.beats:
                 self._moved[rank] = one.beats, now
-        if any(one.record or one.phase not in (SCRIPT, EXCHANGE) for one in told):
+        if any(one.record or one.phase not in (SCRIPT, EXCHANGE) for one in statuses):
             return {}
-        still = [rank for rank in range(len(told)) if now - self._moved[rank][1] > self._limit]
-        away = [rank for rank in still if told[rank].phase == SCRIPT]
-        if len(away) == len(still) or (not away and (len(still) < len(told) or now < self._asked)):
+        still = [rank for rank in range(len(statuses)) if now - self._moved[rank][1] > self._limit]
+        away = [rank for rank in still if statuses[rank].phase == SCRIPT]
+        if len(away) == len(still) or (not away and (len(still) < len(statuses) or now < self._asked)):
             return {}
-        stacks = self._stacks(told)
+        stacks = self._stacks(statuses)
         self._asked = now + self._limit
-        own = {rank: _own(threads) for rank, threads in stacks.items()}
-        found = {rank: own[rank] or stacks[rank][-1] for rank in away or [k for k, stack in own.items() if stack]}
+        busy = {rank: _user_thread(threads) for rank, threads in stacks.items()}
+        late = {rank: busy[rank] or stacks[rank][-1] for rank in away or [k for k, stack in busy.items() if stack]}
         what, fix = f"has kept the others waiting for {self._limit:g} s", f"if its work takes so long, raise {VARIABLE}"
-        told_of = {rank: (f"{what}{_top(stack)}; {fix}", stack) for rank, stack in found.items()}
-        return told_of if len(told_of) < len(told) else {}
+        blamed = {rank: (f"{what}{_top(stack)}; {fix}", stack) for rank, stack in late.items()}
+        return blamed if len(blamed) < len(statuses) else {}
 
-    def _culprits(self, told: list[Told], stopped: list[int]) -> dict[int, tuple[str, str]]:
+    def _culprits(self, statuses: list[RankStatus], stopped: list[int]) -> dict[int, tuple[str, str]]:
         if stopped:
             return {rank: (f"is stopped (SIGSTOP), for more than {self._limit:g} s", "") for rank in stopped}
-        stacks = {rank: threads[-1] for rank, threads in self._stacks(told).items()}
+        stacks = {rank: threads[-1] for rank, threads in self._stacks(statuses).items()}
         what = f"has not moved for {self._limit:g} s"
-        found = {rank: (f"{what}{_top(stack)}", stack) for rank, stack in stacks.items()}
-        own = {rank: row for rank, row in found.items() if row[1] and not INSIDE.search(_lines(row[1])[0])}
-        return own or found
+        rows = {rank: (f"{what}{_top(stack)}", stack) for rank, stack in stacks.items()}
+        busy = {rank: row for rank, row in rows.items() if row[1] and not INSIDE.search(_lines(row[1])[0])}
+        return busy or rows
 
-    def _read_all(self) -> list[Told]:
-        assert self._board is not None
-        return [self._board.read(rank) for rank in range(self._board.ranks)]
+    def _read_all(self) -> list[RankStatus]:
+        assert self._table is not None
+        return [self._table.read(rank) for rank in range(self._table.ranks)]
 
-    def _states(self, told: list[Told]) -> dict[int, str]:
-        """The state of each rank's process, where it has told which that is."""
-        return {rank: state(one.pid) for rank, one in enumerate(told) if one.pid}
+    def _states(self, statuses: list[RankStatus]) -> dict[int, str]:
+        """Return the state of each rank's process, if it has reported it."""
+        return {rank: state(one.pid) for rank, one in enumerate(statuses) if one.pid}
 
-    def _stacks(self, told: list[Told]) -> dict[int, list[str]]:
-        assert self._board is not None
-        return stacks(self._board, told)
+    def _stacks(self, statuses: list[RankStatus]) -> dict[int, list[str]]:
+        assert self._table is not None
+        return stacks(self._table, statuses)
 
 
-def stacks(board: Board, told: list[Told]) -> dict[int, list[str]]:
-    """What each rank's threads do, the main one last, most recent call first; [""] where it does not say."""
-    before = [_read(one.stack) for one in told]  # they were asked before, perhaps
-    board.ask()
+def stacks(table: StatusTable, statuses: list[RankStatus]) -> dict[int, list[str]]:
+    """Return what each rank's threads do, the main one last, most recent call first; [""] if it does not answer."""
+    before = [_read(one.stack) for one in statuses]  # they were asked before, perhaps
+    table.request_stacks()
     time.sleep(ANSWER_SECONDS)
     # The last answer, for others may ask at the same time; within it from the newest thread to the first.
     return {
         k: DUMP.split(_read(one.stack).removeprefix(old))[-1].split("\n\n")
-        for k, (one, old) in enumerate(zip(told, before, strict=True))
+        for k, (one, old) in enumerate(zip(statuses, before, strict=True))
     }
 
 
@@ -123,8 +123,8 @@ def _lines(stack: str) -> list[str]:
     return [line.strip() for line in stack.splitlines() if line.startswith("  File")] or [""]
 
 
-def _own(threads: list[str]) -> str:
-    """Of the threads, which one is in code of the user's own: the main one in its last call, others in any."""
+def _user_thread(threads: list[str]) -> str:
+    """Return the thread that is in user code: the main one in its last call, others in any."""
     calls = [_lines(threads[-1])[:1], *(_lines(stack) for stack in threads[:-1])]
     for stack, lines in zip([threads[-1], *threads[:-1]], calls, strict=True):
         files = [match[1] for line in lines if (match := re.match(r'File "(.*)", line', line))]
@@ -139,7 +139,7 @@ def _top(stack: str) -> str:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter of a process' state; T: stopped."""
+    """Return the kernel's letter of a process' state; T: stopped."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"

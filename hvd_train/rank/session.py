@@ -16,11 +16,11 @@ from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import peers
-from hvd_train.launch.board import Page
 from hvd_train.launch.environment import prepare_rank, rank_settings, threads, world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import World
 from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.status import StatusSlot
 from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
 
 if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
@@ -101,10 +101,10 @@ class Session:
             self.communicator.barrier()
         self.communicator.close()
 
-    def watch(self, seconds: float, then: str = "") -> Page | None:
+    def watch(self, seconds: float, then: str = "") -> StatusSlot | None:
         """From here on, end all ranks of this host where one of them is stuck for ``seconds``. On all ranks.
 
-        Returns the page on which this rank notes where it is; None if nobody reads it.
+        Returns the slot of this rank's status, or None if nobody reads it.
         """
         return peers.watch(self.communicator, seconds, then) if self.communicator.size > 1 else None
 

@@ -16,10 +16,10 @@ from hvd_train.config.keys import ExchangeConfig
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers
-from hvd_train.launch.board import SCRIPT
 from hvd_train.launch.environment import STALL, world
 from hvd_train.launch.exit import exit_rank, exit_with_error, rank_tag
 from hvd_train.launch.launchers.base import World
+from hvd_train.launch.status import SCRIPT
 from hvd_train.launch.watchdog import VARIABLE
 from hvd_train.protocol import Communicator, Handle, Tensor
 from hvd_train.rank.session import Session
@@ -43,11 +43,11 @@ def open_session(framework: str, session: Session | None = None) -> Session:
         sys.excepthook = _end
         session = session or Session.prepare(framework, verbose=True, user_process=True)
         communicator = session.open()
-        page = session.watch(_watchdog_s()) if communicator.size > 1 else None
-        if page:
-            page.at(SCRIPT, 0)
+        slot = session.watch(_watchdog_s()) if communicator.size > 1 else None
+        if slot:
+            slot.at(SCRIPT, 0)
             horovod = cast(HorovodCommunicator, communicator)
-            horovod.page, horovod.left = page, peers.left
+            horovod.slot, horovod.left = slot, peers.left
         _sessions.append(session)
         atexit.register(_close)
     if _sessions[0].framework != framework:  # Horovod is opened once a process, by one framework
@@ -72,9 +72,9 @@ def _close() -> None:
     failure = communicator.failure()
     if failure is not None:
         exit_with_error(failure)
-    page = getattr(communicator, "page", None)
-    if page:
-        page.end({"code": 0})  # others may wait for this rank
+    slot = getattr(communicator, "slot", None)
+    if slot:
+        slot.report_end({"code": 0})  # others may wait for this rank
     communicator.close()
 
 

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from hvd_train.errors import CommunicationError, ConfigError
-from hvd_train.launch.board import Board
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.launchers.mpirun import Mpirun
+from hvd_train.launch.status import StatusTable
 from hvd_train.launch.supervise import _cause, _going_on, supervise
 
 ROOT = Path(__file__).parents[2]
@@ -106,11 +106,11 @@ def test_a_killed_rank_is_named_and_the_others_end(run, size):
 
 def test_ranks_that_ended_unseen_are_named_together():
     """As where the process that watches them was stopped meanwhile: which one was the first cannot be told."""
-    with Board(3) as board:
-        cause = _cause(board, {0: 5.0, 1: 5.0, 2: 6.0}, 128 + signal.SIGKILL)
+    with StatusTable(3) as table:
+        cause = _cause(table, {0: 5.0, 1: 5.0, 2: 6.0}, 128 + signal.SIGKILL)
         assert (cause.what, cause.rank, cause.code) == ("rank 0 or 1 was ended by SIGKILL", None, 5)
-        assert _cause(board, {0: 5.0, 1: 4.0}, 128 + signal.SIGKILL).rank == 1
-        assert _cause(board, {}, 1).what == "the launcher ended with code 1, before any rank had begun"
+        assert _cause(table, {0: 5.0, 1: 4.0}, 128 + signal.SIGKILL).rank == 1
+        assert _cause(table, {}, 1).what == "the launcher ended with code 1, before any rank had begun"
 
 
 def test_a_launcher_that_waits_for_the_others_is_not_waited_for(run):

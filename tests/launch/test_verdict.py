@@ -10,10 +10,10 @@ import pytest
 
 from hvd_train.errors import CommunicationError
 from hvd_train.launch import process, start, verdict
-from hvd_train.launch.board import VERDICT, Board, announce_met, host_key, verdict_path
 from hvd_train.launch.hosts import Hosts
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import Layout
+from hvd_train.launch.status import VERDICT, StatusTable, announce_met, host_key, verdict_path
 from hvd_train.launch.verdict import Verdict
 
 
@@ -34,7 +34,7 @@ def soon(monkeypatch):
 
 def test_a_launcher_that_stays_is_ended(child):
     made = Verdict(["localhost", "b"], named("mpirun"))
-    Board(0, made._board.path).publish({"code": 5})
+    StatusTable(0, made._table.path).publish({"code": 5})
     began = time.monotonic()
     made.wait(child)
     assert child.returncode == -signal.SIGKILL and time.monotonic() - began < 5
@@ -75,7 +75,7 @@ def test_another_host_does_not_take_the_path_for_its_own(monkeypatch):
 
 def test_a_killed_rank_is_named(monkeypatch):
     def run(line, env, launcher, wait):
-        Board(0, env[VERDICT].split()[0]).publish({"lost": ["rank 3 on host b"]})
+        StatusTable(0, env[VERDICT].split()[0]).publish({"lost": ["rank 3 on host b"]})
         return 137, [], {}
 
     monkeypatch.setattr(process, "run", run)

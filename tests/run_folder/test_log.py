@@ -235,10 +235,10 @@ def test_ranks_of_mpirun_are_not_deceived_by_their_pty(launcher, shown):
     program = """if True:
         import sys
         from hvd_train.run_folder.terminal import on_terminal
-        from hvd_train.frontends import rank
-        rank._load = lambda *_: None  # no framework
+        from hvd_train.rank import session
+        session._load = lambda *_, **__: None  # no framework
         sys.stdout.isatty = lambda: True
-        rank.settle("pytorch")
+        session.Session.prepare("pytorch", user_process=True)
         print(on_terminal())
     """
     place = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}

@@ -11,7 +11,7 @@ from typing import Any
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import packing
 from hvd_train.data.classes import Known, listing
-from hvd_train.data.combined import Itself, Joined, joined_samples
+from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
 from hvd_train.data.fitted import as_run
 from hvd_train.data.kinds import KINDS
@@ -65,7 +65,7 @@ def open_data(
     if config.transforms:
         parts = transformed(parts, config.transforms, imported)
     if config.target == "inputs":
-        parts = {name: Itself(part) for name, part in parts.items()}
+        parts = {name: InputsAsLabels(part) for name, part in parts.items()}
     return DataSet(config.name, parts, vocabulary)
 
 

@@ -15,7 +15,7 @@ from hvd_train.protocol import Fields, Sample, Source
 
 
 def joined_samples(parts: Iterable[Source]) -> Sample:
-    """The fields of all parts together."""
+    """Join the fields of all parts."""
     return reduce(Sample.joined, (part.sample for part in parts))
 
 
@@ -48,23 +48,24 @@ class Joined:
         return inputs, labels
 
 
-class Itself:
-    """Another source's samples, whose labels are their inputs."""
+class InputsAsLabels:
+    """Another source's samples, whose labels are their inputs (``data.target: inputs``)."""
 
-    def __init__(self, own: Source) -> None:
-        self._own, self.fingerprint = own, hashlib.sha256(f"itself {own.fingerprint}".encode()).hexdigest()[:16]
-        self.ordered = getattr(own, "ordered", False)
-        self.sample = Sample(own.sample.inputs, self._labels(own.sample.inputs))
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.fingerprint = hashlib.sha256(f"itself {source.fingerprint}".encode()).hexdigest()[:16]
+        self.ordered = getattr(source, "ordered", False)
+        self.sample = Sample(source.sample.inputs, self._labels(source.sample.inputs))
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        inputs, _ = self._own.fetch(indices)
+        inputs, _ = self._source.fetch(indices)
         return inputs, self._labels(inputs)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        inputs, _ = drawn(self._own, indices, seed, epoch)
+        inputs, _ = drawn(self._source, indices, seed, epoch)
         return inputs, self._labels(inputs)
 
     def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

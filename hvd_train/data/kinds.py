@@ -66,8 +66,8 @@ def _named_arrays(
     part, classes = partial(Arrays, task=task, images=config.images), known(config, request)
     names: dict[str, str] = {}  # {train_x: as the file calls it}
 
-    def choose(found: list[str]) -> list[str]:
-        names.update(_array_names(found, path))
+    def choose(listed: list[str]) -> list[str]:
+        names.update(_array_names(listed, path))
         wanted = [name for name in names if request.reads_test or not name.startswith("test")]
         return [names[name] for name in wanted if request.labels or name.endswith("x")]
 
@@ -89,22 +89,21 @@ def _named_arrays(
     raise DataError(what, where=str(path), fix="it needs train_x, train_y, val_x, val_y; or x, y")
 
 
-def _array_names(found: list[str], path: Path) -> dict[str, str]:
-    """{train_x, train_y, val_x, ... or x, y: as the file calls it}."""
-    names: dict[str, str] = {name: name for name in found if name in ("x", "y")}
+def _array_names(listed: list[str], path: Path) -> dict[str, str]:
+    """Return {train_x, train_y, val_x, ... or x, y: as the file calls it}."""
+    names: dict[str, str] = {name: name for name in listed if name in ("x", "y")}
     others = []
-    for own in found:
-        stem, _, kind = own.rpartition("_")
+    for stored in listed:
+        stem, _, kind = stored.rpartition("_")
         part = images.part_of(stem) if kind in ("x", "y") else None
-        if part and names.setdefault(name := f"{part}_{kind}", own) != own:
-            raise DataError(f"{names[name]} and {own} are the same part, {part}", where=str(path), fix="keep one")
-        others += [own] * (part is None and bool(stem) and kind in ("x", "y"))
+        if part and names.setdefault(name := f"{part}_{kind}", stored) != stored:
+            raise DataError(f"{names[name]} and {stored} are the same part, {part}", where=str(path), fix="keep one")
+        others += [stored] * (part is None and bool(stem) and kind in ("x", "y"))
     if others and "train_x" in names and "val_x" not in names:
         what = f"{', '.join(others)} beside {names['train_x']}: arrays whose part is not known"
-        listed = ", ".join(f"{name}_x" for name in images.PART_NAMES["val"])
-        raise DataError(
-            what, where=str(path), fix=f"call those of a validation part one of {listed}, or leave them out"
-        )
+        known_names = ", ".join(f"{name}_x" for name in images.PART_NAMES["val"])
+        fix = f"call those of a validation part one of {known_names}, or leave them out"
+        raise DataError(what, where=str(path), fix=fix)
     return names
 
 
@@ -160,9 +159,9 @@ def _images(
     remarks = [*remarks, *filter(None, [listing.note])]
     if listing.colored and not colored:
         remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
-    found = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
-    found.files = [str(path) for path in listing.files]
-    return found
+    source = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
+    source.files = [str(path) for path in listing.files]
+    return source
 
 
 def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -192,13 +191,13 @@ def _text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
     if classes != Text.CLASSES:
         fix = f"leave it out; text has {Text.CLASSES} classes, one per byte"
         raise DataError(f"{classes} classes", where="data.num_classes", fix=fix)
-    found = formats.read_text(path)
-    count = (len(found) - 1) // length
+    data = formats.read_text(path)  # (bytes,) uint8
+    count = (len(data) - 1) // length
     if count < 2:
-        what = f"{len(found):,} bytes are too few for a training and a validation sample of {length}"
+        what = f"{len(data):,} bytes are too few for a training and a validation sample of {length}"
         raise DataError(what, where=str(path), fix=f"give at least {2 * length + 1:,}, or lower data.sequence_length")
     held = min(count - 1, max(1, round(count * config.val_fraction)))
-    return {"train": Text(found, length, 0, count - held), "val": Text(found, length, count - held, count)}
+    return {"train": Text(data, length, 0, count - held), "val": Text(data, length, count - held, count)}
 
 
 def _masked_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:

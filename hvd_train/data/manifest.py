@@ -16,11 +16,13 @@ KINDS = ("inputs", "labels")
 AGAIN = "pack it again"
 
 
-class _Facts(BaseModel):
+class _Record(BaseModel):
+    """A part of the manifest: no key is unknown."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Shard(_Facts):
+class Shard(_Record):
     """A file: ``count`` rows of one field, how many bytes it has, and the SHA-256 of all of them."""
 
     file: str
@@ -29,13 +31,15 @@ class Shard(_Facts):
     sha256: str
 
 
-class Column(_Facts):
+class Column(_Record):
+    """A field of all samples, in files."""
+
     field: Field
     shards: list[Shard]
 
 
-class Part(_Facts):
-    """``rows``: of every shard but the last."""
+class Part(_Record):
+    """A part of the data; ``rows``: how many samples each shard holds, but the last one."""
 
     count: PositiveInt
     rows: PositiveInt
@@ -45,14 +49,18 @@ class Part(_Facts):
     labels: dict[str, Column]
 
     def columns(self) -> Iterator[tuple[str, str, Column]]:
+        """Yield (inputs or labels, name, column)."""
         for kind in KINDS:
             for name, column in getattr(self, kind).items():
                 yield kind, name, column
 
 
-class Manifest(_Facts):
-    """``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed.
-    ``vocabulary``: of a text whose words are numbered, JSON."""
+class Manifest(_Record):
+    """The contents of a packed folder.
+
+    ``classes``: of each label, whether the task took it for one of 0, 1, ... when it was packed. ``vocabulary``: of a
+    text whose words are numbered, as JSON.
+    """
 
     version: Literal[1]
     packed_from: str
@@ -64,6 +72,7 @@ class Manifest(_Facts):
     vocabulary: str = ""
 
     def shards(self) -> Iterator[tuple[Column, Shard]]:
+        """Yield every file of all parts."""
         for part in filter(None, (self.train, self.val, self.test)):
             for _, _, column in part.columns():
                 for shard in column.shards:
@@ -71,6 +80,7 @@ class Manifest(_Facts):
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a packed folder."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -86,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def summary(manifest: Manifest) -> str:
-    """1,437 training and 360 validation samples, 4 files, 1.5 MB."""
+    """Describe a packed data set: 1,437 training and 360 validation samples, 4 files, 1.5 MB."""
     shards = [shard for _, shard in manifest.shards()]
     size = sum(shard.size for shard in shards) / 1e6
     tests = f", {manifest.test.count:,} test samples" if manifest.test else ""

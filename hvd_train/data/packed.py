@@ -17,11 +17,14 @@ from hvd_train.protocol import Field, Fields, Sample
 def open_packed(
     folder: Path, config: DataConfig, task: TaskConfig, labelled: bool = True
 ) -> tuple[Packed, Packed, Packed | None]:
-    """(train, val, test); sizes of all files are looked at, their contents are not (``check``). ``labelled``: whether
-    labels are looked at."""
+    """Open (train, val, test) of a packed folder.
+
+    The sizes of all files are checked; their contents are not, which is the work of ``packing.check``. ``labelled``:
+    whether labels are looked at.
+    """
     manifest = read_manifest(folder)
-    found = manifest.train, manifest.val, manifest.test
-    train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in found if part)
+    parts = manifest.train, manifest.val, manifest.test
+    train, val, *tests = (Packed(folder, part, config.num_classes, config.images) for part in parts if part)
     train.vocabulary = manifest.vocabulary
     if config.target == "labels" and labelled:
         _check_task(manifest, train.sample.joined(val.sample), config, task, folder)
@@ -29,11 +32,12 @@ def open_packed(
 
 
 def label_classes(sample: Sample, task: TaskConfig) -> dict[str, bool]:
+    """Return for each label whether the task takes it for one of 0, 1, ..."""
     return {name: task.classes(name, len(sample.labels) == 1) for name in sample.labels}
 
 
 def _check_task(manifest: Manifest, sample: Sample, config: DataConfig, task: TaskConfig, folder: Path) -> None:
-    """Labels were made for the task of the packing."""
+    """Check that the labels suit the task: they were made for the task of the packing."""
     for name, wanted in label_classes(sample, task).items():
         field = sample.labels[name]
         if wanted != manifest.classes.get(name):
@@ -54,19 +58,19 @@ class Packed:
     def __init__(self, folder: Path, part: Part, num_classes: int | None = None, images: bool | None = None) -> None:
         self._count, self._rows = part.count, part.rows
         self.fingerprint, self.note, self.vocabulary = part.fingerprint, part.note, ""
-        made: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
+        fields: dict[str, dict[str, Field]] = {kind: {} for kind in KINDS}
         self._maps: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in KINDS}
         for kind, name, column in part.columns():
             counts = [shard.count for shard in column.shards]
             if sum(counts) != part.count or any(count != part.rows for count in counts[:-1]):
                 what = f"the shards of '{name}' hold {sum(counts):,} samples, not {part.count:,}"
                 raise DataError(what, where=str(folder / MANIFEST), fix=AGAIN)
-            made[kind][name] = column.field
+            fields[kind][name] = column.field
             if kind == "inputs" and images is not None:
-                made[kind][name] = _declared(column.field, images, len(part.inputs) == 1)
+                fields[kind][name] = _declared(column.field, images, len(part.inputs) == 1)
             self._maps[kind][name] = [mapped(folder, column.field, shard) for shard in column.shards]
-        known = any(field.classes for field in made["labels"].values())
-        self.sample = Sample(made["inputs"], made["labels"], None if known else num_classes)
+        known = any(field.classes for field in fields["labels"].values())
+        self.sample = Sample(fields["inputs"], fields["labels"], None if known else num_classes)
 
     def __len__(self) -> int:
         return self._count
@@ -84,12 +88,13 @@ class Packed:
 
 
 def _declared(field: Field, images: bool, alone: bool) -> Field:
-    """An input's field by ``data.images``, which need not be what it was when the data was packed."""
+    """Return an input's field by ``data.images``, which need not be as it was when the data were packed."""
     image = is_image(field.shape, np.dtype(field.dtype), alone, images)
     return replace(field, shape=(*field.shape, 1) if image and len(field.shape) == 2 else field.shape, image=image)
 
 
 def _taken(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Take samples from the files of a field: shards (k,) and the rows (k,) in them -> (k, ...)."""
     if len(maps) == 1:
         return maps[0][rows]
     out = np.empty((len(rows), *maps[0].shape[1:]), maps[0].dtype)
@@ -100,17 +105,18 @@ def _taken(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.n
 
 
 def mapped(folder: Path, field: Field, shard: Shard) -> np.ndarray:
+    """Map a file into memory, (count, *shape of the field), and check that it is what the manifest says."""
     path = folder / shard.file
     _check_size(path, shard)
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise DataError(f"no .npy file: {str(error).splitlines()[0]}", where=str(path), fix=AGAIN) from error
     wanted = (shard.count, *field.shape)
-    if found.shape != wanted or found.dtype != np.dtype(field.dtype):
-        what = f"holds {found.shape} {found.dtype}, the manifest says {wanted} {field.dtype}"
+    if array.shape != wanted or array.dtype != np.dtype(field.dtype):
+        what = f"holds {array.shape} {array.dtype}, the manifest says {wanted} {field.dtype}"
         raise DataError(what, where=str(path), fix=AGAIN)
-    return np.asarray(found)
+    return np.asarray(array)
 
 
 def _check_size(path: Path, shard: Shard) -> None:

@@ -37,6 +37,8 @@ class World(Protocol):
 
 
 class Alone:
+    """A world of one process."""
+
     rank, size = 0, 1
 
     def allgather(self, sendobj: Any) -> list[Any]:
@@ -44,11 +46,11 @@ class Alone:
 
 
 def pack(
-    train: Source, val: Source, test: Source | None, told: str, task: TaskConfig, folder: Path, world: World
+    train: Source, val: Source, test: Source | None, origin: str, task: TaskConfig, folder: Path, world: World
 ) -> Manifest:
-    """Writes all parts, each rank its shards; every rank returns the manifest, or raises what went wrong on one.
+    """Write all parts, each rank its shards; return the manifest on every rank, or raise the error of any rank.
 
-    ``told``: where the samples come from, for people.
+    ``origin``: where the samples come from, for people.
     """
     _on_all_ranks(world, lambda: _fresh(folder) if world.rank == 0 else None)
     parts = {}
@@ -57,7 +59,7 @@ def pack(
             parts[name] = _pack_part(name, source, folder, world)
     manifest = Manifest(
         version=VERSION,
-        packed_from=told,
+        packed_from=origin,
         classes=label_classes(train.sample, task),
         ignore_index=task.ignore_index,
         vocabulary=getattr(train, "vocabulary", ""),
@@ -74,6 +76,7 @@ def pack(
 
 
 def _fresh(folder: Path) -> None:
+    """Make the folder, which must hold no packed data."""
     if (folder / MANIFEST).exists():
         raise ConfigError("holds a packed data set already", where=str(folder), fix="remove it, or name another folder")
     if folder.exists() and not folder.is_dir():
@@ -84,25 +87,27 @@ def _fresh(folder: Path) -> None:
 
 
 def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
+    """Write one part, and return its entry of the manifest."""
     n, fields = len(source), {kind: getattr(source.sample, kind) for kind in KINDS}
     widths = [_width(field) for kind in KINDS for field in fields[kind].values()]
     rows = max(1, min(SHARD_BYTES // max(*widths, 1), -(-n // world.size)))
     piece = max(1, min(rows, PIECE_BYTES // max(1, sum(widths))))
 
     def write() -> dict[tuple[str, str], dict[int, Shard]]:
-        made: dict[tuple[str, str], dict[int, Shard]] = {}
+        shards: dict[tuple[str, str], dict[int, Shard]] = {}
         for number in range(world.rank, -(-n // rows), world.size):
             span = range(number * rows, min(n, (number + 1) * rows))
             for (kind, field), shard in _write(name, number, source, span, piece, folder).items():
-                made.setdefault((kind, field), {})[number] = shard
-        return made
+                shards.setdefault((kind, field), {})[number] = shard
+        return shards
 
-    found = _on_all_ranks(world, write)
+    shards_of_ranks = _on_all_ranks(world, write)
     columns: dict[str, dict[str, Column]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
         for field, facts in fields[kind].items():
-            own = {number: shard for made in found for number, shard in made.get((kind, field), {}).items()}
-            columns[kind][field] = Column(field=facts, shards=[own[number] for number in sorted(own)])
+            numbered = [pair for shards in shards_of_ranks for pair in shards.get((kind, field), {}).items()]
+            in_order = [shard for _, shard in sorted(numbered, key=lambda pair: pair[0])]
+            columns[kind][field] = Column(field=facts, shards=in_order)
     note = "\n".join(filter(None, [*getattr(source, "remarks", ()), getattr(source, "note", "")]))
     return Part(count=n, rows=rows, fingerprint=source.fingerprint, note=note, **columns)
 
@@ -110,7 +115,7 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
 def _write(
     part: str, number: int, source: Source, span: range, piece: int, folder: Path
 ) -> dict[tuple[str, str], Shard]:
-    """One shard of every field."""
+    """Write one shard of every field: the samples of ``span``, ``piece`` of them at once."""
     sample, files = source.sample, {}
     try:
         for kind in KINDS:
@@ -150,11 +155,12 @@ class _HashedFile(Aside):
 
 
 def _width(field: Field) -> int:
+    """Return the bytes of one sample."""
     return math.prod(field.shape) * np.dtype(field.dtype).itemsize
 
 
 def check(folder: Path, world: World) -> Manifest:
-    """Reads every file and compares its SHA-256, each rank its share; the first fault is raised on all ranks."""
+    """Read every file and compare its SHA-256, each rank its share; the first fault is raised on all ranks."""
     manifest = _on_all_ranks(world, lambda: read_manifest(folder))[0]
 
     def look() -> None:
@@ -172,20 +178,19 @@ def check(folder: Path, world: World) -> Manifest:
 
 
 def _on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's result; what goes wrong on one of them is raised on all, so that nobody waits."""
-    made: Any = None
+    """Return every rank's result; an error of one rank is raised on all, so that nobody waits."""
+    result: Any = None
     error: TrainError | None = None
     try:
-        made = work()
+        result = work()
     except TrainError as caught:
         error = caught
     except OSError as caught:
         error = DataError(f"cannot be written: {caught.strerror}", where=str(caught.filename or ""))
-    results = []
-    told = error and (type(error), error.what, error.where, error.fix)
-    for failed, result in world.allgather((told, made)):
+    failure = error and (type(error), error.what, error.where, error.fix)
+    everyone = world.allgather((failure, result))
+    for failed, _ in everyone:
         if failed:
             kind, what, where, fix = failed
             raise kind(what, where=where, fix=fix, common=True)
-        results.append(result)
-    return results
+    return [result for _, result in everyone]

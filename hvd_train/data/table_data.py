@@ -50,7 +50,7 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
 def _features(
     have: Sequence[str], labels: Sequence[str], config: DataConfig, run: Sample | None
 ) -> tuple[list[str], list[str]]:
-    """The columns of the inputs, in the order that the run knows, and what a user should know of them."""
+    """Return the columns of the inputs, in the order that the run knows, and remarks for the user."""
     learned = set(labels)
     others = [name for name in have if name not in learned]
     if run is None:
@@ -59,8 +59,8 @@ def _features(
     if not columns:
         why = "the checkpoint is of an older version and does not tell its columns" if columns is None else ""
         taken = config.features or others
-        told = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(taken)}"
-        return taken, [told]
+        remark = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(taken)}"
+        return taken, [remark]
     if config.features and set(config.features) != set(columns):
         what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
         raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")
@@ -68,11 +68,12 @@ def _features(
     if not extra:
         return list(columns), []
     many = len(extra) > 1
-    told = f"column{'s' * many} {listing(extra)} {'are' if many else 'is'} left out: the run was trained without"
-    return list(columns), [told]
+    remark = f"column{'s' * many} {listing(extra)} {'are' if many else 'is'} left out: the run was trained without"
+    return list(columns), [remark]
 
 
 def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
+    """Check that a file has all columns."""
     have = tables.names_of(file)
     there = set(have)
     missing = [name for name in features if name not in there]
@@ -93,20 +94,21 @@ def _of_table(
     task: TaskConfig,
     remarks: Sequence[str],
 ) -> Arrays:
+    """Make a source of a table: inputs (n, features), labels (n,) or (n, labels), or a dict of them by name."""
     inputs = np.stack([table.numbers(name) for name in features], axis=1)
-    several, found = isinstance(task.loss, dict), dict[str, Any]()
+    several, columns = isinstance(task.loss, dict), dict[str, Any]()
     for name in labels:
         if task.classes(name, not several):
             known = classes.label(name if several else LABEL, len(labels) == 1)
-            found[name] = table.classes(name, known, task.ignore_index)
+            columns[name] = table.classes(name, known, task.ignore_index)
         else:
             loss, _ = task.terms.get(name) or task.terms.get("") or ("", ())
-            found[name] = table.numbers(name, keep_whole=":" in loss)
+            columns[name] = table.numbers(name, keep_whole=":" in loss)
     if several or not labels:
-        return Arrays(inputs, found, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
+        return Arrays(inputs, columns, str(table.path), classes, task, table.notes, None, remarks, (features, ()))
     if task.loss == "cross_entropy" and len(labels) > 1:
         fix = "name one column, or a loss for each: task.loss: {COLUMN: cross_entropy, ...}"
         raise DataError(f"{len(labels)} columns for one cross_entropy", where="data.labels", fix=fix)
-    stacked = np.stack(list(found.values()), axis=1) if len(labels) > 1 else found[labels[0]]
-    columns = features, labels if len(labels) > 1 else ()
-    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, columns)
+    stacked = np.stack(list(columns.values()), axis=1) if len(labels) > 1 else columns[labels[0]]
+    names = features, labels if len(labels) > 1 else ()
+    return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, names)

@@ -15,11 +15,11 @@ class Text:
 
     CLASSES = 256  # bytes
 
-    def __init__(self, found: np.ndarray, length: int, start: int, stop: int) -> None:
+    def __init__(self, data: np.ndarray, length: int, start: int, stop: int) -> None:
         self._length = length
         label = Field((length,), "int64", classes=self.CLASSES)
         self.sample = Sample({INPUT: Field((length,), "uint8")}, {LABEL: label})
-        self._bytes, self._start, self._n = found, start, stop - start
+        self._bytes, self._start, self._n = data, start, stop - start
         picked = np.unique(np.linspace(0, self._n - 1, 64).astype(np.int64))
         digest = hashlib.sha256(f"text {length} {start} {stop}".encode() + self._sample(picked).tobytes())
         self.fingerprint = digest.hexdigest()[:16]

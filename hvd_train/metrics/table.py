@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ METRICS: dict[str, Row] = {
 }
 
 
+@cache
 def loss_function(name: str) -> Callable[..., Any]:
     """The function (outputs, labels, ops) of a built-in loss, which gives a value for each place."""
     return getattr(importlib.import_module("hvd_train.metrics.losses"), name)

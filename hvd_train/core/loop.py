@@ -177,6 +177,11 @@ class Trainer:
         end, need = self.stop_source.job_end, LAST_SECONDS + 3 * self._writer.longest
         return int(signal.SIGUSR1) if end and self.stop_source.begun and time.time() > end - need else 0
 
+    @property
+    def exchange_share(self) -> float | None:
+        """The share of the time that the exchange takes on every rank; None: not yet measured."""
+        return self._stragglers.least_wait
+
     def _note_straggler(self, epoch: int) -> str:
         """Into the log; what the epoch's row says of it."""
         found = self._stragglers.found

@@ -32,10 +32,12 @@ class Straggler:
 
 
 class Stragglers:
-    """``found``: the straggler among the ranks, None: they are alike."""
+    """``found``: the straggler among the ranks, None: they are alike. ``least_wait``: the share of the time that even
+    the rank that waits least is in transfers, None: not yet known."""
 
     def __init__(self) -> None:
         self.found: Straggler | None = None
+        self.least_wait: float | None = None
         self._named: set[int] = set()
         self._before: tuple[int, float, np.ndarray] | None = None
         self._rows: list[tuple[int, float, np.ndarray]] = []  # steps, seconds, seconds that each rank waited
@@ -66,6 +68,7 @@ class Stragglers:
 
     def _judge(self) -> Straggler | None:
         steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))
+        self.least_wait = float(np.median(waits.min(axis=1) / seconds))
         others = [np.median(np.delete(waits, rank, axis=1), axis=1) for rank in range(waits.shape[1])]
         lost = np.stack(others, axis=1) - waits  # (meetings, ranks)
         shares = np.median(lost / seconds[:, None], axis=0)

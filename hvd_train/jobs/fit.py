@@ -11,7 +11,7 @@ from hvd_train import faults
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.core.agreement import collectively
-from hvd_train.core.hooks import Crowded, Hook
+from hvd_train.core.hooks import Crowded, FewerRanks, Hook
 from hvd_train.core.loop import Trainer
 from hvd_train.core.meeting import StopSource
 from hvd_train.errors import Interrupted
@@ -47,7 +47,7 @@ def fit(
             listener.last_calls.append(lock.release)
         listener.last_calls.append(snapshots.forget)
         try:
-            train(job, resume, allow_change, overwrite, lock, stop_source=listener, until=until)
+            train(job, resume, allow_change, overwrite, lock, _rank_check(job), stop_source=listener, until=until)
         except Interrupted as error:
             code = error.exit_code
         listener.finish(code)  # the ranks leave one by one, and launchers signal the last
@@ -130,6 +130,14 @@ def train(
         log.message(messages.end(summary, config))
     log.close()
     return summary
+
+
+def _rank_check(job: Job) -> list[Hook]:
+    """Return the hook that looks whether fewer ranks are faster, where all compute on the cores of one host."""
+    communicator, config = job.communicator, job.config
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
+    one_host = communicator.size == communicator.local_size
+    return [FewerRanks(job.session.threads)] if on_cpu and one_host and communicator.size > 1 else []
 
 
 def _thread_check(job: Job) -> list[Hook]:

@@ -1,0 +1,62 @@
+"""``fit -np 2`` of a wide model on one host says that one rank is likely faster, and the command that it names runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+SECONDS = 240
+# A step each meeting, so that few steps are enough; and a machine that seems quiet, whatever runs beside the tests.
+MODEL = """
+import os
+
+os.getloadavg = lambda: (0.0, 0.0, 0.0)
+
+
+def pytorch(input_shape, num_classes, width):
+    import math
+    from torch import nn
+
+    layers = [nn.Linear(math.prod(input_shape), width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(width, num_classes))
+
+
+def tensorflow(input_shape, num_classes, width):
+    from keras import Sequential, layers
+
+    hidden = [layers.Dense(width, activation="relu") for _ in range(2)]
+    return Sequential([layers.Input(input_shape), layers.Flatten(), *hidden, layers.Dense(num_classes)])
+"""
+
+
+def fit(folder: Path, framework: str, width: int, *words: str) -> str:
+    sets = [f"framework={framework}", f"model.name=mine:{framework}", f"model.width={width}", "max_steps=14"]
+    sets += ["log_every_n_steps=1", "optim.lr=0.001", "checkpoint.save_last=false", "checkpoint.every_n_epochs=0"]
+    sets += ["limit_val_batches=1"]
+    line = [str(BIN / "hvd-train"), "fit", "--overwrite", "--run-dir", "run"]
+    line += [word for one in sets for word in ("--set", one)]
+    done = subprocess.run([*line, *words], cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_fit_says_that_one_rank_is_likely_faster(tmp_path, framework):
+    (tmp_path / "mine.py").write_text(MODEL)
+    wide = fit(tmp_path, framework, 2560, "-np", "2", "--set", "batch_size=4")
+    (note,) = [line for line in wide.splitlines() if line.startswith("note:")]
+    match = re.fullmatch(
+        r"note: 2 ranks spend (\d+)% of the time in the exchange of 6.7 million weights; 1 rank with \d+ threads is "
+        r"likely to be faster on this host \((-np 1 --set threads=\d+ --set batch_size=8)\)",
+        note,
+    )
+    assert match and int(match[1]) >= 10
+    if framework == "pytorch":
+        assert "1 rank, global batch 8" in fit(tmp_path, framework, 2560, *match[2].split())
+        assert "note:" not in fit(tmp_path, framework, 64, "-np", "2")

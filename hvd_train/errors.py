@@ -91,8 +91,11 @@ def stopped_code(number: int) -> int:
     return 130 if number == signal.SIGINT else Interrupted.exit_code
 
 
-def nothing_saved(number: int) -> str:
-    return f"stopped by {signal.Signals(number).name} before the first step: there was nothing to save"
+def nothing_saved(number: int, rank: int | None = None) -> str:
+    """Describe the end by a signal before the first step. ``rank``: all that is known is that this one got it."""
+    name = signal.Signals(number).name
+    who = f"stopped by {name}" if rank is None else f"rank {rank} was told to stop ({name})"
+    return f"{who} before the first step: there was nothing to save"
 
 
 class RankError(TrainError):

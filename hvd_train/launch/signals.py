@@ -118,7 +118,10 @@ class SignalListener(StopSource):
         if self.asked:
             self._end_now(128 + number, f"ended at once by a second signal, {name}")
         if not self.begun:
-            self._end_now(stopped_code(number), nothing_saved(number))
+            # Where one rank has failed, a launcher ends the others by the same signal: it stopped this rank, perhaps
+            # not the job. Who watches the ranks knows.
+            stops_job = self.is_watched or world().size == 1
+            self._end_now(stopped_code(number), nothing_saved(number, None if stops_job else world().rank))
         self.asked = number
 
     def _end_now(self, code: int, why: str, lost: bool = False) -> NoReturn:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train import faults
-from hvd_train.checkpoint import store
+from hvd_train.checkpoint import compatibility, store
 from hvd_train.checkpoint.arrays import weights_sha256
 from hvd_train.checkpoint.manifest import Progress
+from hvd_train.checkpoint.writer import NOT_KEPT, Writer, raise_if_failed
 from hvd_train.config import Config
-from hvd_train.core import saving
+from hvd_train.core import train_state
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Agreement, EarlyStopping, Epoch, Hook, Lines, Speed, Taken, guarded
@@ -89,7 +90,7 @@ class Trainer:
         )
         self.train_size, self.val_size = len(train), len(val)
         self.sample = train.sample.joined(val.sample)
-        self.data = saving.data_facts(train, val)
+        self.data = compatibility.data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
         self.limit = min(config.limit_train_batches or self.steps_per_epoch, self.steps_per_epoch)
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
@@ -108,7 +109,7 @@ class Trainer:
         self._stragglers = Stragglers()
         self._saved = False  # whether the newest checkpoint is what this run is now
         self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
-        self._writer = saving.Writer(config.watchdog_s)
+        self._writer = Writer(config.watchdog_s)
         self._speed, self._lines = Speed(), Lines()
         self.samples_per_second, self.speeds = self._speed.median, self._speed.spread
         self._agreement = Agreement(self._lines)
@@ -221,7 +222,7 @@ class Trainer:
         """The run folder is touched when training has proved to run: after the first step."""
         if not self._begun:
             self.frontend.run_queued()
-            collectively(self.communicator, lambda: self.log.begin(saving.size(self)))
+            collectively(self.communicator, lambda: self.log.begin(train_state.size(self)))
             self._begun = self.stop_source.begun = True
 
     def _finished(self) -> bool:
@@ -362,7 +363,7 @@ class Trainer:
                 f"{error.what}, and there is no checkpoint yet", where=error.where, fix=error.fix, common=True
             )
         snapshot = collectively(self.communicator, lambda: store.load(Path(found)) if first else None)
-        saving.restore(self, snapshot)
+        train_state.restore(self, snapshot)
         p.loss_scale, p.good_steps, self.progress = self.progress.loss_scale, 0, p
         self._lines.pending.clear()
         self.counts = np.zeros_like(self.counts)
@@ -448,7 +449,7 @@ class Trainer:
             try:
                 self._converge()
                 self.stop_source.at("saving", self.progress.step)
-                saving.save(self, metrics or {}, self._writer, keep=keep, memory=memory)
+                train_state.save(self, metrics or {}, self._writer, keep=keep, memory=memory)
             except NonFiniteError as error:
                 self._roll_back(error)
                 return
@@ -468,8 +469,8 @@ class Trainer:
 
     def _written(self, outcome: str) -> None:
         path, self._writer.path = self._writer.path, None
-        saving.settle(outcome)
-        if path and path.parent == self.folder and outcome != saving.NOT_KEPT:
+        raise_if_failed(outcome)
+        if path and path.parent == self.folder and outcome != NOT_KEPT:
             self._call("on_checkpoint", path)
 
     def restore(self, snapshot: store.Snapshot | None) -> list[str]:
@@ -479,7 +480,7 @@ class Trainer:
         """
         self._last = snapshot.path if snapshot else None
         self._metrics = snapshot.meta.get("monitor", {}) if snapshot else {}
-        return saving.restore(self, snapshot)
+        return train_state.restore(self, snapshot)
 
     # ---- summary
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.checkpoint.compatibility import check_tree
 from hvd_train.config import Config
-from hvd_train.core.saving import check_tree
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.protocol import Sample, Tree

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
+from hvd_train.checkpoint.compatibility import check_tree
 from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.core.loop import Trainer
-from hvd_train.core.saving import check_tree
 from hvd_train.errors import ConfigError
 from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect

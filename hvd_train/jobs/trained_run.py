@@ -11,18 +11,18 @@ from typing import Any
 
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.arrays import broadcast
+from hvd_train.checkpoint.compatibility import changed_parts, check_tree, data_facts
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config, load_config
 from hvd_train.config.own import look_in, source_of
 from hvd_train.core.agreement import collectively
-from hvd_train.core.saving import check_tree, data_facts
 from hvd_train.data.catalog import open_data
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataRequest, DataSet
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.files import ours_alone
 from hvd_train.jobs.job import Job, build_job
-from hvd_train.jobs.resume import best_rule, changed_parts, saved_vocabulary
+from hvd_train.jobs.resume import best_rule, saved_vocabulary
 from hvd_train.protocol import Field, Sample, one_or_all
 from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import warn

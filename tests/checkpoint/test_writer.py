@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load
 
 from hvd_train.checkpoint import arrays
+from hvd_train.checkpoint import writer as writer_module
 from hvd_train.checkpoint.arrays import pack, packed
-from hvd_train.core import saving
 
 PATH = Path("checkpoints") / "step-00000004"
 
@@ -45,8 +45,8 @@ def test_pieces_are_a_safetensors_file(monkeypatch, piece):
         assert (8 + length + entry["data_offsets"][0]) % {"F64": 8, "I64": 8, "F32": 4}.get(entry["dtype"], 1) == 0
 
 
-def begun(limit: float, work) -> saving.Writer:
-    writer = saving.Writer(limit)
+def begun(limit: float, work) -> writer_module.Writer:
+    writer = writer_module.Writer(limit)
     writer.begin(PATH, lambda: work(writer))
     return writer
 
@@ -76,7 +76,7 @@ def test_a_write_that_moves_takes_as_long_as_it_does(limit):
 
 def test_a_process_that_was_stopped_itself_gives_nothing_up(monkeypatch):
     now, end = [0.0], threading.Event()
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer_module.time, "monotonic", lambda: now[0])
     writer = begun(600, lambda _: end.wait())
     for seconds in (200, 200, 5000, 200, 200, 199):
         now[0] += seconds

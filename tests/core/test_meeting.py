@@ -10,8 +10,9 @@ import pytest
 
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.store import find
+from hvd_train.checkpoint.writer import Writer
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core import meeting, saving
+from hvd_train.core import meeting
 from hvd_train.core.agreement import collectively
 from hvd_train.core.hooks import Hook
 from hvd_train.core.meeting import Meetings, StopSource
@@ -149,13 +150,13 @@ def test_ranks_leave_while_the_batch_job_has_the_time_that_a_save_takes(
     tmp_path, every_turn, monkeypatch, size, left, longest, steps
 ):
     """With a save of 20 s a minute is too little; what a save takes is known after the first one, in step 3."""
-    begin = saving.Writer.begin
+    begin = Writer.begin
 
     def slow(self, path, work):
         self.longest = longest
         begin(self, path, work)
 
-    monkeypatch.setattr(saving.Writer, "begin", slow)
+    monkeypatch.setattr(Writer, "begin", slow)
     stop_source = StopSource()
     stop_source.number, stop_source.job_end = signal.SIGUSR1, time.time() + left
     found = interrupted(size, config(checkpoint={"every_n_steps": 3}), tmp_path, stop_source)

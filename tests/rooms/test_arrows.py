@@ -15,9 +15,9 @@ PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
 ROOMS = {
     "errors": 0, "files": 0, "faults": 0, "config": 0, "frameworks": 0, "protocol": 0, "metrics": 0,
-    "compression": 1, "data": 1, "task": 1, "checkpoint": 1, "run_folder": 2, "update": 2, "core": 3, "launch": 4,
-    "report": 4, "frontends": 5, "rank": 6, "jobs": 7, "script": 7, "api": 8, "doctor": 8, "verify": 8, "sweep": 8,
-    "torch": 8, "keras": 8, "cli": 9, "__main__": 10, "__init__": 0,
+    "compression": 1, "data": 1, "task": 1, "checkpoint": 2, "update": 2, "run_folder": 3, "core": 4, "launch": 5,
+    "report": 5, "frontends": 6, "rank": 7, "jobs": 8, "script": 8, "api": 9, "doctor": 9, "verify": 9, "sweep": 9,
+    "torch": 9, "keras": 9, "cli": 10, "__main__": 11, "__init__": 0,
 }  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,269 @@
+"""The rules of resuming: what may differ from the checkpoint, and what follows. ``RULES`` is the table of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_train.checkpoint.manifest import Progress, sample_of
+from hvd_train.checkpoint.store import Snapshot
+from hvd_train.config import Config, changed
+from hvd_train.data.classes import listing
+from hvd_train.errors import CheckpointError, ConfigError, DataError
+from hvd_train.protocol import Sample, Source, Tree
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of a run that decide how a training goes on from its checkpoint."""
+
+    framework: str
+    compression: str | None  # None: an older checkpoint does not tell
+    mode: str  # of the exchange
+    precision: str
+    task: dict[str, Any]
+    early_stopping: str  # its monitor and mode, in words
+    patience: int
+    data: dict[str, dict[str, Any]]  # see data_facts
+    ranks: int
+
+    @classmethod
+    def of(
+        cls, config: Config, framework: str, compression: str | None, data: dict[str, dict[str, Any]], ranks: int
+    ) -> RunFacts:
+        stopping = config.early_stopping
+        return cls(
+            framework=framework,
+            compression=compression,
+            mode=config.exchange.mode,
+            precision=config.precision,
+            task=config.task.model_dump(mode="json"),
+            early_stopping=f"{config.mode_of(stopping)} of {stopping.monitor}" if stopping else "none",
+            patience=stopping.patience if stopping else 0,
+            data=data,
+            ranks=ranks,
+        )
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A training that goes on: the checkpoint's ``progress``, which rules change, and the facts before and now.
+
+    ``samples``: of an epoch; ``sums``: how many numbers the task adds up; ``loss_scale``: that of a new run.
+    """
+
+    progress: Progress
+    before: RunFacts
+    now: RunFacts
+    samples: int
+    sums: int
+    loss_scale: float
+
+
+# ---- what follows of a change: each changes the progress, and gives a line for the user or ""
+
+
+def _renew_loss_scale(r: Resumption) -> str:
+    before, now, progress = r.before.precision, r.now.precision, r.progress
+    if before == now == "16-mixed":
+        return ""
+    note = ""
+    if now == "16-mixed" or progress.loss_scale != r.loss_scale:
+        note = f"precision {before} -> {now}: loss scale {r.loss_scale:g}"
+    progress.loss_scale, progress.good_steps = r.loss_scale, 0
+    if before != now:
+        progress.skipped = 0
+    return note
+
+
+def _forget_best(r: Resumption) -> str:
+    before, now, progress = r.before.early_stopping, r.now.early_stopping, r.progress
+    if before == now or (progress.best is None and not progress.waited):
+        return ""
+    progress.best, progress.waited, progress.stopped = None, 0, False
+    return f"early stopping: {before} -> {now}; what was best before does not count"
+
+
+def _wait_longer(r: Resumption) -> str:
+    before, now, progress = r.before.patience, r.now.patience, r.progress
+    if not progress.stopped or not 0 < before <= progress.waited < now:
+        return ""
+    progress.stopped = False
+    return f"early stopping: patience {before} -> {now}, of which {progress.waited} are used"
+
+
+def _begin_epoch_anew(r: Resumption) -> str:
+    train, progress = r.before.data.get("train"), r.progress
+    differs = train is not None and train != r.now.data["train"]
+    if not progress.consumed or not (differs or progress.consumed > r.samples):
+        return ""
+    progress.consumed, progress.epoch_sums = 0, []
+    progress.pending, progress.ending = [], False
+    return f"the training data are others: epoch {progress.epoch + 1} begins anew"
+
+
+def _drop_sums(r: Resumption) -> str:
+    """Sums of another task are those of other things; there may be none yet, or other classes."""
+    same = r.before.task == r.now.task
+    if not same or len(r.progress.epoch_sums) != r.sums:
+        r.progress.epoch_sums = []
+    if not same:
+        r.progress.pending = []
+    return ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table. ``allowed``: what the user must give; ``follows``: what the training then does otherwise."""
+
+    change: str
+    allowed: str
+    follows: str
+    apply: Callable[[Resumption], str] | None = None
+
+
+RULES = (
+    Rule("a key that is declared free (config/keys.py)", "nothing", "nothing"),
+    Rule("any other key", "--allow-change KEY", "nothing"),
+    Rule("precision", "--allow-change precision", "the loss scale begins anew", _renew_loss_scale),
+    Rule("early_stopping: monitor or mode", "nothing", "the best value does not count", _forget_best),
+    Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
+    Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
+    Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
+    Rule("ranks", "nothing", "what each rank kept to itself is left behind"),
+    Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
+    Rule("names of classes", "--allow-change data.classes", "nothing"),
+    Rule("names of columns", "--allow-change data", "columns count by their places"),
+    Rule("order of columns, scale of inputs, vocabulary", "refused", ""),
+    Rule("tensors of the model or optimizer", "refused", ""),
+)
+
+
+def carry_over(resumption: Resumption) -> list[str]:
+    """Change the progress by all rules; return what of it does not count any more, a line each."""
+    notes = [rule.apply(resumption) for rule in RULES if rule.apply]
+    return [note for note in notes if note]
+
+
+def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
+    """Say why residuals and other state of each rank cannot go on; empty if it can.
+
+    It belongs to its rank, to the axis order of its framework and to its compressor; else all begin at zero.
+    """
+    names = ("ranks", "framework", "compression", "mode")
+    pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
+    changes = [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
+    return ", ".join(changes) or ("" if same_shapes else "their shapes are others")
+
+
+# ---- what is refused
+
+
+def check_config(before: Config, config: Config, user_config: Config, allow_change: Sequence[str]) -> None:
+    """Refuse a configuration that is not the checkpoint's, except the keys that ``allow_change`` names."""
+    classes = config.data.classes
+    if classes and before.data.classes is None and user_config.data.classes is None:  # an older checkpoint keeps none
+        before = before.model_copy(update={"data": before.data.model_copy(update={"classes": classes})})
+    rows = [row for row in changed(before, config) if not _allowed(row[0], allow_change)]
+    if rows:
+        listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)
+        keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
+        kept = next((a for key, a, _ in rows if key == "data.classes" and isinstance(a, list)), None)
+        undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
+        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"{undo}, or give {keys}")
+
+
+def _allowed(key: str, allow_change: Sequence[str]) -> bool:
+    if key.startswith("data.classes"):  # other data are no reason to number classes anew
+        return "data.classes" in allow_change
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in allow_change)
+
+
+def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
+    """Refuse columns in another order, and inputs of another scale: weights know them by place and size alone."""
+    run = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None
+    pairs = [(kind, getattr(run, kind), getattr(sample, kind)) for kind in ("inputs", "labels")] if run else []
+    for kind, before, now in pairs:
+        for name, old in before.items():
+            new = now.get(name)
+            if new is None:
+                continue
+            key = "data.features" if kind == "inputs" else "data.labels"
+            if old.columns and new.columns and old.columns != new.columns:
+                same = set(old.columns) == set(new.columns)
+                if same or not allowed:
+                    how = "in another order" if same else "called otherwise"
+                    what = f"the columns are {how} than at the checkpoint: {listing(new.columns)}"
+                    fix = f"they were {listing(old.columns)}; give them again, or --allow-change data: by their places"
+                    if same:
+                        fix = f"give --set {key}={json.dumps(list(old.columns))!r} --allow-change data"
+                    raise DataError(what, where=str(snapshot.path), fix=fix)
+            if kind == "inputs" and old.divisor != new.divisor:
+                scales = [f"{one.dtype} divided by {one.divisor:g}" for one in (old, new)]
+                what = f"inputs '{name}' were {scales[0]} at the checkpoint, and are {scales[1]}"
+                raise DataError(what, where=str(snapshot.path), fix=f"store them as {old.dtype}")
+
+
+def check_data(snapshot: Snapshot, facts: dict[str, dict[str, Any]], size: int) -> None:
+    """Refuse training and validation data with other samples than the checkpoint's."""
+    rows = changed_parts(snapshot.meta.get("data", {}), facts)
+    consumed = snapshot.progress.consumed
+    if not rows and consumed > size:  # a checkpoint that says nothing of its data
+        rows.append(f"training: {consumed:,} samples of an epoch used -> {size:,}")
+    if rows:
+        what = f"the data changed since the checkpoint ({'; '.join(rows)})"
+        fix = "give the same data, or --allow-change data: a begun epoch then begins anew"
+        raise DataError(what, where=str(snapshot.path), fix=fix)
+
+
+def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> None:
+    """Refuse a vocabulary that gives words other numbers than the run's; ``saved``: the run's in ``file``, if any."""
+    if saved and json.loads(saved) != json.loads(learned):
+        what = "the vocabulary that was learned from the text is another one than at the checkpoint"
+        fix = f"keep to the run's: --set data.vocabulary={file.resolve()} --allow-change data"
+        raise DataError(what, where=str(checkpoint), fix=fix)
+
+
+def check_tree(expected: Tree, given: Tree) -> None:
+    """Refuse a checkpoint that does not fit the model, tensor by tensor, with a table of what differs."""
+    rows = []
+    for key in sorted(expected.keys() | given.keys()):
+        if key not in given:
+            rows.append(f"  {key}: not in the checkpoint")
+        elif key not in expected:
+            rows.append(f"  {key}: not in this model or optimizer")
+        elif expected[key].shape != given[key].shape:
+            rows.append(f"  {key}: {given[key].shape} in the checkpoint, {expected[key].shape} in the model")
+    if rows:
+        more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
+        raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
+
+
+# ---- the data of two runs
+
+
+def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
+    """Give the size and fingerprint of each part of the data, which a resumed run compares."""
+    parts = {"train": train, "val": val}
+    short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
+    return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}
+
+
+def changed_parts(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """List the parts of the data that differ from the checkpoint's, as "training: 88 samples -> 120"."""
+    rows = []
+    for part, name in {"train": "training", "val": "validation"}.items():
+        if part in before and before[part] != now[part]:
+            old, new = (f"{facts[part]['samples']:,}" for facts in (before, now))
+            rows.append(f"{name}: {old} samples -> {new}" if old != new else f"{name}: {new} samples, but others")
+    return rows
+
+
+def were_images(run: Sample | None, sample: Sample) -> bool:
+    """Return whether a run of an earlier version took inputs for images which are not images by today's rule."""
+    pairs = [(run.inputs[name], field) for name, field in sample.inputs.items() if run and name in run.inputs]
+    return any(old.image and not new.image and old.shape in (new.shape, (*new.shape, 1)) for old, new in pairs)

@@ -1,0 +1,65 @@
+"""The rules of resuming: what follows of each change, and that nothing follows where nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from hvd_train.checkpoint.compatibility import RULES, Resumption, RunFacts, carry_over, why_left_behind
+from hvd_train.checkpoint.manifest import Progress
+from hvd_train.config import load_config
+
+DATA = {"train": {"samples": 100, "fingerprint": "a"}, "val": {"samples": 20, "fingerprint": "b"}}
+CONFIG = load_config(None, ["precision=16-mixed", "early_stopping={monitor: val_loss, patience: 3}"])
+FACTS = RunFacts.of(CONFIG, "pytorch", "topk", DATA, 2)
+BEGUN = Progress(
+    step=9, epoch=2, consumed=30, seen=230, epoch_sums=[1.0, 2.0], best=0.5, waited=3, stopped=True, loss_scale=8.0,
+    good_steps=5, skipped=1, pending=[[1.0, 2.0]],
+)  # fmt: skip
+
+
+def resumed(samples=100, **changes) -> tuple[dict, list[str]]:
+    """(what of the progress is another one, the lines)."""
+    r = Resumption(copy.deepcopy(BEGUN), FACTS, replace(FACTS, **changes), samples, sums=2, loss_scale=65536.0)
+    notes = carry_over(r)
+    return {name: x for name, x in vars(r.progress).items() if x != getattr(BEGUN, name)}, notes
+
+
+def test_nothing_follows_where_nothing_changed():
+    assert resumed() == ({}, [])
+    assert resumed(ranks=3, framework="tensorflow", mode="partial") == ({}, []), "these are of each rank's own state"
+
+
+ANEW = {"consumed": 0, "epoch_sums": [], "pending": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "line"),
+    [
+        ({"precision": "32"}, {"loss_scale": 65536.0, "good_steps": 0, "skipped": 0}, "precision 16-mixed -> 32: loss"),
+        ({"early_stopping": "max of val_r2"}, {"best": None, "waited": 0, "stopped": False}, "what was best before"),
+        ({"patience": 5}, {"stopped": False}, "patience 3 -> 5, of which 3 are used"),
+        ({"patience": 2}, {}, ""),
+        ({"data": DATA | {"train": {"samples": 90, "fingerprint": "c"}}}, ANEW, "others: epoch 3 begins anew"),
+        ({"samples": 29}, ANEW, "others: epoch 3 begins anew"),
+        ({"task": {}}, {"epoch_sums": [], "pending": []}, ""),
+    ],
+)
+def test_what_follows_of_a_change(changes, expected, line):
+    progress, notes = resumed(**changes)
+    assert progress == expected and len(notes) == bool(line) and line in "".join(notes)
+
+
+def test_state_of_a_rank_stays_with_what_made_it():
+    assert why_left_behind(FACTS, FACTS, same_shapes=True) == ""
+    assert why_left_behind(replace(FACTS, compression=None), FACTS, same_shapes=True) == "", "an older checkpoint"
+    assert why_left_behind(FACTS, FACTS, same_shapes=False) == "their shapes are others"
+    other = replace(FACTS, ranks=1, mode="partial")
+    assert why_left_behind(FACTS, other, same_shapes=False) == f"ranks 2 -> 1, mode {FACTS.mode} -> partial"
+
+
+def test_the_table_says_of_each_change_what_follows():
+    assert len({rule.change for rule in RULES}) == len(RULES)
+    assert all(rule.follows or rule.allowed == "refused" for rule in RULES)

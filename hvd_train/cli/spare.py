@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.launch.process import PR_SET_PDEATHSIG
-from hvd_train.launch.stub import ANSWER_SECONDS, LENGTH, STATUS, TAKEN, own
+from hvd_train.launch.stub import ANSWER_SECONDS, LENGTH, STATUS, TAKEN, same_user
 
 NICE = 10
 
@@ -93,7 +93,7 @@ def serve(listener: socket.socket, most: int) -> Place:
             elif descriptor == listener.fileno():
                 connection = listener.accept()[0]
                 try:
-                    place = receive(connection) if own(connection) and len(children) < most else None
+                    place = receive(connection) if same_user(connection) and len(children) < most else None
                     if place:
                         connection.sendall(TAKEN)
                 except (OSError, ValueError, EOFError, TypeError, struct.error):

@@ -73,9 +73,9 @@ class Rank:
         self._on_batch = model.train_on_batch
         for name in ("fit", "evaluate", "predict", "train_on_batch"):
             changes.put(model, name, getattr(self, name))
-        page = getattr(world, "page", None)
-        if page and keras.backend.backend() == "tensorflow":  # whose exchanges are within a graph
-            changes.put(model, "make_train_function", _entering(page, model, model.make_train_function))
+        slot = getattr(world, "slot", None)
+        if slot and keras.backend.backend() == "tensorflow":  # whose exchanges are within a graph
+            changes.put(model, "make_train_function", _entering(slot, model, model.make_train_function))
         changes.put(model, "_get_metrics_result_or_logs", self.logs)
         for name in SAVING if world.rank else ():
             changes.put(model, name, _left_to_rank_0)
@@ -465,7 +465,7 @@ class _Alike(keras.callbacks.Callback):
         self._rank.compare(f"model.fit, epoch {epoch + 1}")
 
 
-def _entering(page: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+def _entering(slot: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
     """``make_train_function`` of a model whose steps are an exchange as a whole, as the watchdog sees it."""
 
     def made(force: bool = False) -> Any:
@@ -475,7 +475,7 @@ def _entering(page: Any, model: Any, make: Callable[..., Any]) -> Callable[..., 
         if step is not before:
 
             def entered(*args: Any) -> Any:
-                with page:
+                with slot:
                     return step(*args)
 
             model.train_function = entered

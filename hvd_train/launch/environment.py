@@ -57,7 +57,7 @@ def _place(cpu: int) -> tuple[int, int, int]:
 
 
 def threads(config_threads: int | str, here: World) -> int:
-    """Threads per rank: as configured, as OMP_NUM_THREADS says, or this rank's share of the host's cores.
+    """Return the threads of a rank: as configured, as OMP_NUM_THREADS says, or its share of the host's cores.
 
     Launchers differ in binding: a rank that is bound to a core sees that alone, one that is bound to a socket all of
     the socket, and so may others.
@@ -125,12 +125,12 @@ KEPT_BYTES = (1 << 30, (1 << 31) - 1)
 
 
 def _check_seconds(limit: str) -> int:
-    """Between two looks for a stall; Horovod wants fewer than the limit, and at the first warns."""
+    """Return the seconds between two looks for a stall. Horovod wants fewer than the limit, and at the first warns."""
     return max(1, min(60, int(limit) // 10)) if limit.isdigit() and int(limit) else 60
 
 
 def keep_memory() -> bool:
-    """Lets this process keep memory that it frees; False: the C library has no such switch, or the user set another.
+    """Let this process keep memory that it frees. False: the C library has no such switch, or the user set another.
 
     glibc hands large blocks back to the kernel at once, and every step takes them again, page by page: a million page
     faults in 500 steps of SINGA's CNN, a tenth of its time. Peak memory stays the same where buffers are small; BERT's
@@ -140,7 +140,7 @@ def keep_memory() -> bool:
 
 
 def share_memory() -> bool:
-    """Lets all threads of this process take memory from one place. To be called before they start.
+    """Let all threads of this process take memory from one place. Must be called before they start.
 
     A thread's own heap goes back to the kernel as soon as all of it is free, whatever ``keep_memory`` says: under
     Keras' ``fit`` half of a wide layer's gradient in every step.

@@ -62,7 +62,7 @@ def _packed(what: Any) -> bytes:
 def _results(folder: Path, np: int, code: int) -> list[Any]:
     errors = [json.loads(path.read_text()) for path in folder.glob("error.*.json")]
     if errors:
-        raise RankError(**min(errors, key=lambda told: told["order"])["error"])
+        raise RankError(**min(errors, key=lambda one: one["order"])["error"])
     if code == 130:
         raise KeyboardInterrupt
     if code == 143:

@@ -62,7 +62,7 @@ class Child:
                 os.kill(self.pid, number)
 
     def _kill(self) -> None:
-        """Its end is left to whoever waits for all children."""
+        """Kill a child. Whoever waits for all children sees its end."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

@@ -55,7 +55,7 @@ def _read_line(connection: socket.socket, seconds: float) -> bytes:
 
 
 def greet(connection: socket.socket, token: str, hosts: int) -> tuple[int, str]:
-    """Of the hub: (which host, which of its connections) the other side has proved to be."""
+    """Return the host and the kind of connection that the other side has proved to be. Called by the hub."""
     mine = secrets.token_hex(16)
     connection.sendall(f"{mine}\n".encode())
     words = _read_line(connection, HELLO_SECONDS).decode("ascii", "replace").split()
@@ -69,7 +69,7 @@ def greet(connection: socket.socket, token: str, hosts: int) -> tuple[int, str]:
 
 
 def introduce(connection: socket.socket, token: str, host: int, kind: str) -> None:
-    """Of another host: each side proves that it knows the token, and does not show it."""
+    """Prove to the hub that this host knows the token, and let it do the same; none shows the token."""
     theirs, mine = _read_line(connection, HELLO_SECONDS).decode("ascii", "replace").strip(), secrets.token_hex(16)
     proof = _proof(token, "host", theirs, mine, host, kind)
     connection.sendall(f"{mine} {host} {kind} {proof}\n".encode())

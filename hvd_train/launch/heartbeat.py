@@ -279,7 +279,7 @@ class Leaf:
         return True
 
     def _send_large(self) -> None:
-        """On a connection of its own: a large message that is lost holds up all that follows it."""
+        """Send large messages on a separate connection: one that is lost holds up all that follows it."""
         connection = self._connect("large", Host("", []), lambda *more: "")
         with suppress(OSError):
             while connection:

@@ -51,17 +51,17 @@ class Hosts:
         return ",".join(f"{host}:{count}" for host, count in self.slots.items())
 
     def taken(self, num_proc: int) -> list[str]:
-        """The hosts that ``num_proc`` ranks need, filled one after the other."""
-        left, found = num_proc, []
+        """Return the hosts that ``num_proc`` ranks need, filled one after the other."""
+        left, names = num_proc, []
         for host, count in self.slots.items():
             if left > 0:
-                found.append(host)
+                names.append(host)
             left -= count
         if left > 0:
             total = sum(self.slots.values())
             fix = f"-np {total}, or more slots (HOST:SLOTS)"
             raise ConfigError(f"{num_proc} ranks on hosts with {total} slots", where=f"-H {self.words}", fix=fix)
-        return found
+        return names
 
 
 def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> Hosts | None:
@@ -84,21 +84,21 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
             fix = "give --hosts or --hostfile too: ranks of one host need no network"
             raise ConfigError("of which hosts", where="--network-interfaces", fix=fix)
         return None
-    found: dict[str, int] = {}
+    slots: dict[str, int] = {}
     for where, row in rows:
         match = re.fullmatch(r"([^\s:]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s+max[-_]slots\s*=\s*\d+)?", row)
         if not match or not NAME.fullmatch(match[1]) or not (match[2] or match[3] or "1").strip("0"):
             fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
             raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
-        if match[1].lower() in (host.lower() for host in found):  # names of hosts know no capitals
+        if match[1].lower() in (host.lower() for host in slots):  # names of hosts know no capitals
             raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
         count = match[2] or match[3] or "1"
         if len(count) > len(str(MOST_SLOTS)) or int(count) > MOST_SLOTS:
             raise ConfigError(f"{count[:30]} slots on {match[1]}", where=where, fix=f"a host takes up to {MOST_SLOTS}")
-        found[match[1]] = int(count)
-    if not found:
+        slots[match[1]] = int(count)
+    if not slots:
         raise ConfigError("names no host", where=f"--hostfile {hostfile}")
-    return Hosts(found, interfaces or "")
+    return Hosts(slots, interfaces or "")
 
 
 def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: int | None) -> tuple[Hosts, int]:
@@ -132,7 +132,7 @@ def travelling(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def look(hosts: Sequence[str]) -> None:
-    """Asks all hosts over ssh for this Python and this version, before anything starts there."""
+    """Ask all hosts over ssh for this Python and this version, before anything starts there."""
     answers = asked(hosts)
     for host, (code, out, error) in answers.items():
         where = f"host {host}"
@@ -153,8 +153,8 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
     path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
 
     def one(host: str) -> tuple[int, str, str]:
-        told = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-c", code]
-        words = " ".join(word if word == "&&" else shlex.quote(word) for word in told)
+        line = ["cd", os.getcwd(), "&&", "env", *([path] if path else []), sys.executable, "-c", code]
+        words = " ".join(word if word == "&&" else shlex.quote(word) for word in line)
         try:
             done = subprocess.run(
                 [*SSH, host, words], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False,
@@ -192,7 +192,7 @@ def after(hosts: Sequence[str], code: int) -> None:
     if code in (0, 2, 3, 4, 6, 75, 130):
         return
     time.sleep(0.5)
-    gone = [host for host, (found, _, _) in asked(hosts).items() if found in (255, 124)]
+    gone = [host for host, (code_of_ssh, _, _) in asked(hosts).items() if code_of_ssh in (255, 124)]
     if gone:
         fix = "--resume auto goes on from the last checkpoint, on the hosts that are left with -H"
         raise CommunicationError(f"host {', '.join(gone)} does not answer any more", fix=fix)

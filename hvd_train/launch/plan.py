@@ -34,7 +34,7 @@ def starts_ranks(num_proc: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Restarts:
-    """What happens when a rank is lost: at most ``most`` new starts, with ``spares`` processes at hand."""
+    """The rule for a lost rank: at most ``most`` new starts, with ``spares`` processes at hand."""
 
     most: int = 0
     min_np: int | None = None

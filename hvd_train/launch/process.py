@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from hvd_train.errors import TrainError
 from hvd_train.launch.launchers import NONE
@@ -53,48 +53,25 @@ def run(
     ends with anything but 0, the others have ``PATIENCE`` seconds to follow, and when the ``watchdog`` sees that one is
     stuck, all are ended. Without a table ``wait`` waits for the launcher.
     """
-    received: list[int] = []
+    forwarding = _Forwarding(launcher, table)
     child: subprocess.Popen | None = None
-
-    def passed(number: int) -> int:
-        """A launcher does not know what a closed terminal means."""
-        return launcher.forwarded_signals.get(number, signal.SIGTERM if number == signal.SIGHUP else number)
-
-    def forward(number: int, frame: object) -> None:
-        received.append(number)
-        if child is None or child.poll() is not None:
-            return
-        if table is None:
-            child.send_signal(passed(number))
-            return
-        table.refresh()
-        table.signal(number)
-        if len(received) > 1 or len(table.open) < table.ranks:  # the first step is far away
-            child.terminate()
-
-    # Before the child starts: a signal that comes in between must not end this process alone.
-    closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
-    signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if table else ()))
-    main = threading.current_thread() is threading.main_thread()
-    previous = {s: signal.signal(s, forward) for s in signals} if main else {}
     ended: dict[int, float] = {}
     hung, failures = False, list[TrainError]()
+    forwarding.begin()
     try:
         out, err = (None if os.isatty(number) else subprocess.PIPE for number in (1, 2))
         child = subprocess.Popen(
             line, env=env, start_new_session=True, preexec_fn=end_with_parent, stdout=out, stderr=err
         )
         pumps = _pumps(child, failures)
-        if received:
-            child.terminate() if table else child.send_signal(passed(received[0]))
+        forwarding.attach(child)
         if table:
             ended = _watch(child, launcher, table, watchdog, spares)
             hung = child.poll() is None
         else:
             wait(child)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        forwarding.end()
         if child is not None:
             _end(child, table)
     code = child.wait()
@@ -102,7 +79,53 @@ def run(
         pump.join(GRACE_SECONDS)
     if failures and not code:
         raise failures[0]
-    return -1 if hung else code if code >= 0 else 128 - code, received, ended
+    return -1 if hung else code if code >= 0 else 128 - code, forwarding.received, ended
+
+
+class _Forwarding:
+    """The signals to this process, which go on to the launcher, or to the ranks of ``table``."""
+
+    def __init__(self, launcher: Launcher, table: StatusTable | None) -> None:
+        self._launcher, self._table = launcher, table
+        self._child: subprocess.Popen | None = None
+        self._previous: dict[int, Any] = {}
+        self.received: list[int] = []
+
+    def begin(self) -> None:
+        """Take over signals. Before the child starts: one that comes in between must not end this process alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
+        signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if self._table else ()))
+        self._previous = {number: signal.signal(number, self._forward) for number in signals}
+
+    def attach(self, child: subprocess.Popen) -> None:
+        """Forward signals to the launcher ``child`` from now on, and the one that came before it started."""
+        self._child = child
+        if self.received:
+            child.terminate() if self._table else self._send(child, self.received[0])
+
+    def end(self) -> None:
+        """Give signals back the meaning that they had."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: object) -> None:
+        self.received.append(number)
+        if self._child is None or self._child.poll() is not None:
+            return
+        if self._table is None:
+            self._send(self._child, number)
+            return
+        self._table.refresh()
+        self._table.signal(number)
+        if len(self.received) > 1 or len(self._table.open) < self._table.ranks:  # the first step is far away
+            self._child.terminate()
+
+    def _send(self, child: subprocess.Popen, number: int) -> None:
+        """Send a signal that the launcher knows. None knows what a closed terminal means."""
+        meant = signal.SIGTERM if number == signal.SIGHUP else number
+        child.send_signal(self._launcher.forwarded_signals.get(number, meant))
 
 
 def _pumps(child: subprocess.Popen, failures: list[TrainError]) -> list[threading.Thread]:
@@ -170,12 +193,12 @@ def _watch(
 
 
 def end_with_parent() -> None:
-    """In the child: whoever kills this process must not leave a job without an owner (Linux: prctl(2))."""
+    """Let the child that calls this end with its parent: a job must not lose its owner (Linux: prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
-    """Leaves no process behind: whatever of the launcher's session still runs is ended, and every rank."""
+    """Leave no process behind: end what still runs of the launcher's session, and every rank."""
     import psutil
 
     if table:

@@ -37,13 +37,13 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
         return _stay(code, f"it was started again {count} times, and --requeue allows {times}")
     job = os.environ["SLURM_JOB_ID"]
     if run_dir is not None:
-        found = store.find(run_dir / "checkpoints")
-        step = found[-1][0] if found else 0
+        checkpoints = store.find(run_dir / "checkpoints")
+        step = checkpoints[-1][0] if checkpoints else 0
         if count and step <= _before(run_dir / REQUEUED, job):
             fix = "give it more --time" if code == SAVED else "look at what ended its ranks"
             return _stay(code, f"it came no further than step {step} since it was started again; {fix}")
         try:
-            if found:
+            if checkpoints:
                 files.put(run_dir / REQUEUED, json.dumps({"job": job, "step": step}).encode())
         except OSError as error:
             return _stay(code, f"{run_dir / REQUEUED} cannot be written: {error.strerror}")
@@ -57,8 +57,8 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
 def _before(path: Path, job: str) -> int:
     """The step at which the job was started again last time; 0: before the first was saved."""
     try:
-        told = json.loads(path.read_bytes())
-        return int(told["step"]) if told["job"] == job else 0
+        last = json.loads(path.read_bytes())
+        return int(last["step"]) if last["job"] == job else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 

@@ -34,8 +34,8 @@ def ignored(number: int) -> bool:
 
 
 class SignalListener(StopSource):
-    """What listens to signals, and reports this rank's phase and end to whoever watches it. Must be made in the main
-    thread."""
+    """A listener to signals, which also reports this rank's phase and end to whoever watches it. Must be made in the
+    main thread."""
 
     def __init__(self) -> None:
         here = world()

@@ -1,4 +1,4 @@
-"""Which rank or host is to blame where ranks on several hosts stand still. Only rules: nothing is sent or read."""
+"""The rules that blame a rank or a host when ranks on several hosts stand still. Nothing is sent or read here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEAD = "-"  # in the place of the kernel's letter of a process' state
 
 @dataclass
 class Host:
-    """What was last heard of a host. ``closed``: its connection has ended, or never was; ``large``: seconds, at
+    """The last report of a host. ``closed``: its connection has ended, or never was; ``large``: seconds, at
     ``heard``, since a large message came back."""
 
     name: str
@@ -46,7 +46,7 @@ class Host:
 
     @property
     def left(self) -> bool:
-        """Whether all of its ranks have ended."""
+        """Return whether all of its ranks have ended."""
         return bool(self.states) and all(state == DEAD for state in self.states)
 
     @property
@@ -55,7 +55,7 @@ class Host:
 
 
 class HostsWatchdog(Watchdog):
-    """As the watchdog of one host, over all ``hosts``, the first of which is this one.
+    """The watchdog of one host, extended to all ``hosts``, of which the first is this one.
 
     A host that is silent is to blame where no rank that is heard goes on. Where large messages alone stay away it is
     the network. ``ask``: for {rank: its stacks}.

@@ -21,7 +21,7 @@ NAME = re.compile(PREFIX + r"(\d+)-(\d+)-\w+")  # its owner's pid, and when that
 
 @contextmanager
 def in_memory(wanted: bool) -> Iterator[None]:
-    """Tells the ranks that are started meanwhile of the folder."""
+    """Make the folder, and pass it to the ranks that are started meanwhile."""
     if not wanted:
         yield
         return
@@ -41,12 +41,12 @@ def in_memory(wanted: bool) -> Iterator[None]:
 
 
 def given() -> Path | None:
-    """Where this rank is to keep its state."""
+    """Return where this rank is to keep its state, or None if it keeps none in memory."""
     return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
 def forget(folder: Path | None = None) -> None:
-    """Removes it (None: that of this rank) if its job is gone."""
+    """Remove a folder (None: that of this rank) if its job is gone."""
     folder = folder or given()
     if folder is None:
         return

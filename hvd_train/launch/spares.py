@@ -26,7 +26,7 @@ class Spares:
         self._process: subprocess.Popen | None = None
 
     def look(self, table: StatusTable) -> None:
-        """Starts it when all ranks have taken a step, which it would have delayed."""
+        """Start the process when all ranks have taken a step, which it would have delayed."""
         if self._count and self._process is None and all(table.read(rank).step for rank in range(table.ranks)):
             self._name = f"hvd-train-{secrets.token_hex(16)}"
             line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
@@ -35,7 +35,7 @@ class Spares:
             )
 
     def program(self, arguments: list[str], ranks: int) -> list[str]:
-        """What the launcher is to start for each rank; [] where there is no spare for a world of so many ranks: threads
+        """Return what the launcher is to start for each rank; [] if there is no spare for so many ranks: threads
         follow from their number."""
         if self._process and self._process.poll() is not None:
             self._process = None

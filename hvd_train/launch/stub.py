@@ -1,7 +1,8 @@
-"""What a launcher starts in a rank's place with ``--spares``: it hands this place (arguments, environment, folder and
-descriptors 0 to 2) to a spare, and ends as the rank ends. Where no spare answers, it becomes the rank.
+"""The program that a launcher starts in a rank's place with ``--spares``.
 
-``python -I -S stub.py NAME PROGRAM ...``: a few modules of the standard library, 20 ms.
+It hands this place (arguments, environment, folder and descriptors 0 to 2) to a spare, and ends as the rank ends. If no
+spare answers, it becomes the rank. ``python -I -S stub.py NAME PROGRAM ...``: a few modules of the standard library,
+20 ms.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ TAKEN = b"y"
 ANSWER_SECONDS = 5.0
 
 
-def own(connection: socket.socket) -> bool:
-    """Whether the other end is of this user: names of such sockets are open to all."""
+def same_user(connection: socket.socket) -> bool:
+    """Return whether the other end belongs to this user: names of such sockets are open to all."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(found)[1] == os.geteuid())
 
@@ -31,7 +32,7 @@ def hand_over(name: str, program: list[str]) -> socket.socket | None:
     connection.settimeout(ANSWER_SECONDS)
     try:
         connection.connect(f"\0{name}")
-        if own(connection):
+        if same_user(connection):
             text = json.dumps([program, dict(os.environ), os.getcwd()]).encode()
             socket.send_fds(connection, [LENGTH.pack(len(text))], [0, 1, 2])
             connection.sendall(text)

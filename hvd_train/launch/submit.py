@@ -98,8 +98,10 @@ def script(
 
     The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in given.items()]
+    chosen = {name: value for name, value in options.items() if value is not None}
+    lines = [
+        f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in chosen.items()
+    ]
     for name, equals, value in (option.partition("=") for option in more):
         lines.append(f"#SBATCH {name}{equals}{_word(value, name) if equals else ''}")
     loads = [f"module load {_word(name, 'module')} || exit 2" for name in modules]
@@ -124,8 +126,8 @@ def script(
 
 def starts(times: int) -> str:
     """A line that ends a job which Slurm itself has started again more often, after failures of nodes."""
-    told = f"the job is not started again: --requeue allows {times}"
-    return f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {times} ] || {{ echo "{told}" >&2; exit 5; }}'
+    line = f"the job is not started again: --requeue allows {times}"
+    return f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {times} ] || {{ echo "{line}" >&2; exit 5; }}'
 
 
 def contained(command: str | None) -> list[str]:
@@ -155,14 +157,13 @@ def submit(text: str) -> str:
         raise ConfigError("sbatch is not installed", where=WHERE, fix=fix)
     done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join(done.stderr.replace("sbatch: error: ", "").split())
-        raise ConfigError(f"sbatch refuses the job: {said}", where=WHERE)
+        reason = " ".join(done.stderr.replace("sbatch: error: ", "").split())
+        raise ConfigError(f"sbatch refuses the job: {reason}", where=WHERE)
     return done.stdout.strip().partition(";")[0]
 
 
 def follow(job: str) -> int:
-    """Prints the job's states, and its output as it comes; returns its exit code. Whoever stops this does not stop the
-    job."""
+    """Print the job's states, and its output as it comes; return its exit code. Stopping this does not stop the job."""
     last, place = "", 0
     while True:
         state, reason, code, output = _state(job)
@@ -184,9 +185,9 @@ def _state(job: str) -> tuple[str, str, int, Path]:
     """(state, why it waits, exit code, output file) of a job; Slurm forgets it some minutes after its end."""
     line = ["scontrol", "show", "job", job]
     shown = subprocess.run(line, capture_output=True, text=True, check=False).stdout
-    found = [re.search(pattern, shown, re.MULTILINE) for pattern in SHOWN]
-    if None in found:
+    matches = [re.search(pattern, shown, re.MULTILINE) for pattern in SHOWN]
+    if None in matches:
         raise ConfigError(f"Slurm does not know job {job}", where=WHERE, fix="see 'sacct'")
-    (state, reason), (code, number), (output,) = (match.groups() for match in found if match)
+    (state, reason), (code, number), (output,) = (match.groups() for match in matches if match)
     waits = reason if state == "PENDING" and reason != "None" else ""
     return state, waits, 128 + int(number) if int(number) else int(code), Path(output)

@@ -17,6 +17,7 @@ from hvd_train.checkpoint import store
 from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.launchers import NONE, choose
+from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
@@ -51,10 +52,12 @@ def supervise(
     spares: Spares | None = None,
     min_np: int | None = None,
 ) -> int:
-    """Trains to the end, with at most ``max_restarts`` new starts; returns the exit code, or raises what ended a rank
-    that could not say it. ``watchdog_s``: seconds without a step after which ranks are stuck; 0: they never are;
-    ``spares``: which take the ranks' places at a restart; ``min_np``: each restart does without the rank that was lost,
-    down to so many; None: all start again."""
+    """Train to the end, with at most ``max_restarts`` new starts, and return the exit code.
+
+    Raises what ended a rank that could not print it. ``watchdog_s``: seconds without a step after which ranks are
+    stuck, 0: they never are. ``spares`` take the ranks' places at a restart. ``min_np``: each restart does without the
+    rank that was lost, down to so many ranks; None: all start again.
+    """
     if not supported():
         if max_restarts:
             raise ConfigError(
@@ -69,46 +72,70 @@ def supervise(
         line = start.command(num_proc, chosen.name, arguments, "hvd_train", program)
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
-        killed = _out_of_memory()
-        with StatusTable(num_proc) as table:
-            watchdog = Watchdog(table, watchdog_s)
-            env = start.environment() | {VARIABLE: table.path}
-            code, received, ended = process.run(line, env, chosen, table, watchdog, spares)
-            statuses = [table.read(rank) for rank in range(num_proc)]
-            well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
-            cause = None if code == 0 and well else _cause(table, ended, code)
-            if watchdog.stuck:
-                cause = _stuck(table, watchdog, run_dir)
+        attempt = _attempt(line, num_proc, chosen, run_dir, watchdog_s, spares)
         os.environ.pop(faults.VARIABLE, None)  # of the first start alone
-        if cause is None:
-            return 0
-        if cause.unsaid:
-            print(cause.what, file=sys.stderr, flush=True)
-        if len(received) > 1:
-            return 128 + received[-1]
-        if received and cause.code not in (75, 130):
-            if cause.rank is not None:
-                return 128 + received[0]
-            if not any(one.step for one in statuses):
-                print(nothing_saved(received[0]), file=sys.stderr, flush=True)
-            return stopped_code(received[0])
-        if cause.code in (75, 130) or cause.code in FINAL:
-            return cause.code
-        if cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
-            cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
-        reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), max(one.step for one in statuses)
+        code = _final_code(attempt)
+        if code is not None or attempt.cause is None:
+            return code or 0
+        reached = max((step for step, _, _ in _checkpoints(run_dir)), default=-1), attempt.step
         idle = 0 if reached[0] > furthest[0] or reached[1] > furthest[1] else idle + 1
         furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
-        begun = any(one.step for one in statuses)  # reported once the run folder is this run's
         if restarts == max_restarts or idle == IDLE_RESTARTS:
-            return _give_up(cause, restarts, idle)
+            return _give_up(attempt.cause, restarts, idle)
         restarts += 1
-        if begun:
+        if attempt.step:  # then the run folder is this run's
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
         left = max(fewest, num_proc - 1)
         on = f" on {left} rank{'s' * (left > 1)}" if left < num_proc else ""
         num_proc = left
-        print(f"restart {restarts} of {max_restarts}{on}: {_words(cause)}", file=sys.stderr, flush=True)
+        print(f"restart {restarts} of {max_restarts}{on}: {_words(attempt.cause)}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks. ``cause``: why it ended, None if it ended well; ``signals``: those to this process;
+    ``step``: the last one that a rank reported."""
+
+    cause: Cause | None
+    signals: list[int]
+    step: int
+
+
+def _attempt(
+    line: list[str], num_proc: int, launcher: Launcher, run_dir: Path, watchdog_s: float, spares: Spares | None
+) -> Attempt:
+    """Start the ranks with the command ``line``, and watch them to their end."""
+    killed = _out_of_memory()
+    with StatusTable(num_proc) as table:
+        watchdog = Watchdog(table, watchdog_s)
+        env = start.environment() | {VARIABLE: table.path}
+        code, signals, ended = process.run(line, env, launcher, table, watchdog, spares)
+        statuses = [table.read(rank) for rank in range(num_proc)]
+        well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
+        cause = None if code == 0 and well else _cause(table, ended, code)
+        if watchdog.stuck:
+            cause = _stuck(table, watchdog, run_dir)
+    if cause and cause.what.endswith("SIGKILL") and _out_of_memory() > killed:
+        cause = replace(cause, what=f"{cause.what}, by the kernel, which ran out of memory")
+    return Attempt(cause, signals, max(one.step for one in statuses))
+
+
+def _final_code(attempt: Attempt) -> int | None:
+    """Return the exit code of a job that is not to go on: it ended well, or by request, or would fail again."""
+    cause, signals = attempt.cause, attempt.signals
+    if cause is None:
+        return 0
+    if cause.unsaid:
+        print(cause.what, file=sys.stderr, flush=True)
+    if len(signals) > 1:
+        return 128 + signals[-1]
+    if signals and cause.code not in (75, 130):
+        if cause.rank is not None:
+            return 128 + signals[0]
+        if not attempt.step:
+            print(nothing_saved(signals[0]), file=sys.stderr, flush=True)
+        return stopped_code(signals[0])
+    return cause.code if cause.code in (75, 130) or cause.code in FINAL else None
 
 
 def _give_up(cause: Cause, restarts: int, idle: int) -> int:
@@ -131,7 +158,7 @@ def _who(cause: Cause) -> str:
 
 
 def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
-    """The first rank that does not go on; its stack, and those of others like it, in the run folder."""
+    """Return the first rank that is stuck. Its stack, and those of others like it, go to the run folder."""
     kept = ""
     stacks = {rank: stack for rank, (_, stack) in watchdog.stuck.items() if stack}
     if stacks and table.read(min(stacks)).step:  # then the run folder is this run's
@@ -145,24 +172,24 @@ def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
 
 
 def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
-    """The first rank that ended other than well; what others say of its loss comes after all else."""
+    """Return the first rank that did not end well; what others report of its loss comes after all else."""
     by = Signals(code - 128).name if 128 < code < 160 else ""
-    found = []
+    causes = []
     for rank in range(table.ranks):
         status = table.read(rank)
         record = status.record
         if record:
             if record["code"]:
-                own = record.get("line", ""), status.place, record["code"], rank, False, record.get("kept", "")
-                cause = Cause(*own, record.get("unsaid", False))
-                found.append((record.get("lost", False), record["time"], cause))
+                line, kept, unsaid = record.get("line", ""), record.get("kept", ""), record.get("unsaid", False)
+                cause = Cause(line, status.place, record["code"], rank, False, kept, unsaid)
+                causes.append((record.get("lost", False), record["time"], cause))
         elif rank in ended:
             how = f"was ended by {by}" if by else "left before the end of the training"
             how += f" (the job's code is {code})" if code >= 0 and not by else ""
-            found.append((False, ended[rank], Cause(how, status.place, 5, rank)))
-    if found and not (by and all(lost for lost, _, _ in found)):
-        lost, when, first = min(found, key=lambda row: row[:2])
-        alike = [str(cause.rank) for *key, cause in found if cause.silent and key == [lost, when]]
+            causes.append((False, ended[rank], Cause(how, status.place, 5, rank)))
+    if causes and not (by and all(lost for lost, _, _ in causes)):
+        lost, when, first = min(causes, key=lambda row: row[:2])
+        alike = [str(cause.rank) for *key, cause in causes if cause.silent and key == [lost, when]]
         if first.silent and len(alike) > 1:  # seen at one look: this process was stopped, perhaps
             return replace(first, what=f"rank {' or '.join(alike)} {first.what}", rank=None)
         return first
@@ -173,17 +200,17 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
-    """(step, folder, inode): one that was written again is another."""
-    found = set()
+    """Return (step, folder, inode) of all checkpoints: one that was written again is another."""
+    checkpoints = set()
     for step, path in store.find(run_dir / "checkpoints"):
         with suppress(FileNotFoundError):
-            found.add((step, path, path.stat().st_ino))
-    return found
+            checkpoints.add((step, path, path.stat().st_ino))
+    return checkpoints
 
 
 def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[tuple[int, Path, int]]) -> list[str]:
-    """The command of a run that has begun: from its newest checkpoint, and from none that lay there before if it began
-    from one that was named."""
+    """Return the command that continues a run: from its newest checkpoint, and from none that lay there before if it
+    began from one that was named."""
     kept, resume, words = [], "auto", iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -199,7 +226,7 @@ def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[
 
 
 def _out_of_memory() -> int:
-    """How often the kernel has killed for want of memory since it started."""
+    """Return how often the kernel has killed for want of memory since it started."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

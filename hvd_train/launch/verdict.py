@@ -1,4 +1,4 @@
-"""What the process that started ranks on several hosts learns from them: they have met, one was lost, all end."""
+"""The news for the process that started ranks on several hosts: they have met, one was lost, all end."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ PAUSE_SECONDS = 3.0  # between two looks, which are to follow one another sooner
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
 # Where a rank's main thread is while it waits for the others, or computes.
-INSIDE = re.compile(r"/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|frontends|script)/(?!faults)")
+INSIDE = re.compile(
+    "/(horovod|tensorflow|keras|torch)/|/hvd_train/(core|update|metrics|task|checkpoint|run_folder|frontends|script)/"
+)
 
 
 class Watchdog:
@@ -59,9 +61,11 @@ class Watchdog:
         return bool(self.stuck)
 
     def _late(self, statuses: list[RankStatus], now: float) -> dict[int, tuple[str, str]]:
-        """Ranks of a user's script that stay away from what others are in. What a graph does besides its exchanges, as
-        to ask for the next batch, is within a step like these: then it is the rank that has a thread in code of the
-        user's own, if others have none."""
+        """Return ranks of a user's script that stay away from what others are in.
+
+        What a graph does besides its exchanges, as to ask for the next batch, is within a step like these. Then it is
+        the rank that has a thread in user code, if others have none.
+        """
         for rank, one in enumerate(statuses):
             if self._moved.get(rank, (0, 0.0))[0] != one.beats:
                 self._moved[rank] = one.beats, now

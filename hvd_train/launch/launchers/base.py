@@ -43,7 +43,7 @@ class Layout:
 
 
 class Launcher:
-    """What starts ranks. The defaults describe a process that was started alone and a launcher that needs no care."""
+    """A program that starts ranks. The defaults are those of a process that was started alone."""
 
     name = ""
     # Variables of each rank: (rank, world size, local rank, local size); "" if the launcher has no such variable.

@@ -1,4 +1,4 @@
-"""Where a rendezvous server is, how to ask it, and what Horovod reads in a rank that has found it."""
+"""The place of a rendezvous server, how to ask it, and what Horovod reads in a rank that knows it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class RendezvousServer(ThreadingHTTPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def trust(self, connection: socket.socket) -> None:
-        """This connection has shown the token, or has ended."""
+        """Note that a connection has shown the token, or has ended."""
         with self._guard:
             self._strangers.pop(connection, None)
 

@@ -39,11 +39,11 @@ def values_of(names: Sequence[str]) -> np.ndarray | None:
 
 def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
     """A name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
-    found, its = set(numbers), dict[str, int]()
+    present, its = set(numbers), dict[str, int]()
     for name in names:
         with suppress(ValueError):
             its[name] = int(name)
-    return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in found), None)
+    return next((name for k, name in enumerate(names) if its.get(name, k) != k and its[name] in present), None)
 
 
 def by_number(title: str, names: Sequence[str]) -> str:
@@ -89,27 +89,29 @@ class Known:
 
     @classmethod
     def of(cls, config: DataConfig, run: Sample | None = None) -> Known:
-        """``run``: the sample of the run whose checkpoint is used."""
-        given = config.classes
-        whose = "data.classes" if given else ""
-        named = given if isinstance(given, dict) else {}
-        listed = tuple(given) if isinstance(given, list) else None
-        default = Classes(config.num_classes, listed, given == "auto", whose)
+        """Collect what is known of classes; ``run``: the sample of the run whose checkpoint is used."""
+        setting = config.classes
+        whose = "data.classes" if setting else ""
+        named = setting if isinstance(setting, dict) else {}
+        listed = tuple(setting) if isinstance(setting, list) else None
+        default = Classes(config.num_classes, listed, setting == "auto", whose)
         each = {name: Classes(config.num_classes, tuple(names), False, whose) for name, names in named.items()}
         if run is None:
             return cls(default, each)
-        own = {}
-        for name, found in run.labels.items():
+        known_labels = {}
+        for name, stored in run.labels.items():
             asked = each.get(name, default)
-            if found.names and asked.names not in (None, found.names):
-                what = f"data.classes are {listing(asked.names or ())}, and those of the run are {listing(found.names)}"
+            if stored.names and asked.names not in (None, stored.names):
+                what = (
+                    f"data.classes are {listing(asked.names or ())}, and those of the run are {listing(stored.names)}"
+                )
                 raise DataError(what, where="data.classes", fix="leave it out: the run keeps its classes")
-            names = found.names or (found.names if asked.names is None else asked.names)
-            if found.classes and len(names or ()) > found.classes:
-                what = f"{len(names or ())} names, {listing(names or ())}, and the run has {found.classes} classes"
+            names = stored.names or (stored.names if asked.names is None else asked.names)
+            if stored.classes and len(names or ()) > stored.classes:
+                what = f"{len(names or ())} names, {listing(names or ())}, and the run has {stored.classes} classes"
                 raise DataError(what, where="data.classes", fix="name these, in the order of their numbers")
-            own[name] = Classes(found.classes or asked.count, names, False, "the run")
-        return cls(default, own, run)
+            known_labels[name] = Classes(stored.classes or asked.count, names, False, "the run")
+        return cls(default, known_labels, run)
 
     def counted(self, count: int | None) -> Known:
         """The same, with ``count`` classes where no number is known."""
@@ -122,21 +124,21 @@ class Known:
     def after(self, train: Source) -> Known:
         """Return the same for another part of the data, which keeps to the names of the training part."""
         labels = train.sample.labels
-        own = {}
-        for name, found in labels.items():
+        known_labels = {}
+        for name, label_field in labels.items():
             known = self.label(name, len(labels) == 1)
-            if found.names and known.whose != "the run":
-                known = replace(known, names=found.names, auto=False, whose=known.whose or "the training part")
-            own[name] = replace(known, samples=len(train), trained=found.classes)
-        return Known(self.default, own, self.run)
+            if label_field.names and known.whose != "the run":
+                known = replace(known, names=label_field.names, auto=False, whose=known.whose or "the training part")
+            known_labels[name] = replace(known, samples=len(train), trained=label_field.classes)
+        return Known(self.default, known_labels, self.run)
 
     def named_run(self, run: Sample) -> Sample:
-        """``run`` with the names that ``data.classes`` gives where it has none."""
+        """Give ``run`` the names of ``data.classes`` where it has none."""
         labels = {name: replace(field, names=self.each[name].names) for name, field in run.labels.items()}
         return replace(run, labels=labels)
 
     def label(self, name: str, alone: bool) -> Classes:
-        """``alone``: it is the only label, which another source may call by another name."""
+        """Return the classes of a label; ``alone``: it is the only one, which other data may call by another name."""
         if name not in self.each and alone and len(self.each) == 1:
             return next(iter(self.each.values()))
         return self.each.get(name, self.default)
@@ -189,5 +191,5 @@ class Lookup:
         """Unknown values become -1."""
         x = x.astype(np.int64, copy=False)
         at = np.minimum(np.searchsorted(self.values, x), len(self.values) - 1)
-        found = np.where(self.values[at] == x, self.places[at], -1)
-        return np.where(x == self.ignore, x, found)
+        numbers = np.where(self.values[at] == x, self.places[at], -1)
+        return np.where(x == self.ignore, x, numbers)

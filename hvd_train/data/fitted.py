@@ -14,9 +14,12 @@ from hvd_train.protocol import Field, Fields, Sample, Source
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The way from the data to a field of the run: ``name``: there; ``order``: of its columns; ``lookup``: from its
-    numbers of classes to the run's. None: as it is."""
+class FieldMap:
+    """The way from the data to a field of the run.
+
+    ``name``: the field's in the data; ``order``: of its columns; ``lookup``: from its numbers of classes to the run's.
+    None: as it is.
+    """
 
     name: str
     order: np.ndarray | None = None
@@ -44,18 +47,23 @@ class Fitted:
     """Another source's samples as a run knows them; labels that are not looked at are zeros."""
 
     def __init__(
-        self, own: Source, sample: Sample, inputs: Mapping[str, Taken], labels: Mapping[str, Taken], remarks: list[str]
+        self,
+        source: Source,
+        sample: Sample,
+        inputs: Mapping[str, FieldMap],
+        labels: Mapping[str, FieldMap],
+        remarks: list[str],
     ) -> None:
-        self._own, self.sample, self._inputs, self._labels = own, sample, inputs, labels
-        self.fingerprint, self.note = own.fingerprint, getattr(own, "note", "")
-        self.files, self.rows = getattr(own, "files", ()), getattr(own, "rows", None)
-        self.ordered, self.remarks = getattr(own, "ordered", False), (*getattr(own, "remarks", ()), *remarks)
+        self._source, self.sample, self._inputs, self._labels = source, sample, inputs, labels
+        self.fingerprint, self.note = source.fingerprint, getattr(source, "note", "")
+        self.files, self.rows = getattr(source, "files", ()), getattr(source, "rows", None)
+        self.ordered, self.remarks = getattr(source, "ordered", False), (*getattr(source, "remarks", ()), *remarks)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        inputs, labels = self._own.fetch(indices)
+        inputs, labels = self._source.fetch(indices)
         zeros = {
             name: np.zeros((len(indices), *field.shape), field.dtype)
             for name, field in self.sample.labels.items()
@@ -68,106 +76,110 @@ class Fitted:
 
 
 def as_run(source: Source, run: Sample, labels: bool, where: str, ignore: int) -> Source:
-    """``source`` with the fields of ``run``; what is missing is refused by name. ``labels``: whether they are looked
-    at; ``ignore``: the label of places that do not count."""
+    """Give ``source`` the fields of ``run``; a missing one is refused by name.
+
+    ``labels``: whether they are looked at. ``ignore``: the label of places that do not count.
+    """
     remarks: list[str] = []
     inputs = _matched("input", run.inputs, source.sample.inputs, where, remarks)
     fields = {
         name: _input(name, run.inputs[name], source.sample.inputs[its], where, remarks) for name, its in inputs.items()
     }
-    taken = {name: Taken(its, _order(run.inputs[name], fields[name], where, remarks)) for name, its in inputs.items()}
+    input_maps = {
+        name: FieldMap(its, _order(run.inputs[name], fields[name], where, remarks)) for name, its in inputs.items()
+    }
     fields = {name: _renamed(field, run.inputs[name]) for name, field in fields.items()}
-    own_labels, of_labels = dict(run.labels), {}
+    label_fields, label_maps = dict(run.labels), {}
     if labels:
         for name, its in _matched("label", run.labels, source.sample.labels, where, remarks).items():
-            found = source.sample.labels[its]
-            order = _order(run.labels[name], found, where, remarks)
-            lookup = _lookup(name, run.labels[name], found, where, remarks, ignore)
-            of_labels[name] = Taken(its, order, lookup, run.labels[name].names or (), where)
-            own_labels[name] = _classes_of(run.labels[name], found)
-    sample = Sample(fields, own_labels, source.sample.told_classes or run.told_classes)
-    everything = {**taken, **of_labels}
+            field = source.sample.labels[its]
+            order = _order(run.labels[name], field, where, remarks)
+            lookup = _lookup(name, run.labels[name], field, where, remarks, ignore)
+            label_maps[name] = FieldMap(its, order, lookup, run.labels[name].names or (), where)
+            label_fields[name] = _classes_of(run.labels[name], field)
+    sample = Sample(fields, label_fields, source.sample.told_classes or run.told_classes)
+    everything = {**input_maps, **label_maps}
     same = labels and sample == source.sample and all(x.plain and x.name == name for name, x in everything.items())
-    return source if same and not remarks else Fitted(source, sample, taken, of_labels, remarks)
+    return source if same and not remarks else Fitted(source, sample, input_maps, label_maps, remarks)
 
 
 def _matched(
-    kind: str, run: Mapping[str, Field], own: Mapping[str, Field], where: str, remarks: list[str]
+    kind: str, run: Mapping[str, Field], data: Mapping[str, Field], where: str, remarks: list[str]
 ) -> dict[str, str]:
-    """{name in the run: name in the data}; a single field needs no name."""
-    if len(run) == len(own) == 1:
-        (name,), (its,) = run, own
+    """Return {name in the run: name in the data}; a single field needs no name."""
+    if len(run) == len(data) == 1:
+        (name,), (its,) = run, data
         if name != its and not {name, its} & {INPUT, LABEL}:
             remarks.append(f"{kind} {its} is taken as {name}, by which name the run knows it")
         return {name: its}
-    missing, extra = [name for name in run if name not in own], [name for name in own if name not in run]
+    missing, extra = [name for name in run if name not in data], [name for name in data if name not in run]
     if missing:
-        what = f"{kind}s {listing(missing)} missing, which the run was trained with; there are {listing(list(own))}"
+        what = f"{kind}s {listing(missing)} missing, which the run was trained with; there are {listing(list(data))}"
         raise DataError(what, where=where, fix="give them under these names")
     if extra:
         remarks.append(f"{kind}s {listing(extra)} left out: the run was trained without")
     return {name: name for name in run}
 
 
-def _input(name: str, run: Field, own: Field, where: str, remarks: list[str]) -> Field:
-    if run.whole != own.whole:
-        kinds = ["whole numbers" if field.whole else "numbers with a fraction" for field in (own, run)]
-        what = f"inputs '{name}' are {own.dtype}, {kinds[0]}, and the run was trained with {run.dtype}, {kinds[1]}"
+def _input(name: str, run: Field, data: Field, where: str, remarks: list[str]) -> Field:
+    if run.whole != data.whole:
+        kinds = ["whole numbers" if field.whole else "numbers with a fraction" for field in (data, run)]
+        what = f"inputs '{name}' are {data.dtype}, {kinds[0]}, and the run was trained with {run.dtype}, {kinds[1]}"
         raise DataError(what, where=where, fix=f"store them as {run.dtype}")
-    if run.divisor != own.divisor:
-        told = [_scale(field) for field in (own, run)]
-        remarks.append(f"inputs '{name}' are {told[0]}, and the run was trained with {told[1]}")
-    return own
+    if run.divisor != data.divisor:
+        scales = [_scale(field) for field in (data, run)]
+        remarks.append(f"inputs '{name}' are {scales[0]}, and the run was trained with {scales[1]}")
+    return data
 
 
 def _scale(field: Field) -> str:
     return f"{field.dtype} {'as stored' if field.divisor == 1 else f'divided by {field.divisor:g}'}"
 
 
-def _order(run: Field, own: Field, where: str, remarks: list[str]) -> np.ndarray | None:
+def _order(run: Field, data: Field, where: str, remarks: list[str]) -> np.ndarray | None:
     """Return the places of the run's columns in the data; None: as they stand."""
-    if run.columns and not own.columns:
+    if run.columns and not data.columns:
         remarks.append(f"the data do not tell the names of columns: they are taken as {listing(run.columns)}")
-    if not run.columns or not own.columns or run.columns == own.columns:
+    if not run.columns or not data.columns or run.columns == data.columns:
         return None
-    missing = [name for name in run.columns if name not in own.columns]
+    missing = [name for name in run.columns if name not in data.columns]
     if missing:
         what = f"columns {listing(missing)} missing, with which the run was trained"
-        raise DataError(what, where=where, fix=f"there are {listing(own.columns)}")
-    return np.array([own.columns.index(name) for name in run.columns], np.int64)
+        raise DataError(what, where=where, fix=f"there are {listing(data.columns)}")
+    return np.array([data.columns.index(name) for name in run.columns], np.int64)
 
 
-def _renamed(own: Field, run: Field) -> Field:
-    if not run.columns or not own.columns:
-        return replace(own, columns=own.columns or run.columns or ())
-    return replace(own, shape=(*own.shape[:-1], len(run.columns)), columns=run.columns)
+def _renamed(data: Field, run: Field) -> Field:
+    if not run.columns or not data.columns:
+        return replace(data, columns=data.columns or run.columns or ())
+    return replace(data, shape=(*data.shape[:-1], len(run.columns)), columns=run.columns)
 
 
-def _classes_of(run: Field, own: Field) -> Field:
-    if not run.classes or not own.classes:
-        return own
-    return replace(own, classes=run.classes, names=(own.names or ()) if run.names is None else run.names)
+def _classes_of(run: Field, data: Field) -> Field:
+    if not run.classes or not data.classes:
+        return data
+    return replace(data, classes=run.classes, names=(data.names or ()) if run.names is None else run.names)
 
 
-def _lookup(name: str, run: Field, own: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
+def _lookup(name: str, run: Field, data: Field, where: str, remarks: list[str], ignore: int) -> Lookup | None:
     """Map the data's numbers of classes to the run's of the same names. A number without a name is called as
     it is."""
-    if not run.classes or not own.classes:
+    if not run.classes or not data.classes:
         return None
-    if own.names and run.names is not None:
+    if data.names and run.names is not None:
         names = run.names or tuple(map(str, range(run.classes)))
-        strange = [one for one in own.names if one not in names]
+        strange = [one for one in data.names if one not in names]
         if strange and not run.names:
-            what = f"labels '{name}' have the classes {listing(own.names)}, and those of the run are numbers"
+            what = f"labels '{name}' have the classes {listing(data.names)}, and those of the run are numbers"
             raise DataError(what, where=where, fix="give data.classes: their names in the order of the run's numbers")
         if strange:
             raise unknown(strange, "the run", names, where)
-        return Lookup.of(range(len(own.names)), [names.index(one) for one in own.names], ignore)
+        return Lookup.of(range(len(data.names)), [names.index(one) for one in data.names], ignore)
     if run.names and (values := values_of(run.names)) is not None:
         return Lookup.of(values, range(len(run.names)), ignore)
     if run.names:
         remarks.append(by_number(f"labels '{name}'", run.names))
-    if own.classes > run.classes:
-        what = f"labels '{name}' have {own.classes} classes, and the run has {run.classes}"
+    if data.classes > run.classes:
+        what = f"labels '{name}' have {data.classes} classes, and the run has {run.classes}"
         raise DataError(what, where=where, fix="mend the labels")
     return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.data.memory import check_free, told
+from hvd_train.data.memory import check_free, in_units
 from hvd_train.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
@@ -80,15 +80,15 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             if path.suffix == ".gz":
                 check_free(expected, f"unpacking {shape}", str(path), "unpack it, gunzip: plain files are mapped")
                 data = _read(stream, expected - start + 1)
-                found = start + len(data)
+                size = start + len(data)
             else:
-                found = path.stat().st_size
+                size = path.stat().st_size
     except (OSError, zlib.error) as error:
         raise unreadable(path, error, "IDX file") from error
-    if found != expected:
-        more = "over " if found > expected and path.suffix == ".gz" else ""
-        what = f"{'truncated' if found < expected else 'too long'} IDX file of {shape}: "
-        what += f"{expected} bytes expected, {more}{found - bool(more)} found"
+    if size != expected:
+        more = "over " if size > expected and path.suffix == ".gz" else ""
+        what = f"{'truncated' if size < expected else 'too long'} IDX file of {shape}: "
+        what += f"{expected} bytes expected, {more}{size - bool(more)} found"
         raise DataError(what, where=str(path), fix="fetch the file again")
     if path.suffix == ".gz" or expected == start:
         return np.frombuffer(data if path.suffix == ".gz" else b"", np.uint8).reshape(shape)
@@ -107,7 +107,7 @@ def _idx_shape(path: Path, head: bytes, axes: int) -> tuple[int, ...]:
 
 
 def _read(stream: Any, limit: int) -> bytes:
-    """At most ``limit`` bytes; a compressed stream that breaks off gives what came before."""
+    """Read at most ``limit`` bytes; a compressed stream that breaks off gives what came before."""
     pieces, left = [], limit
     while left:
         try:
@@ -209,7 +209,7 @@ def read_npz(path: Path, choose: Choose) -> dict[str, Any]:
 
 
 def _check_header(stream: Any, size: int, where: str) -> None:
-    """``size``: bytes of the whole file, which must be what its header promises. NumPy would take memory first."""
+    """Check that a file of ``size`` bytes is as long as its header promises: NumPy would take memory first."""
     version = np.lib.format.read_magic(stream)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
@@ -223,7 +223,7 @@ def _check_header(stream: Any, size: int, where: str) -> None:
 
 def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
     """Mapped; as a plain ndarray view, since indexing np.memmap itself costs more."""
-    found = {}
+    arrays = {}
     for name in choose(sorted(file.stem for file in path.glob("*.npy"))):
         file = path / f"{name}.npy"
         try:
@@ -231,8 +231,8 @@ def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
                 _check_header(stream, file.stat().st_size, str(file))
         except BROKEN_ARRAY as error:
             raise unreadable(file, error, "NumPy file") from error
-        found[name] = np.asarray(_load(file, mapped=True))
-    return found
+        arrays[name] = np.asarray(_load(file, mapped=True))
+    return arrays
 
 
 # ---- HDF5
@@ -266,7 +266,7 @@ class Hdf5Rows:
 def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
     import h5py
 
-    lock, found = threading.Lock(), {}
+    lock, datasets = threading.Lock(), {}
     try:
         with h5py.File(path, "r") as file:
             for name in choose([*file.keys()]):  # follows no link
@@ -274,17 +274,19 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
                 item = file[name]
                 if isinstance(item, h5py.Dataset):
                     _check_size(path, name, item)
-                    found[name] = Hdf5Rows(path, name, lock, item.shape or (), item.dtype)
+                    datasets[name] = Hdf5Rows(path, name, lock, item.shape or (), item.dtype)
     except (OSError, KeyError, TypeError) as error:
         raise unreadable(path, error, "HDF5 file") from error
-    return found
+    return datasets
 
 
 def _check_size(path: Path, name: str, item: Any) -> None:
     """Before a row is read: HDF5 takes memory for whole chunks, and gives zeros for what was never written."""
     where, stored = f"{path}: {name}", item.id.get_storage_size()
     if item.nbytes > max(1 << 26, stored * LEAST_STORED):
-        what = f"claims {item.shape} {item.dtype}, {told(item.nbytes)}, and only {stored:,} bytes of it were written"
+        what = (
+            f"claims {item.shape} {item.dtype}, {in_units(item.nbytes)}, and only {stored:,} bytes of it were written"
+        )
         raise DataError(what, where=where, fix="write the file again")
     if item.chunks:
         chunk = math.prod(item.chunks) * item.dtype.itemsize
@@ -362,7 +364,7 @@ def docstrings(code: bytes) -> str:
 
 
 def resize(images: np.ndarray, side: int) -> np.ndarray:
-    """(n, h, w) -> (n, side, side) of the same type (uint8 or float32), bilinear."""
+    """Resize images (n, h, w) to (n, side, side) of the same type (uint8 or float32), bilinear."""
     from PIL import Image
 
     out = np.empty((len(images), side, side), images.dtype)

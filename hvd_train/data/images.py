@@ -38,7 +38,7 @@ NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 BROKEN = (OSError, SyntaxError, ValueError, struct.error, KeyError, IndexError, TypeError, OverflowError, EOFError)
 GRAY = ("L", "1", "LA")
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)  # EXIF: the tag, and values for which height and width change places
-TOLD = 10  # classes that a message names
+LISTED = 10  # classes that a message names
 BESIDE = "beside the classes"
 TOGETHER = 64  # headers that a thread reads at once
 THREADS = 8  # a network's answer takes longer than reading a header
@@ -55,34 +55,34 @@ def _hidden(path: Path) -> bool:
 
 
 def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """({part: its folder}, folders beside them that hold images and are not read).
+    """Return {part: its folder}, and the folders beside them that hold images and are not read.
 
     Without a folder for training there are no parts: the folders are classes.
     """
     folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not _hidden(path)]
-    found: dict[str, list[Path]] = {}
+    places: dict[str, list[Path]] = {}
     for path in folders:
         if part := part_of(path.name):
-            found.setdefault(part, []).append(path)
-    held = [path for part, paths in found.items() if part != "train" for path in paths if _holds_folders(path)]
-    if "train" not in found:
+            places.setdefault(part, []).append(path)
+    held = [path for part, paths in places.items() if part != "train" for path in paths if _holds_folders(path)]
+    if "train" not in places:
         if held:
             names = ", ".join(PART_NAMES["train"])
             what = f"{held[0].name} holds classes, and there is no training part beside it"
             raise DataError(what, where=str(folder), fix=f"call the folder for training one of {names}")
         return {}, []
-    if not (len(found) > 1 or any(_holds_folders(path) for path in found["train"])):
+    if not (len(places) > 1 or any(_holds_folders(path) for path in places["train"])):
         return {}, []  # a class that is called "train"
-    for part, paths in found.items():
+    for part, paths in places.items():
         if len(paths) > 1:
             what = f"{' and '.join(path.name for path in paths)} are the same part, {part}"
             raise DataError(what, where=str(folder), fix="keep one of them, or join them")
     others = [path.name for path in folders if part_of(path.name) is None and _holds_images(path)]
-    if others and "val" not in found:
-        what = f"{', '.join(others)} beside {found['train'][0].name}: a folder of images whose part is not known"
+    if others and "val" not in places:
+        what = f"{', '.join(others)} beside {places['train'][0].name}: a folder of images whose part is not known"
         fix = f"call a validation part one of {', '.join(PART_NAMES['val'])}, or move the folder away"
         raise DataError(what, where=str(folder), fix=fix)
-    return {part: paths[0] for part, paths in found.items()}, others
+    return {part: paths[0] for part, paths in places.items()}, others
 
 
 def _holds_folders(folder: Path) -> bool:
@@ -130,11 +130,11 @@ class Listing:
     @property
     def note(self) -> str:
         """One line of what is not read."""
-        told = [f"{name}: {_counted(counts)}" for name, counts in [*self.skipped.items()][:TOLD]]
-        told += [f"and {len(self.skipped) - TOLD} more classes"] * (len(self.skipped) > TOLD)
-        told += [f"no image in {', '.join(self.empty[:TOLD])}"] * bool(self.empty)
+        parts = [f"{name}: {_counted(counts)}" for name, counts in [*self.skipped.items()][:LISTED]]
+        parts += [f"and {len(self.skipped) - LISTED} more classes"] * (len(self.skipped) > LISTED)
+        parts += [f"no image in {', '.join(self.empty[:LISTED])}"] * bool(self.empty)
         what = "images in class folders" if BESIDE in self.skipped else "images"
-        return f"not read in {self.where}, as these are not {what}: {'; '.join(told)}" if told else ""
+        return f"not read in {self.where}, as these are not {what}: {'; '.join(parts)}" if parts else ""
 
 
 def _counted(counts: Counter[str]) -> str:
@@ -148,46 +148,46 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
     """
     if not folder.is_dir():
         raise DataError("there is no such folder", where=str(folder))
-    found, candidates = Listing(folder), []
+    listing, candidates = Listing(folder), []
     held = sorted(path for path in folder.iterdir() if not _hidden(path))
     if not labels and not any(path.is_dir() for path in held):
         candidates, held = held, []
     for kind in held:
         if not kind.is_dir():
-            _skip(found, BESIDE, kind)
+            _skip(listing, BESIDE, kind)
             continue
-        found.classes.append(kind.name)
+        listing.classes.append(kind.name)
         for file in sorted(kind.iterdir()):
             if file.is_dir() and not _hidden(file):
-                _skip(found, kind.name, file)
+                _skip(listing, kind.name, file)
             elif not _hidden(file):
                 candidates.append(file)
     for file, header in zip(candidates, _headers(candidates), strict=True):
         if header is None:
-            _skip(found, file.parent.name, file)
+            _skip(listing, file.parent.name, file)
         else:
-            found.files.append(file)
-            found.headers.append(header)
-    if not found.files:
-        skipped = f"; {found.note}" if found.note else ""
+            listing.files.append(file)
+            listing.headers.append(header)
+    if not listing.files:
+        skipped = f"; {listing.note}" if listing.note else ""
         fix = "put the images of each class into a folder of its own, CLASS/*.png"
         raise DataError(f"no images in CLASS/ folders{skipped}", where=str(folder), fix=fix)
-    return found
+    return listing
 
 
-def _skip(found: Listing, kind: str, path: Path) -> None:
+def _skip(listing: Listing, kind: str, path: Path) -> None:
     what = "folder" if path.is_dir() else path.suffix.lower() or "without an ending"
-    found.skipped.setdefault(kind, Counter())[what] += 1
+    listing.skipped.setdefault(kind, Counter())[what] += 1
 
 
-def check_no_class_is_empty(found: Listing) -> None:
+def check_no_class_is_empty(listing: Listing) -> None:
     """A class without an image would vanish, and the numbers of the others change."""
-    if found.empty:
-        name = found.empty[0]
-        held = found.skipped.get(name)
+    if listing.empty:
+        name = listing.empty[0]
+        held = listing.skipped.get(name)
         what = f"class '{name}' has no image" + (f", but {_counted(held)}" if held else "")
         fix = "add or convert its images, or remove the folder"
-        raise DataError(what, where=str(found.where / name), fix=fix)
+        raise DataError(what, where=str(listing.where / name), fix=fix)
 
 
 def _headers(files: Sequence[Path]) -> Iterator[Header | None]:
@@ -199,7 +199,7 @@ def _headers(files: Sequence[Path]) -> Iterator[Header | None]:
 
 @cache
 def _formats() -> dict[str, str]:
-    """{suffix: format} of what Pillow decodes."""
+    """Return {suffix: format} of all that Pillow decodes."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # check_free tells it

@@ -82,14 +82,14 @@ class Loader:
         return _ahead(work() for work in works) if self.workers == 1 else _pooled(works, self.workers)
 
     def _steps(self, epoch: int, consumed: int) -> Iterator[Callable[[], Step]]:
-        """What each step takes, for any thread to fetch."""
+        """Yield the samples of each step, for any thread to fetch."""
         n, batch = len(self.source), self.global_batch
         each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
-            own = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
-            ends = np.cumsum([len(positions) for positions in own])
-            places = np.concatenate(own)
+            local = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
+            ends = np.cumsum([len(positions) for positions in local])
+            places = np.concatenate(local)
             if not getattr(self.source, "ordered", False):  # streams come in an order of their own
                 places = permute(places, n, self.seed, epoch)
             indices = iter(np.split(places, ends))
@@ -102,20 +102,20 @@ class Loader:
     def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
         """This rank's positions of a micro-batch of the global batch [start, stop)."""
         a, b = share(stop - start, self.accumulate, number)
-        return self._own(start + a, start + b)
+        return self._local(start + a, start + b)
 
     def _evaluation(self) -> Iterator[Callable[[], Batch]]:
         n, together = len(self.source), self.length * self.size
         for start in range(0, n, together):
-            yield partial(self._batch, self._own(start, min(start + together, n)))
+            yield partial(self._batch, self._local(start, min(start + together, n)))
 
-    def _own(self, start: int, stop: int) -> np.ndarray:
+    def _local(self, start: int, stop: int) -> np.ndarray:
         """This rank's positions of [start, stop)."""
         a, b = share(stop - start, self.size, self.rank)
         return np.arange(start + a, start + b)
 
     def _batch(self, indices: np.ndarray, epoch: int | None = None) -> Batch:
-        """``epoch``: of training, whose samples may be drawn anew in each."""
+        """Make a batch; ``epoch``: of training, whose samples may be drawn anew in each."""
         count = len(indices)
         weights = np.zeros(self.length, np.float32)
         weights[:count] = 1
@@ -127,8 +127,10 @@ class Loader:
         return Batch(inputs, labels, weights, indices)
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
-        """(count, ...) -> (length, ...). The first again: a model may make NaN of what no sample is, log 0, and 0 times
-        that is NaN."""
+        """Pad (count, ...) to (length, ...) by the first sample.
+
+        A model may make NaN of what is not a sample, as log 0, and 0 times that is NaN.
+        """
         out = np.empty((self.length, *x.shape[1:]), x.dtype)
         out[: len(x)], out[len(x) :] = x, x[0]
         return out
@@ -184,8 +186,10 @@ def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
 
 
 def _pooled(works: Iterator[Callable[[], T]], workers: int) -> Generator[T, None, None]:
-    """What the works give, in their order, from several threads; an exception reaches the consumer in its place. None
-    of the threads is left when the generator ends, is closed or is collected."""
+    """Yield the results of the works in their order, from several threads.
+
+    An exception reaches the consumer in its place. No thread is left when the generator ends, is closed or collected.
+    """
     pool = ThreadPoolExecutor(workers, "prefetch")
     try:
         begun = deque(pool.submit(work) for work in itertools.islice(works, max(AHEAD, 2 * workers)))

@@ -24,7 +24,7 @@ SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
 
 def sentences(document: str) -> list[str]:
-    """With single spaces between words."""
+    """Divide text into sentences, with single spaces between words."""
     return [" ".join(part.split()) for part in SENTENCE.split(document) if part.strip()]
 
 
@@ -35,16 +35,16 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, 
 
     if path is not None:
         try:
-            found = Tokenizer.from_file(str(Path(path).expanduser()))
+            tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
         except Exception as error:  # the library raises Exception itself
             reason = str(error).splitlines()[0]
             raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
-        own = [found.token_to_id(token) for token in SPECIAL]
-        if own != list(range(len(SPECIAL))):
-            what = f"{', '.join(SPECIAL)} have the numbers {own}"
+        numbers = [tokenizer.token_to_id(token) for token in SPECIAL]
+        if numbers != list(range(len(SPECIAL))):
+            what = f"{', '.join(SPECIAL)} have the numbers {numbers}"
             fix = f"they must be 0 to {len(SPECIAL) - 1}: train it with these special_tokens first"
             raise DataError(what, where=f"data.vocabulary: {path}", fix=fix)
-        return found
+        return tokenizer
     if saved:
         try:
             return Tokenizer.from_str(saved)
@@ -81,10 +81,10 @@ class Tokens:
 
 
 def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -> Tokens:
-    """``length``: tokens of a sample, of which three are [CLS] and two [SEP]."""
+    """Number the tokens of all documents; ``length``: tokens of a sample, of which three are [CLS] and two [SEP]."""
     room, base = length - 3, 0
     ids: list[np.ndarray] = []
-    found: list[tuple[int, int, np.ndarray]] = []
+    samples: list[tuple[int, int, np.ndarray]] = []
     for document in documents:
         pieces = [
             np.array(part.ids[k : k + room // 2], np.int32)
@@ -92,21 +92,24 @@ def tokenized(documents: Sequence[Sequence[str]], tokenizer: Any, length: int) -
             for k in range(0, len(part.ids), room // 2)
         ]
         starts = base + np.cumsum([0, *map(len, pieces)])
-        found += [(first, int(starts[-1]), cuts) for first, cuts in _samples(starts, room)]
+        samples += [(first, int(starts[-1]), cuts) for first, cuts in _samples(starts, room)]
         ids += pieces
         base = int(starts[-1])
     return Tokens(
         np.concatenate([np.zeros(0, np.int32), *ids]),
-        np.array([first for first, _, _ in found], np.int64),
-        np.array([end for _, end, _ in found], np.int64),
-        np.concatenate([np.zeros(0, np.int64), *(cuts for _, _, cuts in found)]),
-        np.cumsum([0, *(len(cuts) for _, _, cuts in found)]),
+        np.array([first for first, _, _ in samples], np.int64),
+        np.array([end for _, end, _ in samples], np.int64),
+        np.concatenate([np.zeros(0, np.int64), *(cuts for _, _, cuts in samples)]),
+        np.cumsum([0, *(len(cuts) for _, _, cuts in samples)]),
         tokenizer.get_vocab_size(),
     )
 
 
 def _samples(starts: np.ndarray, room: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Of one document, whose sentences begin at starts[:-1]: (first place, sentences that begin within ``room``)."""
+    """Yield the samples of a document: (first place, sentences that begin within ``room``).
+
+    Sentences begin at starts[:-1].
+    """
     begin = 0
     while begin < len(starts) - 1:
         stop = int(np.searchsorted(starts[:-1], starts[begin] + room))
@@ -131,8 +134,8 @@ class Pairs:
             {"tokens": Field((length,), "int32"), "segments": Field((length,), "uint8")},
             {"words": Field((length,), "int32", classes=text.size, masked=True), "next": Field((), "int32", classes=2)},
         )
-        told = f"pairs {length} {start} {stop} {text.size}".encode() + text.ids.tobytes() + text.cuts.tobytes()
-        self.fingerprint = hashlib.sha256(told).hexdigest()[:16]
+        text_bytes = f"pairs {length} {start} {stop} {text.size}".encode() + text.ids.tobytes() + text.cuts.tobytes()
+        self.fingerprint = hashlib.sha256(text_bytes).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self._n
@@ -166,7 +169,7 @@ class Pairs:
         return int(self._text.cuts[low + draw % int(high - low)])
 
     def _mask(self, draws: np.ndarray, places: np.ndarray, tokens: np.ndarray, words: np.ndarray) -> None:
-        """``draws`` (3, length): which places, what becomes of them, which words."""
+        """Mask a sample; ``draws`` (3, length): which places, what becomes of them, which words."""
         at = places[np.argsort(draws[0, places], kind="stable")[: max(1, round(SHARE * len(places)))]]
         fate, strange = draws[1, at] % U64(10), len(SPECIAL) + draws[2, at] % U64(self._text.size - len(SPECIAL))
         words[at] = tokens[at]

@@ -15,14 +15,14 @@ def free() -> int:
     """Bytes that this process can still take: of the machine, and of a limit that a container or Slurm sets."""
     import psutil
 
-    found = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available
     with suppress(OSError, ValueError, StopIteration):
-        own = next(line.split("::")[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line)
-        for folder in (CGROUP / own.strip("/"), CGROUP):
+        group = next(line.split("::")[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line)
+        for folder in (CGROUP / group.strip("/"), CGROUP):
             with suppress(OSError, ValueError):  # "max" is not a number
                 left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-                found = min(found, left + _cached(folder))
-    return found
+                available = min(available, left + _cached(folder))
+    return available
 
 
 def _cached(folder: Path) -> int:
@@ -34,8 +34,8 @@ def _cached(folder: Path) -> int:
 def check_free(size: int, what: str, where: str, fix: str) -> None:
     """Raises DataError if ``size`` bytes, needed for ``what``, are more than are free."""
     if size > SMALL and size > (left := free()):
-        raise DataError(f"{what} takes {told(size)} of memory, and {told(left)} are free", where=where, fix=fix)
+        raise DataError(f"{what} takes {in_units(size)} of memory, and {in_units(left)} are free", where=where, fix=fix)
 
 
-def told(size: int) -> str:
+def in_units(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

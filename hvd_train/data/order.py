@@ -60,7 +60,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def share(count: int, size: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of a rank's contiguous part of ``count``: parts differ by at most one, longer ones first."""
+    """Return (start, stop) of a rank's part of ``count``: parts differ by at most one, longer ones come first."""
     each, rest = divmod(count, size)
     start = rank * each + min(rank, rest)
     return start, start + each + (rank < rest)

@@ -20,14 +20,14 @@ class Stream:
     The place in the stream is thus the number of samples used, which every checkpoint holds.
     """
 
-    def __init__(self, own: Any, where: str) -> None:
-        self._own, self._where = own, where
+    def __init__(self, user_stream: Any, where: str) -> None:
+        self._user_stream, self._where = user_stream, where
         self._samples: Iterator[Any] = iter(())
         self._epoch: int | None = None
-        self._place = len(own)  # of the next sample; the end: nothing is open yet
-        self.fingerprint = own.fingerprint
-        if hasattr(own, "num_classes"):
-            self.num_classes = own.num_classes
+        self._place = len(user_stream)  # of the next sample; the end: nothing is open yet
+        self.fingerprint = user_stream.fingerprint
+        if hasattr(user_stream, "num_classes"):
+            self.num_classes = user_stream.num_classes
         self._first = self.fetch(np.zeros(1, np.int64))
         self._epoch = None
         if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
@@ -36,7 +36,7 @@ class Stream:
             raise DataError(what, where=where, fix=fix)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._user_stream)
 
     def fetch(self, indices: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Rising indices (k,) -> inputs and labels, each (k, ...) or a dict of such."""
@@ -59,8 +59,8 @@ class Stream:
         return _copied(sample[0]), _copied(sample[1])  # it may write the next one in the same place
 
     def _open(self, epoch: int, start: int) -> None:
-        jump = hasattr(self._own, "iterate")
-        self._samples = iter(self._own.iterate(epoch, start) if jump else self._own)
+        jump = hasattr(self._user_stream, "iterate")
+        self._samples = iter(self._user_stream.iterate(epoch, start) if jump else self._user_stream)
         self._epoch, self._place = epoch, start if jump else 0
 
 

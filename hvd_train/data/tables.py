@@ -30,22 +30,22 @@ NUMBER = {"int64": "whole number of 64 bits", "float64": "number"}
 
 
 def find_all(folder: Path) -> dict[str, Path]:
-    """{train, val and, if there is one, test: its file, train.csv, val.parquet, ... or what else it may be called}."""
-    found = {part: _find(folder, part) for part in PART_NAMES}
-    return {part: path for part, path in found.items() if path}
+    """Return {train, val and, if there is one, test: its file}, of any of the names that a part may have."""
+    paths = {part: _find(folder, part) for part in PART_NAMES}
+    return {part: path for part, path in paths.items() if path}
 
 
 def _find(folder: Path, part: str) -> Path | None:
     held = sorted(path for path in folder.iterdir() if _suffix(path) in SUFFIXES and not path.name.startswith("."))
-    found = [path for path in held if part_of(path.stem) == part]
-    if len(found) != 1 and (part != "test" or found):
-        what = f"{' and '.join(path.name for path in found) or 'none'} found"
+    paths = [path for path in held if part_of(path.stem) == part]
+    if len(paths) != 1 and (part != "test" or paths):
+        what = f"{' and '.join(path.name for path in paths) or 'none'} found"
         others = [path.name for path in held if part_of(path.stem) is None]
-        what += f", and {', '.join(others[:10])}" * bool(others and not found)
+        what += f", and {', '.join(others[:10])}" * bool(others and not paths)
         listed = ", ".join(f"{name}.csv" for name in PART_NAMES[part])
         fix = f"a folder needs one {part} file: {listed}; or {', '.join(SUFFIXES[1:])}"
         raise DataError(what, where=str(folder), fix=fix)
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def _suffix(path: Path) -> str:
@@ -53,7 +53,7 @@ def _suffix(path: Path) -> str:
 
 
 def names_of(path: Path) -> list[str]:
-    """Of a file's columns, in its order."""
+    """Return the names of a file's columns, in its order."""
     import pyarrow
 
     if _suffix(path) not in SUFFIXES:
@@ -151,15 +151,15 @@ class Table:
         return cls(path, {name: table.column(name) for name in names})
 
     def numbers(self, name: str, keep_whole: bool = False) -> np.ndarray:
-        """(n,) float32; or, with ``keep_whole``, int64 where all are whole."""
-        found = self._filled(name)
-        kind = str(found.type)
-        if keep_whole and kind.startswith(("int", "uint", "string")) and _castable(found, "int64"):
-            return np.asarray(found.cast("int64"))
+        """Return a column of numbers, (n,) float32; with ``keep_whole``, int64 where all are whole."""
+        column = self._filled(name)
+        kind = str(column.type)
+        if keep_whole and kind.startswith(("int", "uint", "string")) and _castable(column, "int64"):
+            return np.asarray(column.cast("int64"))
         if kind == "string":
-            values = self._parsed(name, found, "float64", WORDS if keep_whole else MEND)
+            values = self._parsed(name, column, "float64", WORDS if keep_whole else MEND)
         elif kind == "bool" or kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-            values = np.asarray(found.cast("float64", safe=False))  # ids may have more than its 53 bits
+            values = np.asarray(column.cast("float64", safe=False))  # ids may have more than its 53 bits
         else:
             what = f"column '{name}' of type {kind} holds no numbers"
             raise DataError(what, where=str(self.path), fix="name others in data.features and data.labels")
@@ -167,42 +167,44 @@ class Table:
             taken = values.astype(np.float32)
         good = np.isfinite(taken)
         if not good.all():
-            raise self._fault(name, int(np.argmin(good)), found, "is NaN, infinite or too large for 32 bits")
-        self._note_rounded(name, found, values, taken)
+            raise self._fault(name, int(np.argmin(good)), column, "is NaN, infinite or too large for 32 bits")
+        self._note_rounded(name, column, values, taken)
         return taken
 
-    def _note_rounded(self, name: str, found: ChunkedArray, values: np.ndarray, taken: np.ndarray) -> None:
+    def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, taken: np.ndarray) -> None:
         """Whole numbers, as ids are, that are not what they were; of others nobody expects all digits."""
         if not len(values) or np.abs(values).max() <= 2**24:
             return
-        kind, exact = str(found.type), values
+        kind, exact = str(column.type), values
         if kind.startswith(("int", "uint")):
-            exact = np.asarray(found)
-        elif kind == "string" and _castable(found, "int64"):
-            exact = np.asarray(found.cast("int64"))
+            exact = np.asarray(column)
+        elif kind == "string" and _castable(column, "int64"):
+            exact = np.asarray(column.cast("int64"))
         elif np.abs(values).max() > 2**53 or (values != np.rint(values)).any():
             return
         with np.errstate(invalid="ignore"):
             rounded = taken.astype(exact.dtype) != exact
         if rounded.any():
             row = int(np.argmax(rounded))
-            what = f"column '{name}' holds whole numbers that 32 bits round: {found[row].as_py()} -> {taken[row]:.0f}"
+            what = f"column '{name}' holds whole numbers that 32 bits round: {column[row].as_py()} -> {taken[row]:.0f}"
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:
-        """(n,) whole numbers, or words. A csv column holds words where classes are ``known`` by words, and where they
-        are not known and its first cell is no number; '1' is a word where a class is called so. ``ignore``: what else a
-        number may be."""
-        found = self._filled(name)
-        if str(found.type) == "string":
-            if self._words(name, found, known):
-                return self._coded(name, found, known)
-        elif str(found.type) == "bool":
-            found = found.cast("int64")
-        elif not str(found.type).startswith(("int", "uint")):
-            what = f"column '{name}' of type {found.type}, and task.loss: cross_entropy wants classes"
+        """Return a column of classes, (n,) whole numbers or words.
+
+        A csv column holds words where classes are ``known`` by words, and where they are not known and its first cell
+        is not a number; '1' is a word where a class is called so. ``ignore``: another number that is allowed.
+        """
+        column = self._filled(name)
+        if str(column.type) == "string":
+            if self._words(name, column, known):
+                return self._coded(name, column, known)
+        elif str(column.type) == "bool":
+            column = column.cast("int64")
+        elif not str(column.type).startswith(("int", "uint")):
+            what = f"column '{name}' of type {column.type}, and task.loss: cross_entropy wants classes"
             raise DataError(what, where=str(self.path), fix="store whole numbers or words; or set task.loss: mse")
-        values = self._parsed(name, found, "int64")
+        values = self._parsed(name, column, "int64")
         listed = values_of(known.names or ())
         if known.auto or (known.whose and listed is not None):
             good = np.isin(values, [*(() if listed is None else listed), ignore]) | known.auto
@@ -212,29 +214,29 @@ class Table:
             good = (values == ignore) | ((values >= 0) & (values < (count or np.iinfo(np.int64).max)))
             expected = f"0 to {count - 1}" if count else "0, 1, 2, ..."
         if not good.all():
-            raise self._fault(name, int(np.argmin(good)), found, f"is no class{_of(known)}: {expected}")
+            raise self._fault(name, int(np.argmin(good)), column, f"is no class{_of(known)}: {expected}")
         return values
 
-    def _words(self, name: str, found: ChunkedArray, known: Classes) -> bool:
-        first = found[0].as_py() if len(found) else ""
+    def _words(self, name: str, column: ChunkedArray, known: Classes) -> bool:
+        first = column[0].as_py() if len(column) else ""
         if _suffix(self.path) == ".parquet" or not _is(float, first):
             return True
-        if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(found, known.names)):
+        if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(column, known.names)):
             return True
         if not _is(int, first):
-            raise self._fault(name, 0, found, "is no whole number, and task.loss: cross_entropy wants classes")
+            raise self._fault(name, 0, column, "is no whole number, and task.loss: cross_entropy wants classes")
         return False
 
-    def _coded(self, name: str, found: ChunkedArray, known: Classes) -> Words:
+    def _coded(self, name: str, column: ChunkedArray, known: Classes) -> Words:
         import pyarrow.compute as pc
 
-        names = sorted(pc.unique(found).to_pylist())
-        codes = np.asarray(pc.index_in(found, value_set=_strings(names))).astype(np.int64)
+        names = sorted(pc.unique(column).to_pylist())
+        codes = np.asarray(pc.index_in(column, value_set=_strings(names))).astype(np.int64)
         if known.names:
             strange = [k for k, word in enumerate(names) if word not in known.names]
             if strange:
                 row, what = int(np.argmax(np.isin(codes, strange))), f"is no class{_of(known)}: {listing(known.names)}"
-                raise self._fault(name, row, found, what)
+                raise self._fault(name, row, column, what)
         return Words(codes, names)
 
     def _filled(self, name: str) -> ChunkedArray:
@@ -242,23 +244,23 @@ class Table:
         import pyarrow
         import pyarrow.compute as pc
 
-        found = self.columns[name]
-        if pyarrow.types.is_dictionary(found.type):
-            found = found.cast(found.type.value_type)
-        if pyarrow.types.is_large_string(found.type) or pyarrow.types.is_string(found.type):
-            found = pc.utf8_trim_whitespace(found.cast("string"))
-            found = pc.if_else(pc.equal(found, ""), None, found)
-        if found.null_count:
-            raise self._fault(name, _first_null(found), None, "has no value")
-        return found
+        column = self.columns[name]
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if pyarrow.types.is_large_string(column.type) or pyarrow.types.is_string(column.type):
+            column = pc.utf8_trim_whitespace(column.cast("string"))
+            column = pc.if_else(pc.equal(column, ""), None, column)
+        if column.null_count:
+            raise self._fault(name, _first_null(column), None, "has no value")
+        return column
 
-    def _parsed(self, name: str, found: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:
-        if not _castable(found, kind):
-            raise self._fault(name, _first_bad(found, kind), found, f"is no {NUMBER[kind]}", fix)
-        return np.asarray(found.cast(kind))
+    def _parsed(self, name: str, column: ChunkedArray, kind: str, fix: str = MEND) -> np.ndarray:
+        if not _castable(column, kind):
+            raise self._fault(name, _first_bad(column, kind), column, f"is no {NUMBER[kind]}", fix)
+        return np.asarray(column.cast(kind))
 
-    def _fault(self, name: str, row: int, found: ChunkedArray | None, what: str, fix: str = MEND) -> DataError:
-        cell = f"'{str(found[row].as_py())[:60]}' " if found is not None else ""
+    def _fault(self, name: str, row: int, column: ChunkedArray | None, what: str, fix: str = MEND) -> DataError:
+        cell = f"'{str(column[row].as_py())[:60]}' " if column is not None else ""
         where = f"{self.path}, column '{name}', row {row + 1}"
         return DataError(f"{cell}{what}", where=where, fix=fix)
 
@@ -294,36 +296,36 @@ def _strings(values: Sequence[str]) -> Any:
     return pyarrow.array(values, pyarrow.string())
 
 
-def _holds_any(found: ChunkedArray, names: Sequence[str]) -> bool:
+def _holds_any(column: ChunkedArray, names: Sequence[str]) -> bool:
     import pyarrow.compute as pc
 
-    return bool(pc.any(pc.is_in(found, value_set=_strings(names))).as_py())
+    return bool(pc.any(pc.is_in(column, value_set=_strings(names))).as_py())
 
 
 def _of(known: Classes) -> str:
     return f" of {known.whose}" if known.whose and known.names else ""
 
 
-def _first_null(found: ChunkedArray) -> int:
-    return int(np.argmax(np.asarray(found.is_null())))
+def _first_null(column: ChunkedArray) -> int:
+    return int(np.argmax(np.asarray(column.is_null())))
 
 
-def _castable(found: ChunkedArray, kind: str) -> bool:
+def _castable(column: ChunkedArray, kind: str) -> bool:
     import pyarrow
 
     try:
-        found.cast(kind)
+        column.cast(kind)
     except pyarrow.ArrowInvalid:
         return False
     return True
 
 
-def _first_bad(found: ChunkedArray, kind: str) -> int:
+def _first_bad(column: ChunkedArray, kind: str) -> int:
     """The row at which a cast fails: halves, as the library does not tell."""
-    low, high = 0, len(found)
+    low, high = 0, len(column)
     while high - low > 1:
         middle = (low + high) // 2
-        if _castable(found.slice(low, middle - low), kind):
+        if _castable(column.slice(low, middle - low), kind):
             low = middle
         else:
             high = middle

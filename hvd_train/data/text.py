@@ -28,7 +28,7 @@ class Text:
         return self._n
 
     def _sample(self, indices: np.ndarray) -> np.ndarray:
-        """(k,) -> (k, T + 1) uint8."""
+        """Return the bytes of samples (k,) and the next one: (k, T + 1) uint8."""
         first = (np.asarray(indices, np.int64) + self._start) * self._length
         return self._bytes[first[:, None] + np.arange(self._length + 1)]
 

@@ -25,7 +25,7 @@ class Draws:
     indices: np.ndarray
 
     def bits(self, each: int) -> np.ndarray:
-        """(k, each) uint64."""
+        """Draw random bits, (k, each) uint64."""
         counters = self.indices.astype(U64)[:, None] * U64(each) + np.arange(each, dtype=U64)
         return stream(self.key, counters)
 
@@ -100,28 +100,30 @@ NORMALIZE = "normalize"
 
 
 def catalog() -> dict[str, str]:
-    """{name: one line of help}."""
-    told = {name: (one.__doc__ or "").strip() for name, one in BUILT_IN.items()}
-    return told | {NORMALIZE: "(values - mean) / std, on the device, in validation too; bytes are divided by 255 first"}
+    """Return {name: one line of help}."""
+    listed = {name: (one.__doc__ or "").strip() for name, one in BUILT_IN.items()}
+    return listed | {
+        NORMALIZE: "(values - mean) / std, on the device, in validation too; bytes are divided by 255 first"
+    }
 
 
 class Transformed:
     """Another source's samples: as they are (``fetch``), or as training takes them (``drawn``)."""
 
-    def __init__(self, own: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
-        self._own, self.sample, self._steps, self.fingerprint = own, sample, steps, own.fingerprint
-        self.note, self.ordered = getattr(own, "note", ""), getattr(own, "ordered", False)
-        self.remarks, self.files = getattr(own, "remarks", ()), getattr(own, "files", ())
-        self.rows = getattr(own, "rows", None)
+    def __init__(self, source: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
+        self._source, self.sample, self._steps, self.fingerprint = source, sample, steps, source.fingerprint
+        self.note, self.ordered = getattr(source, "note", ""), getattr(source, "ordered", False)
+        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
+        self.rows = getattr(source, "rows", None)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._source)
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        return self._own.fetch(indices)
+        return self._source.fetch(indices)
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-        fetched, labels = drawn(self._own, indices, seed, epoch)
+        fetched, labels = drawn(self._source, indices, seed, epoch)
         inputs = {name: np.array(x) for name, x in fetched.items()}  # which transforms may write into
         for number, step in enumerate(self._steps):
             inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))
@@ -130,8 +132,8 @@ class Transformed:
 
 def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
     """Samples as training takes them in this epoch; of most sources they are the same in each."""
-    own = getattr(source, "drawn", None)
-    return own(indices, seed, epoch) if own else source.fetch(indices)
+    draw = getattr(source, "drawn", None)
+    return draw(indices, seed, epoch) if draw else source.fetch(indices)
 
 
 _Step = Callable[[dict[str, np.ndarray], Draws], dict[str, np.ndarray]]
@@ -153,11 +155,11 @@ def transformed(
         elif config.name in BUILT_IN:
             steps.append(_built_in(config, first, where))
         else:
-            steps.append(_own(imported(config.name, where), config, where))
-    found = {name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()}
-    if "train" in found:
-        found["train"].drawn(np.zeros(1, np.int64), 0, 0)
-    return {**found}
+            steps.append(_user_step(imported(config.name, where), config, where))
+    by_name = {name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()}
+    if "train" in by_name:
+        by_name["train"].drawn(np.zeros(1, np.int64), 0, 0)
+    return {**by_name}
 
 
 def _one_input(sample: Sample, config: TransformConfig, where: str) -> tuple[str, Field]:
@@ -174,9 +176,9 @@ def _normalized(sample: Sample, config: TransformConfig, where: str) -> Sample:
     if field.whole:
         fix = "it is for numbers with a fraction and for bytes of images"
         raise DataError(f"{name} of {field} holds whole numbers", where=where, fix=fix)
-    for key, given in (("mean", mean), ("std", std)):
-        if len(given) not in (1, *field.shape[-1:]):
-            what = f"{len(given)} numbers for {name} of shape {field.shape}"
+    for key, numbers in (("mean", mean), ("std", std)):
+        if len(numbers) not in (1, *field.shape[-1:]):
+            what = f"{len(numbers)} numbers for {name} of shape {field.shape}"
             raise DataError(what, where=f"{where}, {key}", fix="give one, or one for each channel (the last axis)")
     return replace(sample, inputs={**sample.inputs, name: replace(field, mean=mean, std=std)})
 
@@ -188,7 +190,9 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
         declare = "if it is one, set data.images: true; else " * (len(field.shape) in (2, 3))
         fix = f"{declare}write your own: 'package.module:function' of (sample, rng)"
         raise DataError(what, where=where, fix=fix)
-    placed = [label for label, own in sample.labels.items() if len(own.shape) > 1 or (own.shape and own.classes)]
+    placed = [
+        label for label, field in sample.labels.items() if len(field.shape) > 1 or (field.shape and field.classes)
+    ]
     if placed and config.name in MOVING:
         raise DataError(f"labels at each place ({', '.join(placed)}) would stay where they are", where=where)
     if config.name == "random_crop" and config.size and (config.size, config.size) != field.shape[:2]:
@@ -202,30 +206,32 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
     return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
 
 
-def _own(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:
+def _user_step(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:
     """function(sample, rng, **options): the array of a sample, or {name: array} where it has several inputs."""
 
     def step(inputs: dict[str, np.ndarray], draws: Draws) -> dict[str, np.ndarray]:
         out = {name: np.empty_like(x) for name, x in inputs.items()}
         for k, (index, rng) in enumerate(zip(draws.indices, draws.generators(), strict=True)):
             sample = {name: x[k] for name, x in inputs.items()}
-            given: Any = next(iter(sample.values())) if len(sample) == 1 else dict(sample)
+            value: Any = next(iter(sample.values())) if len(sample) == 1 else dict(sample)
             try:
-                made = function(given, rng, **config.options)
+                made = function(value, rng, **config.options)
                 if len(sample) == 1:
                     made = {next(iter(sample)): made}
-                found = {name: np.asarray(x) for name, x in dict(made).items()}
+                arrays = {name: np.asarray(x) for name, x in dict(made).items()}
             except DataError:
                 raise
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise DataError(f"the function failed on sample {index}: {reason}", where=where) from error
-            told = {name: f"{x.shape} {x.dtype}" for name, x in found.items()}
+            described = {name: f"{x.shape} {x.dtype}" for name, x in arrays.items()}
             wanted = {name: f"{x.shape} {x.dtype}" for name, x in sample.items()}
-            if told != wanted:
-                what, other = (", ".join(f"{name} {kind}" for name, kind in each.items()) for each in (told, wanted))
+            if described != wanted:
+                what, other = (
+                    ", ".join(f"{name} {kind}" for name, kind in each.items()) for each in (described, wanted)
+                )
                 raise DataError(f"it made {what or 'nothing'} of sample {index}, not {other}", where=where, fix=SAME)
-            for name, x in found.items():
+            for name, x in arrays.items():
                 if x.dtype.kind == "f" and not np.isfinite(x).all():
                     raise DataError(f"it gave NaN or infinity for sample {index}", where=where)
                 out[name][k] = x

@@ -174,6 +174,13 @@ class Threads:
     def allgather_bytes(self, data, name="bytes"):
         return self.world.gather(self.rank, data)
 
+    def gather_bytes(self, data):
+        parts = self.world.gather(self.rank, data)
+        return parts if self.rank == 0 else []
+
+    def scatter_bytes(self, parts):
+        return self.world.gather(self.rank, parts)[0][self.rank]
+
     def barrier(self):
         self.world.gather(self.rank, None)
 

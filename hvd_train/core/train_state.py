@@ -55,10 +55,9 @@ def save(
     after = trainer.frontend.statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
     own = trainer.frontend.neutral({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
-    local = []
-    for root in range(communicator.size):  # in turn: no rank but 0 holds what the others have
-        part = communicator.broadcast_bytes(pack(own | _local(trainer)) if root == communicator.rank else b"", root)
-        local += [unpack(part)] if communicator.rank == 0 else []
+    gathered, local = communicator.gather_bytes(pack(own | _local(trainer))), []
+    while gathered:  # no two copies of all of it
+        local.append(unpack(gathered.pop(0)))
     entries = trainer.update.state()
     shards = join_shards(entries, communicator)
     outcome, p = "", trainer.progress
@@ -145,9 +144,8 @@ def restore(trainer: Trainer, snapshot: store.Snapshot | None) -> list[str]:
             Resumption(trainer.progress, before, now, trainer.train_size, sums, loss_scale)
         )
         local: Tree = {}
-        for rank, part in enumerate(_locals(snapshot, before.ranks)):
-            packed = communicator.broadcast_bytes(pack(part))
-            local = unpack(packed) if rank == communicator.rank else local
+        if before.ranks == communicator.size:
+            local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         own = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in (local, _local(trainer)))
         reason = compatibility.why_left_behind(before, now, same_shapes=shapes == expected)
@@ -203,7 +201,3 @@ def _head(snapshot: store.Snapshot | None) -> bytes:
         "kept": any(not key.startswith(STATISTICS) for tree in snapshot.local for key in tree),
     }
     return json.dumps(head).encode()
-
-
-def _locals(snapshot: store.Snapshot | None, ranks: int) -> list[Tree]:
-    return list(snapshot.local) if snapshot else [{}] * ranks

@@ -145,6 +145,9 @@ class HorovodCommunicator(ABC):
     @abstractmethod
     def _allgather(self, data: np.ndarray, name: str) -> np.ndarray: ...
 
+    @abstractmethod
+    def _alltoall(self, data: np.ndarray, sizes: Sequence[int], name: str) -> np.ndarray: ...
+
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
         length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
         (count,) = struct.unpack("<q", length.tobytes())
@@ -165,6 +168,33 @@ class HorovodCommunicator(ABC):
             parts.append(joined[8 : 8 + count])
             joined = joined[8 + count :]
         return parts
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        counts = self.allgather_bytes(struct.pack("<q", len(data)), "lengths")
+        lengths = [struct.unpack("<q", count)[0] for count in counts]
+        parts: list[list[bytes]] = [[] for _ in lengths]
+        step = -(-PIECE_BYTES // self.size)  # rank 0 gets a piece of every rank at once
+        for start in range(0, max(lengths), step):
+            piece = np.frombuffer(data[start : start + step], np.uint8).copy()
+            received = self._alltoall(piece, [len(piece), *[0] * (self.size - 1)], "bytes.gathered")
+            for part, length in zip(parts if self.rank == 0 else [], lengths, strict=False):
+                count = min(max(length - start, 0), step)
+                part.append(received[:count].tobytes())
+                received = received[count:]
+        return [b"".join(part) for part in parts] if self.rank == 0 else []
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        parts = parts if self.rank == 0 else []
+        counts = self.broadcast_bytes(struct.pack(f"<{len(parts)}q", *map(len, parts)))
+        lengths = struct.unpack(f"<{self.size}q", counts)
+        received: list[bytes] = []
+        step = -(-PIECE_BYTES // self.size)  # rank 0 sends a piece to every rank at once
+        for start in range(0, max(lengths), step):
+            pieces = [part[start : start + step] for part in parts]
+            sent = np.frombuffer(b"".join(pieces), np.uint8).copy()
+            sizes = [len(piece) for piece in pieces] or [0] * self.size
+            received.append(self._alltoall(sent, sizes, "bytes.scattered").tobytes())
+        return b"".join(received)
 
     def barrier(self) -> None:
         self.allgather_bytes(b"", "barrier")

@@ -40,6 +40,12 @@ class Serial:
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
         return [data]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        return parts[0]
+
     def barrier(self) -> None:
         pass
 

@@ -49,6 +49,12 @@ class Communicator(Protocol):
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
         """``name``: what a rank is told that waits for others which never come."""
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Collect the data of all ranks on rank 0, in rank order; the others send theirs once and get []."""
+
+    def scatter_bytes(self, parts: Sequence[bytes]) -> bytes:
+        """Give rank k the k-th of rank 0's ``parts``; those of other ranks are not looked at."""
+
     def barrier(self) -> None: ...
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:

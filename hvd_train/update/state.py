@@ -26,7 +26,7 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
     for entry in entries:
         if entry.placement is Placement.SHARDED:
             x = np.ascontiguousarray(entry.read())
-            parts = communicator.allgather_bytes(x.tobytes(), "shards")
+            parts = communicator.gather_bytes(x.tobytes())
             if communicator.rank == 0:
                 tree[entry.name] = np.frombuffer(b"".join(parts), x.dtype).reshape(entry.shape)
     return tree

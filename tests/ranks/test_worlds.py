@@ -137,6 +137,7 @@ def test_communicator_verbs(worlds, framework, launcher, size):
         assert out["large"]
         assert out["empty"] == ""
         assert out["bytes"] == ["x" * r for r in range(size)]
+        assert all(out[f"{name} {whole}"] for name in ("gathered", "nothing") for whole in (True, False))
         assert out["mean"] == [[["mixed"], True, (size - 1) / 2]] * 3
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
 from hvd_train.errors import DataError, TrainError
 from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.frontends import horovod
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs import fit
 from hvd_train.jobs.connect import connect
@@ -127,6 +129,14 @@ def verbs(case, module, communicator, folder):
     out["large"] = communicator.broadcast_bytes(large if rank == 1 else b"", root=1) == large
     out["empty"] = communicator.broadcast_bytes(b"").decode()
     out["bytes"] = [part.decode() for part in communicator.allgather_bytes(b"x" * rank)]
+    for piece in (horovod.PIECE_BYTES, 2 * size - 1):  # in one piece, and in several
+        with patch.object(horovod, "PIECE_BYTES", piece):
+            parts = [b"%d" % k * (5 * k) for k in range(size)]
+            gathered = communicator.gather_bytes(parts[rank])
+            scattered = communicator.scatter_bytes(parts if rank == 0 else [])
+            nothing = communicator.gather_bytes(b""), communicator.scatter_bytes([b""] * size)
+        out[f"gathered {piece > 100}"] = gathered == (parts if rank == 0 else []) and scattered == parts[rank]
+        out[f"nothing {piece > 100}"] = nothing == ([b""] * size if rank == 0 else [], b"")
     kinds = (np.float16, np.float32, np.float64) if size > 1 else ()  # one rank differs from nobody
     out["mean"] = [own_mean(communicator, ops, kind) for kind in kinds]
     communicator.barrier()

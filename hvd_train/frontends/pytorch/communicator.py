@@ -40,6 +40,10 @@ class HorovodTorch(HorovodCommunicator):
     def _allgather(self, data, name) -> np.ndarray:
         return self.hvd.allgather(torch.from_numpy(data), name=name).numpy()
 
+    @guarded
+    def _alltoall(self, data, sizes, name) -> np.ndarray:
+        return self.hvd.alltoall(torch.from_numpy(data), splits=list(sizes), name=name)[0].numpy()
+
 
 def make_communicator(expected_size: int) -> HorovodTorch:
     return HorovodTorch(expected_size)

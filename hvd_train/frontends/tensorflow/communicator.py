@@ -60,6 +60,10 @@ class HorovodTensorFlow(HorovodCommunicator):
             self._gathers[name] = graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
         return self._gathers[name](tf.constant(data)).numpy()
 
+    @guarded
+    def _alltoall(self, data, sizes, name) -> np.ndarray:
+        return self.hvd.alltoall(tf.constant(data), tf.constant(sizes, tf.int32), name=name)[0].numpy()
+
 
 def make_communicator(expected_size: int) -> HorovodTensorFlow:
     return HorovodTensorFlow(expected_size)

@@ -90,11 +90,11 @@ class StateTree(NamedArrays):
     def put_back(self, kept: Tree) -> None:
         self._assign(kept)
 
-    def neutral(self, own: Tree) -> Tree:
-        return dict(self._neutral(key, array) for key, array in own.items())
+    def neutral(self, native: Tree) -> Tree:
+        return dict(self._neutral(key, array) for key, array in native.items())
 
     def checksums(self) -> dict[str, int]:
-        return {self.layouts[own].name: checksum(x) for own, x in self._weights()}
+        return {self.layouts[native].name: checksum(x) for native, x in self._weights()}
 
     @abstractmethod
     def _weights(self) -> Iterable[tuple[str, np.ndarray]]:
@@ -102,9 +102,9 @@ class StateTree(NamedArrays):
 
     def _first_weights(self, names: Iterable[str], seed: int) -> Iterator[tuple[str, np.ndarray]]:
         """(own name, first weight in its own axis order)."""
-        for own in names:
-            layout = self.layouts[own]
-            yield own, layout.from_neutral(first_weight(layout.name, layout.shape, seed))
+        for native in names:
+            layout = self.layouts[native]
+            yield native, layout.from_neutral(first_weight(layout.name, layout.shape, seed))
 
     def average(self, names: Sequence[str] | None = None) -> None:
         """Average the weights of these neutral names over the ranks, in place, or all weights and statistics."""

@@ -21,8 +21,8 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
     if isinstance(wanted, bool):
         return wanted
     # A rank that is not bound shares all cores, one that is bound to a socket those of the socket.
-    own = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
-    return gpu or communicator.local_size < communicator.size or own > threads
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // communicator.local_size)
+    return gpu or communicator.local_size < communicator.size or cores > threads
 
 
 def gpu_of(config: Config, communicator: Communicator, visible: int, framework: str) -> int | None:

@@ -154,8 +154,8 @@ class HorovodCommunicator(ABC):
         parts = []
         for start in range(0, count, PIECE_BYTES):  # Horovod and we hold copies of what travels: of a piece, not of all
             size = min(PIECE_BYTES, count - start)
-            own = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
-            sent = self._broadcast(own, root, "bytes.data")
+            piece = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
+            sent = self._broadcast(piece, root, "bytes.data")
             if self.rank != root:
                 parts.append(sent.tobytes())
         return data if self.rank == root else b"".join(parts)

@@ -46,10 +46,10 @@ class Trained:
             for name, field in self.sample.inputs.items()
         }
 
-    def build_call(self, module: ModuleType, given: Mapping[str, Any]) -> str:
+    def build_call(self, module: ModuleType, arguments: Mapping[str, Any]) -> str:
         """The line that builds the untrained model: ``pt_models.mlp.build(input_shape=(64,), num_classes=10)``."""
         function = self.config.model.name.partition(":")[2] or "build"
-        return f"{module.__name__}.{function}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        return f"{module.__name__}.{function}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Exported:
     outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def shapes(found: Any) -> dict[str, tuple[int, ...]]:
+def shapes(outputs: Any) -> dict[str, tuple[int, ...]]:
     """{name: shape of a sample} of what a model gives: "logits", or its several outputs."""
-    named = found if isinstance(found, Mapping) else {"logits": found}
+    named = outputs if isinstance(outputs, Mapping) else {"logits": outputs}
     return {name: tuple(x.shape[1:]) for name, x in named.items()}
 
 
 def onnx_load(names: Collection[str], outputs: Collection[str]) -> str:
-    given = "'input': x" if len(names) == 1 else ", ".join(f"'{name}': {name}" for name in names)
+    arguments = "'input': x" if len(names) == 1 else ", ".join(f"'{name}': {name}" for name in names)
     open_it = "import onnxruntime; model = onnxruntime.InferenceSession({path}); "
     alone = "[0]" if len(outputs) == 1 else ""
-    return open_it + f"{', '.join(outputs)} = model.run({list(outputs)}, {{{given}}}){alone}"
+    return open_it + f"{', '.join(outputs)} = model.run({list(outputs)}, {{{arguments}}}){alone}"
 
 
 def onnx_packages(*names: str) -> list[Any]:

@@ -66,13 +66,13 @@ def build_model(
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
     facts = {"input_shape": shapes, "num_classes": sample.num_classes}
-    given = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
+    arguments = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
     if restores and "pretrained" in parameters:
-        given["pretrained"] = False
+        arguments["pretrained"] = False
     if ":" not in name:
-        given |= _order(module, parameters, name, sample)
+        arguments |= _order(module, parameters, name, sample)
     try:
-        return build(**given), module, given
+        return build(**arguments), module, arguments
     except (ValueError, TypeError, OSError) as error:
         fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
         fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
@@ -98,14 +98,16 @@ def _order(module: ModuleType, parameters: Collection[str], name: str, sample: S
     return {"image": False} if "image" in parameters and len(field.shape) == 3 else {}
 
 
-def checked(found: Any, name: str) -> Any:
+def checked(outputs: Any, name: str) -> Any:
     """Refuse what is neither a tensor nor several by name; return it."""
-    for x in found.values() if isinstance(found, Mapping) else [found]:
+    for x in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
         if not hasattr(x, "shape"):
-            what = f"the model gives a {type(x).__name__} {'by a name' if isinstance(found, Mapping) else ''}".rstrip()
+            what = (
+                f"the model gives a {type(x).__name__} {'by a name' if isinstance(outputs, Mapping) else ''}".rstrip()
+            )
             fix = "return a tensor, or a dict of them with a name for each loss"
             raise ConfigError(what, where=f"model.name: {name}", fix=fix)
-    return found
+    return outputs
 
 
 def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:

@@ -69,8 +69,8 @@ class Sample:
     @property
     def num_classes(self) -> Any:
         """The number of classes, or {label: number} where there are several labels; None: labels are no classes."""
-        found = {name: field.classes for name, field in self.labels.items() if field.classes}
-        return one_or_all(found) if found else self.told_classes
+        numbers = {name: field.classes for name, field in self.labels.items() if field.classes}
+        return one_or_all(numbers) if numbers else self.told_classes
 
     def joined(self, other: Sample) -> Sample:
         """Join a training and a validation part: a class that only one of them holds is a class."""

@@ -82,9 +82,11 @@ class Ops(Protocol):
         """Tensors of shape () -> (len(parts),)."""
 
     def sum_of_squares(self, x: Tensor) -> Tensor: ...
-    def cross_entropy(self, logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
-        """Logits (n, ..., C), labels (n, ...) -> the cross-entropy of each label (n, ...); where ``own`` (n, ...) is 0
-        nobody asks for it."""
+    def cross_entropy(self, logits: Tensor, labels: Tensor, present: Tensor | None = None) -> Tensor:
+        """The cross-entropy of each label: logits (n, ..., C), labels (n, ...) -> (n, ...).
+
+        Where ``present`` (n, ...) is 0 there is no label, and the result is not asked for.
+        """
 
     def stop_gradient(self, x: Tensor) -> Tensor:
         """The same numbers, through which no gradient goes."""

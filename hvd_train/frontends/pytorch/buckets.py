@@ -67,9 +67,9 @@ class Flat:
         """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
         if self._steps == self._sizes:
             return flat
-        found = flat.new_zeros(sum(self._steps))
-        torch._foreach_copy_(self.parts(found), self.parts(flat))
-        return found
+        laid_out = flat.new_zeros(sum(self._steps))
+        torch._foreach_copy_(self.parts(laid_out), self.parts(flat))
+        return laid_out
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors' flat parts of what lies as weights or as gradients do."""

@@ -21,7 +21,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
     name, sizes = trained.config.model.name, {k: own_shape(field) for k, field in trained.sample.inputs.items()}
     options, restores = trained.config.model.options, trained.config.restores
-    model, module, given = build_model(PYTORCH.zoo, name, options, trained.sample, own_shape, restores)
+    model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, own_shape, restores)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
@@ -38,7 +38,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     with torch.no_grad():
         for path, array in trained.own({path: x.shape for path, x in tensors.items()}, table).items():
             tensors[path].copy_(torch.from_numpy(array))
-    return model, module, given, example
+    return model, module, arguments, example
 
 
 def _output(model: torch.nn.Module, example: dict[str, torch.Tensor]) -> Any:
@@ -52,10 +52,10 @@ def _told(example: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], 
 @torch.no_grad()
 def to_pytorch(trained: Trained) -> Exported:
     """A state dictionary, which ``torch.load`` opens with ``weights_only=True``."""
-    model, module, given, example = _model(trained, trained.dtype)
+    model, module, arguments, example = _model(trained, trained.dtype)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
-    build = trained.build_call(module, given) + (".double()" if trained.dtype == "float64" else "")
+    build = trained.build_call(module, arguments) + (".double()" if trained.dtype == "float64" else "")
     load = (
         f"import torch, {module.__name__}; model = {build}.eval(); "
         "model.load_state_dict(torch.load({path}, weights_only=True))"

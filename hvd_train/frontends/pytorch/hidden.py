@@ -13,15 +13,15 @@ HIDDEN_FIX = "make the list a torch.nn.ModuleList (a dict a torch.nn.ModuleDict)
 def hidden(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
     """Trainable parameters that the model does not have, by the attribute that holds their layers: "encoder.layers"."""
     known = {id(p) for p in model.parameters()}
-    found = {}
+    layers = {}
     for path, layer in model.named_modules():
         for name, x in vars(layer).items():
             if name in ("_modules", "_parameters", "_buffers") or not isinstance(x, list | tuple | dict):
                 continue
             inner = [p for module in _modules(x) for p in module.parameters() if p.requires_grad and id(p) not in known]
             if inner:
-                found[f"{path}.{name}".lstrip(".")] = inner
-    return found
+                layers[f"{path}.{name}".lstrip(".")] = inner
+    return layers
 
 
 def not_part(names: Iterable[str]) -> str:

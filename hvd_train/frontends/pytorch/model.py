@@ -138,11 +138,11 @@ class PyTorchFrontEnd(StateTree):
     def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the outputs of the model: a tensor, or several by name."""
         with self._mixed:
-            found = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
-        found = checked(found, self.config.model.name)
-        if isinstance(found, Mapping):
-            return {name: x.to(self.dtype) for name, x in found.items()}
-        return found.to(self.dtype)
+            outputs = self.model(*inputs.values()) if len(inputs) == 1 else self.model(**inputs)
+        outputs = checked(outputs, self.config.model.name)
+        if isinstance(outputs, Mapping):
+            return {name: x.to(self.dtype) for name, x in outputs.items()}
+        return outputs.to(self.dtype)
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -199,8 +199,8 @@ class PyTorchFrontEnd(StateTree):
 
     def _decide(self) -> None:
         """Choose overlap or not after the first step's backward, on all ranks alike."""
-        own = bytes([max(self._arrivals.values(), default=0) > 1])
-        self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(own))
+        repeated = bytes([max(self._arrivals.values(), default=0) > 1])
+        self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(repeated))
 
     def _start(self, bucket: int) -> Any:
         return self.update.start(bucket, self._gradient(bucket))
@@ -299,10 +299,10 @@ class PyTorchFrontEnd(StateTree):
         return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def predict(self, placed) -> Any:
-        found, labels = self._evaluated(placed[0]), self._sample.labels
-        if isinstance(found, dict):
-            return {name: self._stored(x, labels.get(name)) for name, x in found.items()}
-        return self._stored(found, next(iter(labels.values())) if len(labels) == 1 else None)
+        outputs, labels = self._evaluated(placed[0]), self._sample.labels
+        if isinstance(outputs, dict):
+            return {name: self._stored(x, labels.get(name)) for name, x in outputs.items()}
+        return self._stored(outputs, next(iter(labels.values())) if len(labels) == 1 else None)
 
     def _stored(self, x: torch.Tensor, label: Field | None) -> np.ndarray:
         """Return an output in the order of axes that the data have: images as (height, width, channels)."""

@@ -98,14 +98,14 @@ class TorchOps:
     def stack(self, parts) -> torch.Tensor:
         return torch.stack([torch.as_tensor(x, device=self.device) for x in parts])
 
-    def cross_entropy(self, logits, labels, own=None) -> torch.Tensor:
+    def cross_entropy(self, logits, labels, present=None) -> torch.Tensor:
         rows, flat = logits.flatten(0, -2), labels.flatten()
-        if own is None or rows.is_cuda:  # a GPU would have to tell how many there are
+        if present is None or rows.is_cuda:  # a GPU would have to tell how many there are
             losses = F.cross_entropy(rows, flat, reduction="none")
         else:  # BERT's logits are large, and one place in seven has a label
-            there = own.flatten().nonzero().flatten()
-            found = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
-            losses = torch.zeros_like(flat, dtype=found.dtype).index_copy(0, there, found)
+            there = present.flatten().nonzero().flatten()
+            some = F.cross_entropy(rows.index_select(0, there), flat[there], reduction="none")
+            losses = torch.zeros_like(flat, dtype=some.dtype).index_copy(0, there, some)
         return losses if labels.dim() == 1 else losses.view(labels.shape)
 
     def stop_gradient(self, x) -> torch.Tensor:

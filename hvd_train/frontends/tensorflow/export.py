@@ -67,8 +67,8 @@ def to_onnx(trained: Trained) -> Exported:
     signature = [tf.TensorSpec((None, *s), k, name=n) for n, (s, k) in zip(names, inputs.values(), strict=True)]
 
     @tf.function
-    def logits(*given) -> Any:
-        found = model(one_or_all(dict(zip(inputs, given, strict=True))), training=False)
+    def logits(*arguments) -> Any:
+        found = model(one_or_all(dict(zip(inputs, arguments, strict=True))), training=False)
         return found if isinstance(found, dict) else {"logits": found}
 
     try:

@@ -111,13 +111,13 @@ class TensorFlowOps:
     def stack(self, parts) -> tf.Tensor:
         return tf.stack(parts)
 
-    def cross_entropy(self, logits, labels, own=None) -> tf.Tensor:
-        if own is None:
+    def cross_entropy(self, logits, labels, present=None) -> tf.Tensor:
+        if present is None:
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        there = tf.reshape(tf.where(tf.reshape(own, (-1,)) != 0), (-1,))
+        there = tf.reshape(tf.where(tf.reshape(present, (-1,)) != 0), (-1,))
         rows, flat = tf.reshape(logits, (-1, logits.shape[-1])), tf.reshape(labels, (-1,))
-        found = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
-        return tf.reshape(tf.scatter_nd(there[:, None], found, tf.shape(flat, tf.int64)), tf.shape(labels))
+        some = self.cross_entropy(tf.gather(rows, there), tf.gather(flat, there))
+        return tf.reshape(tf.scatter_nd(there[:, None], some, tf.shape(flat, tf.int64)), tf.shape(labels))
 
     def stop_gradient(self, x) -> tf.Tensor:
         return tf.stop_gradient(x)

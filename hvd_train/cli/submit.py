@@ -80,8 +80,8 @@ def submit(
     from hvd_train.sweep.plan import plan
 
     if program and (path or sets or run_dir or resume or overwrite):
-        what = "a script has no configuration"
-        raise ConfigError(what, where="submit", fix="leave out -c, --set, --run-dir, --resume and --overwrite")
+        fix = "leave out -c, --set, --run-dir, --resume and --overwrite"
+        raise ConfigError("a script has no configuration", where="submit", fix=fix)
     config = None if program else load_config(path, sets, run_dir=run_dir)
     # The command line comes before the configuration.
     settings = (config.slurm if config else SlurmConfig()).model_dump() | _set(settings) | _set({"modules": modules})
@@ -104,8 +104,7 @@ def submit(
     if dry_run:
         click.echo(text, nl=False)
         return
-    job = array.submit(sweep, text, resume is not None) if swept else slurm.submit(text)
-    click.echo(job)
+    click.echo(job := array.submit(sweep, text, resume is not None) if swept else slurm.submit(text))
     if follow:
         sys.exit(slurm.follow(job))
 

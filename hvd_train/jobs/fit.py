@@ -110,11 +110,7 @@ def train(
         messages.warn_of_softmax(job, log)
     keeps_memory = keep_memory()  # only now: the memory that setting up freed has gone back
     if isinstance(log, RunLog):
-        about = {"versions": versions(config), **job.session.settings}
-        about |= {"compression": compression, "keeps_freed_memory": keeps_memory}
-        log.files = {"config.yaml": resolved_yaml(config.resolved()), "environment.json": about}
-        if job.data.vocabulary:
-            log.files[layout.VOCABULARY] = job.data.vocabulary
+        log.files = _files(job, compression, keeps_memory)
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not layout.goes_on(run_dir, resume)
@@ -138,6 +134,16 @@ def _rank_check(job: Job) -> list[Hook]:
     on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
     one_host = communicator.size == communicator.local_size
     return [FewerRanks(job.session.threads)] if on_cpu and one_host and communicator.size > 1 else []
+
+
+def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:
+    """Return what the run folder keeps of its start: configuration, environment, vocabulary."""
+    environment = {"versions": versions(job.config), **job.session.settings}
+    environment |= {"compression": compression, "keeps_freed_memory": keeps_memory}
+    files: dict[str, Any] = {"config.yaml": resolved_yaml(job.config.resolved()), "environment.json": environment}
+    if job.data.vocabulary:
+        files[layout.VOCABULARY] = job.data.vocabulary
+    return files
 
 
 def _thread_check(job: Job) -> list[Hook]:

@@ -12,7 +12,7 @@ from keras.src.backend import compute_output_spec
 
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
-from hvd_train.keras import data
+from hvd_train.keras.data.leaves import BATCH, columns, first_batch, kind_of, packed, take
 from hvd_train.keras.gradients import Changes, optimizers_of
 from hvd_train.protocol import Communicator
 
@@ -53,13 +53,13 @@ def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Cal
 
 def _build(model: Any, call: dict[str, Any], where: str) -> None:
     x: Any = call.get("x")
-    kind = data.kind_of(x)
+    kind = kind_of(x)
     if kind == "other":
         raise ConfigError(f"the model is not built, and {type(x).__name__} shows no batch", where=where, fix=FIX)
     if kind == "arrays":
-        batch = data.take(data.packed(data.columns(x, None, None)), slice(0, call.get("batch_size") or data.BATCH))
+        batch = take(packed(columns(x, None, None)), slice(0, call.get("batch_size") or BATCH))
     else:
-        batch = x[0] if kind == "sequence" else data.first_batch(x)
+        batch = x[0] if kind == "sequence" else first_batch(x)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if keras.backend.backend() == "tensorflow":
         inputs = keras.tree.lists_to_tuples(inputs)

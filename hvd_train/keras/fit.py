@@ -16,7 +16,13 @@ from hvd_train.core.mean import differing, mean, ordered_sum
 from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
-from hvd_train.keras import data, losses, metrics
+from hvd_train.keras import losses, metrics
+from hvd_train.keras.data.arrays import ArrayParts, split
+from hvd_train.keras.data.dataset import BatchOrderDigest
+from hvd_train.keras.data.epochs import Epochs
+from hvd_train.keras.data.leaves import BATCH, BATCH_SIZE, kind_of
+from hvd_train.keras.data.scoring import EvalShard, divide_scoring
+from hvd_train.keras.data.training import check_local, divide_training, first_of, pass_seed
 from hvd_train.keras.gradients import Changes, Reduction, optimizers_of, with_rates
 from hvd_train.keras.layers import States
 from hvd_train.protocol import Communicator
@@ -64,9 +70,9 @@ class Rank:
         self._every, self._steps, self._slow = every, 0, slow
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
         Reduction.moved.clear()  # models of before would live on in it
-        self._scoring: data.Scored | None = None  # what is scored while evaluate runs
-        self._validation = data.Scored((None, None, None))
-        self._seen: data.Seen | None = None  # of the tf.data.Dataset that fit goes through
+        self._scoring: EvalShard | None = None  # what is scored while evaluate runs
+        self._validation = EvalShard((None, None, None))
+        self._order_digest: BatchOrderDigest | None = None  # of the tf.data.Dataset that fit goes through
         self.taken = 0  # batches of it
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._logs = model._get_metrics_result_or_logs
@@ -84,11 +90,11 @@ class Rank:
         call = _bound(self._fit, args, kwargs)
         self._check("model.fit")
         self._begin("model.fit")
-        batch, self._seen, self.taken = call["batch_size"], None, 0
+        batch, self._order_digest, self.taken = call["batch_size"], None, 0
         training, validation, facts = collectively(self.world, lambda: self._training(call))
         facts |= {"epochs": f"{call['initial_epoch']} to {call['epochs']}", "validation": str(validation is not None)}
         agree(self.world, facts)
-        self.reduction.batch.assign(float(facts.get(data.BATCH_SIZE, data.BATCH)))
+        self.reduction.batch.assign(float(facts.get(BATCH_SIZE, BATCH)))
         self.changes.fits += 1
         passed = call["x"]
         call |= training
@@ -96,15 +102,17 @@ class Rank:
         if validation is not None:
             given = keras.utils.unpack_x_y_sample_weight(validation)
             batch = call["validation_batch_size"] or batch
-            seen = data.Seen() if data.kind_of(given[0]) == "dataset" else None
-            self._validation = scored = self._divided(given, batch, call["validation_steps"], self._uncut(), seen)
+            order_digest = BatchOrderDigest() if kind_of(given[0]) == "dataset" else None
+            self._validation = scored = self._divided(
+                given, batch, call["validation_steps"], self._uncut(), order_digest
+            )
             call["validation_data"] = keras.utils.pack_x_y_sample_weight(*scored.data)
             call |= {"validation_batch_size": scored.batch, "validation_steps": scored.limit}
         call["callbacks"] = self._callbacks(call["callbacks"], _Alike(self, call["x"]))
-        if isinstance(call["x"], data.ArrayParts):
+        if isinstance(call["x"], ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
-        kept = PIPELINE if data.kind_of(passed) == "dataset" else ()
+        kept = PIPELINE if kind_of(passed) == "dataset" else ()
         if kept and self.model.run_eagerly and self.world.rank == 0:
             what = "over a tf.data.Dataset a step that runs eagerly draws the same on all ranks"
             warnings.warn(f"{what} from random, numpy.random and tf.random; use keras.random there", stacklevel=3)
@@ -115,7 +123,7 @@ class Rank:
             try:
                 found = self._fit(**call)
             finally:
-                self._seen = None
+                self._order_digest = None
         self.compare("model.fit, its end")
         return found
 
@@ -134,8 +142,8 @@ class Rank:
         self.reduction.begin_scoring(scored.window, 1 if self.shard else self.world.size)
         try:
             found = self._evaluate(**call)
-            if scored.seen is not None:
-                self._same_order(scored.seen.last(), "model.fit, validation_data")
+            if scored.order_digest is not None:
+                self._same_order(scored.order_digest.last(), "model.fit, validation_data")
             return found
         finally:
             self._scoring = None
@@ -239,8 +247,8 @@ class Rank:
 
     def compare(self, where: str) -> None:
         """Raises the same error on all ranks where their weights, learning rates or orders of samples differ."""
-        if self._seen is not None:
-            self._same_order(self._seen.order(self.taken), where)
+        if self._order_digest is not None:
+            self._same_order(self._order_digest.order(self.taken), where)
         if not self._every:
             return
         weights = self.model.trainable_variables
@@ -260,8 +268,8 @@ class Rank:
 
     def begin(self) -> None:
         """The epochs begin."""
-        if self._seen is not None:
-            self._seen.begin()
+        if self._order_digest is not None:
+            self._order_digest.begin()
         self.align()
 
     def stops(self, own: bool) -> bool:
@@ -270,8 +278,8 @@ class Rank:
 
     def pause(self) -> None:
         """What follows is no step."""
-        if self._seen is not None:  # the last execution of several steps may have had fewer
-            self.taken = min(self.taken, len(self._seen))
+        if self._order_digest is not None:  # the last execution of several steps may have had fewer
+            self.taken = min(self.taken, len(self._order_digest))
         self._slow.pause()
 
     def _begin(self, where: str) -> None:
@@ -305,23 +313,25 @@ class Rank:
         steps = min(limits, default=None)
         new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
         if call["validation_split"] and validation is None:
-            (x, y, weight), validation = data.split(x, y, weight, call["validation_split"])
+            (x, y, weight), validation = split(x, y, weight, call["validation_split"])
         if self.shard:
-            seed = data.pass_seed(self.seed, self.changes.fits) if call["shuffle"] else None
-            self._seen = data.Seen() if data.kind_of(x) == "dataset" else None
-            given: Any = dict(batch=batch, steps=steps, execution=self.model.steps_per_execution, seen=self._seen)
-            mine, facts = data.training(x, y, weight, **given, seed=seed, draws=self.draws)
+            seed = pass_seed(self.seed, self.changes.fits) if call["shuffle"] else None
+            self._order_digest = BatchOrderDigest() if kind_of(x) == "dataset" else None
+            given: Any = dict(
+                batch=batch, steps=steps, execution=self.model.steps_per_execution, order_digest=self._order_digest
+            )
+            mine, facts = divide_training(x, y, weight, **given, seed=seed, draws=self.draws)
         else:
-            mine, facts = data.undivided(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
+            mine, facts = check_local(x, batch=batch, steps=steps, columns_=(x, y, weight), draws=self.draws)
             new |= {"shuffle": call["shuffle"], "batch_size": batch}
         return new | mine, validation, facts
 
     def _probe(self, call: dict[str, Any]) -> None:
         """Before the first evaluation or training: what losses of the user's own are."""
-        if self._probed or data.kind_of(call["x"]) == "other":
+        if self._probed or kind_of(call["x"]) == "other":
             return
         if losses.needs_probe(self.model) or metrics.functions(self.model):
-            batch = data.first_of(call["x"], call["y"], call["sample_weight"])
+            batch = first_of(call["x"], call["y"], call["sample_weight"])
             metrics.probe(self.model, self.world, *losses.probe(self.model, batch, self.world))
             self.trace_again()  # test_on_batch may have traced the losses as means
         self._probed = True
@@ -337,22 +347,22 @@ class Rank:
         batch: int | None,
         steps: int | None,
         uncut: bool,
-        seen: data.Seen | None = None,
-    ) -> data.Scored:
+        order_digest: BatchOrderDigest | None = None,
+    ) -> EvalShard:
         if not self.shard:
-            return data.Scored(given, batch=batch, limit=steps)
+            return EvalShard(given, batch=batch, limit=steps)
         states = [x.name for x in self.model._flatten_layers() if getattr(x, "stateful", False)]
         if states:
             what = f"{', '.join(states)}: stateful=True goes on from batch to batch, and each rank scores other batches"
             fix = "score on one rank, a copy of the model: keras.models.clone_model and set_weights"
             raise ConfigError(what, where="hvd_train.keras", fix=fix, common=True)
         execution = self.model.steps_per_execution
-        options: Any = dict(batch=batch, steps=steps, uncut=uncut, execution=execution, seen=seen)
-        found = collectively(self.world, lambda: data.scoring(*given, self.world, **options))
+        options: Any = dict(batch=batch, steps=steps, uncut=uncut, execution=execution, order_digest=order_digest)
+        found = collectively(self.world, lambda: divide_scoring(*given, self.world, **options))
         agree(self.world, found.facts)
         return found
 
-    def _scored(self, where: str, call: dict[str, Any], uncut: bool) -> data.Scored:
+    def _scored(self, where: str, call: dict[str, Any], uncut: bool) -> EvalShard:
         """Puts what this rank is to score into the call."""
         given = (call["x"], call.get("y"), call.get("sample_weight"))
         found = self._divided(given, call["batch_size"], call["steps"], uncut)
@@ -437,13 +447,13 @@ class _Alike(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, -1
         self._rank.pause()  # an evaluation lies between
-        if isinstance(self._parts, data.Epochs):
+        if isinstance(self._parts, Epochs):
             self._parts.begin(epoch)
         self._number(epoch)
 
     def _number(self, epoch: int) -> None:
         """Of the pass over a DataLoader that begins next: with ``steps_per_epoch`` Keras begins it an epoch early."""
-        if data.kind_of(self._parts) == "loader" and self._rank.shard:
+        if kind_of(self._parts) == "loader" and self._rank.shard:
             self._parts.share.renumber(mix(self._rank.changes.fits, epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

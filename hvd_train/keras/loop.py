@@ -11,7 +11,9 @@ import keras
 
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
-from hvd_train.keras import data
+from hvd_train.keras.data.epochs import Epochs
+from hvd_train.keras.data.leaves import BATCH_SIZE, as_arrays, kind_of
+from hvd_train.keras.data.training import divide_training, pass_seed
 from hvd_train.keras.gradients import Reduction
 from hvd_train.launch.environment import world as place
 from hvd_train.protocol import Communicator
@@ -79,20 +81,20 @@ def shard(
     x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int, world: Communicator
 ) -> Any:  # fmt: skip
     """See ``hvd_train.keras.shard``."""
-    draws, own_seed = Draws(world), data.pass_seed(seed, 0) if shuffle else None
+    draws, own_seed = Draws(world), pass_seed(seed, 0) if shuffle else None
     found, facts = collectively(
-        world, lambda: data.training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
+        world, lambda: divide_training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
     )
     agree(world, facts)
     parts = found["x"]
-    size = int(facts[data.BATCH_SIZE]) * (record.together if (record := recording()) else 1)
-    if data.kind_of(parts) == "dataset":
+    size = int(facts[BATCH_SIZE]) * (record.together if (record := recording()) else 1)
+    if kind_of(parts) == "dataset":
         return _heard(parts, size)
-    if not isinstance(parts, data.Epochs):  # a sharded DataLoader
+    if not isinstance(parts, Epochs):  # a sharded DataLoader
 
         def loaded(number: int) -> Iterable:
             parts.set_epoch(number)
-            return map(data.as_arrays, parts)
+            return map(as_arrays, parts)
 
         return Batches(loaded, None, size)
 

@@ -14,7 +14,12 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
-from hvd_train.keras import data, loop
+from hvd_train.keras import loop
+from hvd_train.keras.data.arrays import ArrayParts
+from hvd_train.keras.data.dataset import BatchOrderDigest, in_order
+from hvd_train.keras.data.leaves import digest, is_ragged, kind_of
+from hvd_train.keras.data.scoring import divide_scoring
+from hvd_train.keras.data.training import divide_training
 from hvd_train.script.rng import Draws
 
 
@@ -44,7 +49,7 @@ def parts(kind: str, n: int, batch: int, size: int, epoch: int = 0, **options) -
             "dataset": lambda: tf.data.Dataset.range(n).batch(batch),
         }[kind]()
         options = {"batch": batch, "steps": None, "seed": None} | options
-        mine = data.training(whole, None, None, draws=Draws(rank), **options)[0]["x"]
+        mine = divide_training(whole, None, None, draws=Draws(rank), **options)[0]["x"]
         if kind != "dataset":
             mine.epoch = epoch
             mine = [mine[i] for i in range(len(mine))]
@@ -99,7 +104,7 @@ def test_steps_per_epoch_take_what_keras_takes(kind, n, steps, execution):
     for rank in world(2):
         whole = {"sequence": Batches(n, 4), "unknown": stream.batch(4)}.get(kind, np.arange(n))
         options: dict = {"batch": 4, "steps": steps, "execution": execution, "seed": None, "draws": Draws(rank)}
-        mine = data.training(whole, None, None, **options)[0]["x"]
+        mine = divide_training(whole, None, None, **options)[0]["x"]
         if kind == "pipeline":
             pipeline = mine.pipeline()
             mine.begin(2)
@@ -113,7 +118,7 @@ def test_steps_per_epoch_take_what_keras_takes(kind, n, steps, execution):
 def test_orders_of_passes_that_go_on_over_epochs():
     x, ranks = np.arange(40), []
     for rank in world(2):
-        mine = data.training(x, None, None, batch=4, steps=3, seed=5, draws=Draws(rank))[0]["x"]
+        mine = divide_training(x, None, None, batch=4, steps=3, seed=5, draws=Draws(rank))[0]["x"]
         pipeline, steps = mine.pipeline(), []
         iterator = EpochIterator(pipeline, steps_per_epoch=3)
         iterator.reset()
@@ -128,11 +133,11 @@ def test_orders_of_passes_that_go_on_over_epochs():
 
 def test_without_batch_size_steps_per_epoch_cut_the_data():
     options: dict = {"batch": None, "steps": 7, "seed": None}
-    ranks = [data.training(np.arange(500), None, None, draws=Draws(r), **options) for r in world(3)]
+    ranks = [divide_training(np.arange(500), None, None, draws=Draws(r), **options) for r in world(3)]
     assert [len(mine["x"]) for mine, _ in ranks] == [7] * 3
     assert sum(len(mine["x"][0]) for mine, _ in ranks) == -(-500 // 7)
     with pytest.raises(ConfigError, match="start fewer ranks"):
-        data.training(np.arange(8), None, None, draws=Draws(world(3)[0]), batch=None, steps=8, seed=None)
+        divide_training(np.arange(8), None, None, draws=Draws(world(3)[0]), batch=None, steps=8, seed=None)
 
 
 @pytest.mark.parametrize("n", [40, 43])
@@ -140,7 +145,7 @@ def test_without_batch_size_steps_per_epoch_cut_the_data():
 def test_the_pipeline_gives_the_same_steps(n, first):
     x, y = np.arange(2 * n).reshape(n, 2), {"a": np.arange(n)}
     for rank in world(3):
-        parts = data.training(x, y, None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
+        parts = divide_training(x, y, None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
         pipeline = parts.pipeline()
         for epoch in range(first, first + 3):
             parts.begin(epoch)
@@ -156,9 +161,9 @@ def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
     def orders(look: bool) -> list[bytes]:
         shuffled = tf.data.Dataset.range(64).shuffle(64, seed=3)
         shuffled = (shuffled.repeat() if repeated else shuffled).batch(4)
-        seen = data.Seen()
+        seen = BatchOrderDigest()
         options: dict = {"batch": None, "steps": 8, "seed": None, "draws": Draws(world(2)[0])}
-        mine = data.training(shuffled, None, None, seen=seen, **options)[0]["x"]
+        mine = divide_training(shuffled, None, None, order_digest=seen, **options)[0]["x"]
         next(iter(mine))
         seen.begin()
         iterator, found = EpochIterator(mine, steps_per_epoch=8), []
@@ -176,8 +181,8 @@ def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
     y, weight = np.arange(8), np.ones(8)
     given: dict = {"batch": 2, "steps": None, "seed": None, "draws": Draws(world(2)[0])}
-    assert data.training(np.array([1, None] * 4, object), (y, y), weight, **given)[0]["x"].pipeline() is None
-    parts = data.training(y, (y, y), (weight, None), **given)[0]["x"].pipeline()
+    assert divide_training(np.array([1, None] * 4, object), (y, y), weight, **given)[0]["x"].pipeline() is None
+    parts = divide_training(y, (y, y), (weight, None), **given)[0]["x"].pipeline()
     assert [len(batch[0]) for batch in parts] == [2, 2] and next(iter(parts))[2][1] is None
 
 
@@ -185,9 +190,9 @@ def scored(whole, size: int, *, uncut: bool = False, steps: int | None = None, b
     """[(samples of each batch of this rank's, what is told of them)]"""
     found = []
     for rank in world(size):
-        mine = data.scoring(whole, None, None, rank, batch=batch, steps=steps, uncut=uncut)
+        mine = divide_scoring(whole, None, None, rank, batch=batch, steps=steps, uncut=uncut)
         x = mine.data[0]
-        cut = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if data.kind_of(x) == "arrays" else x
+        cut = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if kind_of(x) == "arrays" else x
         found.append(([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in cut], mine))
     return found
 
@@ -223,7 +228,7 @@ def test_steps_to_score_are_made_in_whole_executions(kind):
     one: tuple = (stream, {}) if kind == "unknown" else (np.arange(50), {"batch_size": 12})
     (alone,) = epochs(one[0], 1, 3, 2, **one[1])
     whole = stream.unbatch().batch(4) if kind == "unknown" else whole_data(kind, 50)
-    ranks = [data.scoring(whole, None, None, r, batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
+    ranks = [divide_scoring(whole, None, None, r, batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
     options = {"batch_size": 4} if kind == "arrays" else {}
     found = [epochs(mine.data[0], 1, mine.limit, 2, **options)[0] for mine in ranks]
     found = found[:1] if kind == "unknown" else found  # whole on every rank
@@ -232,7 +237,7 @@ def test_steps_to_score_are_made_in_whole_executions(kind):
 
 def test_ranks_with_other_arrays_are_told_apart():
     x = np.arange(4000.0).reshape(1000, 4)
-    assert data.digest((x,)) == data.digest((x.copy(),)) != data.digest((x[::-1],))
+    assert digest((x,)) == digest((x.copy(),)) != digest((x[::-1],))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,7 @@ def test_ranks_with_other_arrays_are_told_apart():
 )
 def test_refused(x, kind):
     with pytest.raises(kind):
-        data.training(x, None, None, batch=2, steps=None, seed=None, draws=Draws(world(3)[0]))
+        divide_training(x, None, None, batch=2, steps=None, seed=None, draws=Draws(world(3)[0]))
 
 
 def test_a_pipeline_in_any_order_is_refused_or_put_in_order():
@@ -258,15 +263,15 @@ def test_a_pipeline_in_any_order_is_refused_or_put_in_order():
         plain.batch(2, **free).unbatch(),
     ):
         with pytest.raises(ConfigError, match="deterministic=False"):
-            data.training(loose.batch(2), None, None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))
+            divide_training(loose.batch(2), None, None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))
         with pytest.raises(ConfigError, match="deterministic=False"):
-            data.scoring(loose.batch(2), None, None, world(2)[0], batch=None, steps=None, uncut=False)
+            divide_scoring(loose.batch(2), None, None, world(2)[0], batch=None, steps=None, uncut=False)
     ordered = plain.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2).map(
         lambda x: x, num_parallel_calls=2
     )
     options = tf.data.Options()
     options.deterministic = False
-    assert data.in_order(ordered) is ordered and data.in_order(ordered.with_options(options)).options().deterministic
+    assert in_order(ordered) is ordered and in_order(ordered.with_options(options)).options().deterministic
 
 
 def test_a_loop_that_is_left_goes_on_in_another_order_and_a_look_shifts_nothing():
@@ -331,8 +336,8 @@ def test_train_step_gets_what_keras_alone_would_hand_it(given, framework):
     if framework == "torch" and given.startswith("strings"):
         pytest.skip("PyTorch has none")
     x, y, weight = (*GIVEN[given], None, None)[:3]
-    mine = data.training(x, y, weight, batch=2, steps=None, seed=None, draws=Draws(world(2)[1]))[0]["x"]
-    if isinstance(mine, data.ArrayParts):
+    mine = divide_training(x, y, weight, batch=2, steps=None, seed=None, draws=Draws(world(2)[1]))[0]["x"]
+    if isinstance(mine, ArrayParts):
         mine = mine.as_keras(framework == "tensorflow")
     assert handed(framework, (mine,)) == handed(framework, GIVEN[given])
 
@@ -351,7 +356,7 @@ def texts_of_lengths():
 def steps_of_ranks(whole, size: int, **options) -> list[list]:
     """[step][rank] -> what a rank's step gets."""
     given: dict = {"batch": None, "steps": None, "seed": None} | options
-    ranks = [data.training(whole, None, None, draws=Draws(rank), **given)[0]["x"] for rank in world(size)]
+    ranks = [divide_training(whole, None, None, draws=Draws(rank), **given)[0]["x"] for rank in world(size)]
     return list(zip(*map(list, ranks), strict=True))
 
 
@@ -381,12 +386,12 @@ def test_buckets_and_ragged_batches_are_divided():
                 for row, k in zip(x, y, strict=True):
                     row = np.asarray(row)
                     assert row[row > 0].tolist() == [int(k) + 1] * LENGTHS[int(k)]
-                    assert not data.is_ragged(x) or len(row) == LENGTHS[int(k)]
+                    assert not is_ragged(x) or len(row) == LENGTHS[int(k)]
 
 
 def test_what_is_scored_of_texts_is_what_one_process_scores():
     whole, alone = (texts_of_lengths().padded_batch(n) for n in (4, 8))
-    found = [list(data.scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
+    found = [list(divide_scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
     batches = [batch for rank in found for batch in rank]
     for (x, y), (own_x, own_y) in zip(alone, batches, strict=True):
         np.testing.assert_array_equal(x, own_x)
@@ -414,10 +419,10 @@ class Texts(keras.utils.PyDataset):
 
 
 def test_batches_of_other_widths_are_joined_at_the_end_of_a_pass():
-    ranks = [data.training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(2)]
+    ranks = [divide_training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(2)]
     found = [[mine["x"][k] for k in range(len(mine["x"]))] for mine, _ in ranks]
     assert [x.shape for x, _ in found[0]] == [(4, 1), (4, 3), (2, 5)]
-    three = [data.training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(3)]
+    three = [divide_training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(3)]
     parts = [mine["x"][1] for mine, _ in three]  # batches of 4 and 5 places: 8 rows
     assert np.concatenate([x for x, _ in parts]).tolist() == [[4] * 4 + [0]] * 4 + [[5] * 5] * 4
     assert np.concatenate([y for _, y in parts]).tolist() == [3] * 4 + [4] * 4
@@ -435,14 +440,14 @@ def test_texts_of_tensorflow_are_divided(kind):
     for weighted in (False, True):  # a pipeline, and batch by batch
         batches = []
         for rank in world(2):
-            parts = data.training(x, np.arange(13), None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
+            parts = divide_training(x, np.arange(13), None, batch=4, steps=None, seed=5, draws=Draws(rank))[0]["x"]
             batches += list(get_data_adapter(parts.as_keras(True, weighted)).get_tf_dataset())
         rows = [(row, k) for batch, y in batches for row, k in zip(batch.numpy(), y.numpy(), strict=True)]
         pairs = [(np.ravel(row)[0].decode(), int(k)) for row, k in rows]
         assert sorted(pairs) == sorted(zip(words, range(13), strict=True))
     scored_words = []
     for rank in world(2):
-        mine = data.scoring(x, np.arange(13), None, rank, batch=4, steps=None, uncut=False).data
+        mine = divide_scoring(x, np.arange(13), None, rank, batch=4, steps=None, uncut=False).data
         batches = get_data_adapter(*mine, batch_size=4).get_tf_dataset()
         scored_words += [np.ravel(row)[0].decode() for batch, _ in batches for row in batch.numpy()]
     assert scored_words == words
@@ -451,4 +456,4 @@ def test_texts_of_tensorflow_are_divided(kind):
 def test_sparse_arrays_are_refused():
     for sparse in (scipy.sparse.csr_matrix(np.eye(8)), tf.sparse.from_dense(np.eye(8))):
         with pytest.raises(ConfigError, match="cannot be divided among ranks"):
-            data.training(sparse, np.arange(8), None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))
+            divide_training(sparse, np.arange(8), None, batch=2, steps=None, seed=None, draws=Draws(world(2)[0]))

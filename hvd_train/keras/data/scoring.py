@@ -1,0 +1,108 @@
+"""Each rank's part of the data that a script evaluates on or predicts.
+
+Each rank takes one contiguous part of the whole, every sample exactly once. Where a result depends on where batches are
+cut, the parts are whole global batches. ``steps`` count global batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hvd_train.data.order import share
+from hvd_train.keras.data.dataset import BatchOrderDigest, in_order, joined, varies
+from hvd_train.keras.data.leaves import (
+    BATCH,
+    DIFFERS,
+    columns,
+    digest,
+    first_batch,
+    kind_of,
+    length,
+    steps_of,
+    take,
+    texts,
+)
+from hvd_train.keras.data.sequence import SequenceRange
+from hvd_train.protocol import Communicator
+
+
+@dataclass
+class EvalShard:
+    """The data that this rank evaluates or predicts.
+
+    ``part``: whether it is only this rank's part of the whole. ``counts``: whether its results count; another rank may
+    score the same data. ``window``: how many of its batches in a row make a global batch. ``limit``: Keras' ``steps``.
+    """
+
+    data: tuple[Any, Any, Any]
+    part: bool = True
+    counts: bool = True
+    window: int = 1
+    batch: int | None = None
+    limit: int | None = None
+    order_digest: BatchOrderDigest | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def divide_scoring(
+    x: Any,
+    y: Any,
+    weight: Any,
+    world: Communicator,
+    *,
+    batch: int | None,
+    steps: int | None,
+    uncut: bool,
+    execution: int = 1,
+    order_digest: BatchOrderDigest | None = None,
+) -> EvalShard:
+    """Divide the data of ``evaluate`` or ``predict``.
+
+    ``steps``: of global batches, which Keras makes in whole executions of ``execution`` steps. ``uncut``: a global
+    batch is one rank's. Too few samples or batches, or an unknown number of them, are scored whole on every rank.
+    """
+    kind, window, size = kind_of(x), world.size, world.size
+    taken = steps and -(-steps // execution) * execution
+    if kind == "arrays":
+        parts = columns(x, y, weight)
+        count, same = length(parts), digest(parts)
+        if steps and not batch:  # Keras makes that many batches of the data
+            batch, window = math.ceil(count / steps), 1
+        unit = (batch or BATCH) * window
+        limit, count = None, min(count, taken * unit) if taken else count
+    else:
+        unit = size
+        if kind == "dataset":
+            x = in_order(x)
+            if varies(x):
+                alone = not isinstance(x.element_spec, tuple)
+                x, unit, window = joined(x, size), 1, 1
+                x = x.map(lambda only: only) if alone else x
+            x = x if order_digest is None else order_digest.watched(x)
+        limit = taken and taken * unit
+        if kind == "dataset":
+            x = x.take(limit) if limit else x
+        count = (steps_of(kind, x, 1) or 0) if kind in ("sequence", "dataset") else 0
+        same = "" if not count else digest(x[0] if kind == "sequence" else first_batch(x))
+        if count:
+            limit, count = None, min(count, limit or count)
+    facts = {f"data to score ({DIFFERS})": f"{kind} of {count}, {same}", "batch_size to score": str(batch)}
+    data = ((texts(parts) + (None, None))[:3]) if kind == "arrays" else (x, y, weight)
+    whole = EvalShard(data, False, True, window, batch, limit, order_digest, facts | {"steps to score": str(steps)})
+
+    def rows(start: int, stop: int) -> tuple[Any, Any, Any]:
+        if kind == "arrays":
+            return (texts(take(parts, slice(start, stop))) + (None, None))[:3]
+        return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
+
+    if count < size:
+        return whole if not count else replace(whole, data=rows(0, count))
+    unit = unit if uncut else 1
+    pieces = -(-count // unit)
+    start, stop = share(max(pieces, size), size, world.rank)
+    if pieces < size:  # a rank without a piece scores another's, which counts there
+        start, stop = world.rank % pieces, world.rank % pieces + 1
+    shard = rows(start * unit, min(stop * unit, count))
+    return replace(whole, data=shard, part=True, counts=world.rank < pieces)

@@ -35,7 +35,7 @@ from hvd_train.keras.gradients import (
 )
 from hvd_train.script import main_rank
 from hvd_train.script.record import recording
-from hvd_train.script.slow_rank import Slow
+from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.world import exchange_options, open_session, place
 
 WHERE = "hk.distribute"
@@ -150,9 +150,9 @@ def reduce(values: Any, op: str = "mean") -> Any:
 
 
 @functools.cache
-def _slow() -> Slow:
+def _slow() -> SlowRankReport:
     world, backend = _opened()
-    return Slow(world, lambda: world.waited + backend.waited())
+    return SlowRankReport(world, lambda: world.waited + backend.waited())
 
 
 def _opened() -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from hvd_train.keras.layers import States
 from hvd_train.protocol import Communicator
 from hvd_train.script.record import recording
 from hvd_train.script.rng import PIPELINE, Draws
-from hvd_train.script.slow_rank import Slow
+from hvd_train.script.slow_rank import SlowRankReport
 
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -61,7 +61,7 @@ class Rank:
         shard: bool,
         seed: int,
         every: int,
-        slow: Slow,
+        slow: SlowRankReport,
     ) -> None:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.changes = optimizers_of(model)[0], changes

@@ -23,7 +23,7 @@ from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
-from hvd_train.script.world import Named
+from hvd_train.script.world import NamedTransfers
 from hvd_train.update.exchange import Exchange
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
@@ -205,7 +205,7 @@ class Reduction:
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]
         self.number = next(Reduction._numbers)  # models are given to ``distribute`` in one order
-        named: Any = Named(communicator, self.number)
+        named: Any = NamedTransfers(communicator, self.number)
         self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Uncompressed)

@@ -1,4 +1,4 @@
-"""Says which rank of a user's own script is slow: the ranks meet up to four times a second."""
+"""A report of the rank of a script that is slow: the ranks compare their waits up to four times a second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvd_train.core.straggler import Stragglers
 from hvd_train.protocol import Communicator
 
 
-class Slow:
-    """Of all models of a process. ``waited``: seconds in which this rank has waited for transfers so far."""
+class SlowRankReport:
+    """Name the slow rank, for all models of a process. ``waited``: seconds for which this rank waited so far."""
 
     def __init__(self, communicator: Communicator, waited: Callable[[], float]) -> None:
         self._communicator, self._waited = communicator, waited
@@ -19,7 +19,7 @@ class Slow:
         self._step = 0
 
     def stepped(self, steps: int = 1) -> None:
-        """After so many more steps, on all ranks together. Rank 0 names a slow one."""
+        """Count ``steps`` more steps; on all ranks together. Rank 0 names a slow rank."""
         self._step += steps
         if self._communicator.size == 1 or not self._meetings.due():
             return
@@ -27,6 +27,6 @@ class Slow:
             print(f"step {self._step}: {self._stragglers.found}", file=sys.stderr, flush=True)
 
     def pause(self) -> None:
-        """What follows is no step: an evaluation, a save. On all ranks together."""
+        """Leave out the time until the next step: an evaluation, a save. On all ranks together."""
         self._stragglers.pause()
         self._meetings.begin()

@@ -104,7 +104,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     exit_with_error(error if known or not _sessions else _sessions[0].communicator.failure(error) or error)
 
 
-class Named:
+class NamedTransfers:
     """The communicator for one model: its names differ from another model's, so that their transfers never meet."""
 
     def __init__(self, communicator: Communicator, number: int) -> None:

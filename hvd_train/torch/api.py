@@ -35,10 +35,11 @@ from hvd_train.protocol import Communicator
 from hvd_train.script import main_rank
 from hvd_train.script.dataloader import passes, rng, shares
 from hvd_train.script.record import recording
-from hvd_train.script.slow_rank import Slow
+from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.world import exchange_options, open_session
 from hvd_train.torch import backward, state_bytes, uneven_parts, verify_mode
-from hvd_train.torch.buffers import Buffers, bits
+from hvd_train.torch.bit_sum import bits
+from hvd_train.torch.buffers import Buffers
 from hvd_train.torch.reducer import Reducer
 from hvd_train.torch.unfreeze import Frozen
 
@@ -60,8 +61,8 @@ def _world() -> Communicator:
 
 
 @functools.cache
-def _slow() -> Slow:
-    return Slow(_world(), lambda: _world().waited)
+def _slow() -> SlowRankReport:
+    return SlowRankReport(_world(), lambda: _world().waited)
 
 
 @functools.cache
@@ -117,7 +118,7 @@ def sum(*values: Any) -> Any:
     type. On all ranks; raises CommunicationError on all of them where shapes differ.
     """
     own = [_array(value) for value in values]
-    if backward.here() < 0:
+    if backward.current_pass() < 0:
         backward.after_failure()
     if size() > 1:
         _parts().arrive(uneven_parts.SUM)
@@ -577,7 +578,7 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: d
     found = _stepped(optimizer)
     if not found:
         return None
-    if backward.here() < 0:
+    if backward.current_pass() < 0:
         backward.after_failure()
     _parts().arrive(uneven_parts.STEP)
     for reducer, parameters in found.items():
@@ -591,7 +592,7 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: d
             if reducer.failed:
                 what, fix = "an error ended the last backward()", "clear the gradients and go on with the next batch"
             raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
-        reducer.by_hand(parameters)
+        reducer.reduce_manual(parameters)
     if not isinstance(optimizer, torch.optim.LBFGS):
         return None
     # Its search goes by the loss: by each rank's own, the ranks would go different ways.
@@ -599,7 +600,7 @@ def _before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: d
 
     def joined() -> torch.Tensor:
         loss = closure().detach()
-        return loss.new_tensor(reducer.joined(float(loss), sum))
+        return loss.new_tensor(reducer.global_loss(float(loss), sum))
 
     return (arguments[0], joined), {}
 

@@ -27,7 +27,7 @@ _task: int | None = None  # the pass, by autograd's number of it
 _depth = 0  # backward passes that run in the backward of a checkpointed part
 
 
-def here() -> int:
+def current_pass() -> int:
     """Autograd's number of the pass that runs now; -1: none."""
     return torch._C._current_graph_task_id()
 
@@ -40,13 +40,13 @@ def join(member: Member) -> None:
 
 def enter() -> None:
     """A hook of autograd runs. If it belongs to a new pass, the one before it ended with an error or in a callback."""
-    if here() != _task:
+    if current_pass() != _task:
         _enter()
 
 
 def _enter() -> None:
     global _task
-    task = here()
+    task = current_pass()
     if task == _task or (_task is not None and _nested()):
         return
     after_failure()

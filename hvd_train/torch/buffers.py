@@ -10,20 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hvd_train.core.agreement import due
 from hvd_train.protocol import Communicator
+from hvd_train.torch.bit_sum import bits
 
 LOOKS = (1, 3)  # passes, beside those of ``due``, at which contents are compared
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """() int64: the sum of a tensor's entries as whole numbers, mod 2^64; any changed bit changes it."""
-    x = x.detach()
-    if x.layout != torch.strided:
-        x = x.to_dense()
-    memory = x.contiguous().reshape(-1).view(torch.uint8)
-    if memory.storage_offset() % 8:
-        memory = memory.clone()
-    whole = len(memory) // 8 * 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum(dtype=torch.int64)
 
 
 class Buffers:

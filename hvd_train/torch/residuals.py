@@ -1,10 +1,15 @@
-"""What a compressor left out of a gradient comes with the next one, if the gradient was used."""
+"""Residuals: a compressor adds what it left out of a gradient to the next one, if the gradient was used for a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
 
 from hvd_train.protocol import State
+from hvd_train.torch import backward
+from hvd_train.torch.bit_sum import bits
+from hvd_train.torch.gradient_memory import GradientMemory
 
 
 class Residuals:
@@ -21,18 +26,18 @@ class Residuals:
         self._open: list[set[int]] = [set() for _ in buckets]
 
     def passed(self, state: Sequence[State]) -> None:
-        """The states after a pass; every member's end is open."""
+        """Take the states after a pass; whether its gradients are used is open."""
         for b, new in enumerate(state):
             if new:  # else nothing of the bucket is compressed
                 self.state[b] = new
                 self._open[b] = set(self._buckets[b])
 
     def open(self) -> list[int]:
-        """Members whose gradients were neither used nor thrown away."""
+        """Return the members whose gradients were neither used nor thrown away."""
         return [i for members in self._open for i in members]
 
-    def settle(self, used: Mapping[int, bool]) -> None:
-        """Members' gradients were used for a step (True), or thrown away (False)."""
+    def commit(self, used: Mapping[int, bool]) -> None:
+        """Keep the new state of members whose gradients were used (True), the old one of those thrown away (False)."""
         for b, members in enumerate(self._open):
             ends = {i: used[i] for i in members if i in used}
             if not ends:
@@ -48,10 +53,59 @@ class Residuals:
                 self._before[b] = self.state[b]
 
     def _copy(self, b: int, ends: Mapping[int, bool]) -> None:
-        """A part of a bucket: its arrays are flat (sparse and quantized ones), and members lie one behind another."""
+        """Commit a part of a bucket: its arrays are flat, also sparse and quantized ones, one member behind another."""
         sizes = [self._sizes[i] for i in self._buckets[b]]
         for now, before in zip(self.state[b], self._before[b], strict=True):
             parts = zip(self._buckets[b], now.split(sizes), before.split(sizes), strict=True)
             for i, new, old in parts:
                 if i in ends:
                     old.copy_(new) if ends[i] else new.copy_(old)
+
+
+class GradientUse:
+    """Find out, for the residuals, whether the gradients of a pass were used for a step or thrown away.
+
+    A distributed optimizer says so. A loop may also update weights by itself, clear gradients, or keep them.
+    """
+
+    def __init__(self, residuals: Residuals, tensors: Sequence[torch.Tensor], memory: GradientMemory) -> None:
+        self._residuals, self._tensors, self._memory = residuals, tensors, memory
+        self._pass = -1  # autograd's number of the pass at whose beginning this was last asked
+        self._weights: dict[int, int] = {}  # bit sums of parameters that no optimizer has stepped so far
+        self._stepped: set[int] = set()
+
+    def used(self, members: Collection[int]) -> None:
+        """Note that an optimizer has used the gradients of ``members``."""
+        self._stepped.update(members)
+        self._residuals.commit(dict.fromkeys(members, True))
+
+    def pass_ended(self, state: Sequence[State]) -> None:
+        """Take the compressor's states after a pass."""
+        self._residuals.passed(state)
+
+    def note(self, absent: Collection[int]) -> None:
+        """Note weights and gradients as a pass leaves them; ``absent``: members whose gradient no rank has."""
+        self._residuals.commit(dict.fromkeys(absent, False))
+        pending = self._residuals.open()
+        self._weights = {i: int(bits(self._tensors[i])) for i in pending if i not in self._stepped}
+        self._memory.note_versions(pending)
+
+    @torch.no_grad()
+    def before_backward(self, stepping: bool) -> None:
+        """Decide about the last pass, before a new one adds its first gradient. ``stepping``: within a step."""
+        if (number := backward.current_pass()) == self._pass:
+            return
+        self._pass = number
+        ends = {}
+        for i in self._residuals.open():
+            view, gradient = self._memory.views[i], self._tensors[i].grad
+            moved = i in self._weights and int(bits(self._tensors[i])) != self._weights[i]
+            if moved or stepping:
+                ends[i] = True
+            elif gradient is view:
+                if self._memory.is_changed(i) and not view.any():
+                    ends[i] = False
+            else:
+                del gradient
+                ends[i] = self._memory.is_referenced(i, 1)  # ``view`` is one more reference
+        self._residuals.commit(ends)

@@ -45,8 +45,8 @@ class Frozen:
             self._hooks.pop(name).remove()
             del self._frozen[name]
         late = self._unfreeze(found)
-        late.fellows = self._first.fellows
-        late.fellows.append(late)
+        late.model_reducers = self._first.model_reducers
+        late.model_reducers.append(late)
         late.adopt()
 
     def abandon(self) -> None:

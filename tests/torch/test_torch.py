@@ -26,7 +26,7 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.launch.start import environment
 from hvd_train.script.dataloader import fingerprint, passes, shares
 from hvd_train.torch import state_bytes
-from hvd_train.torch.buffers import bits
+from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.reducer import Reducer
 from hvd_train.torch.residuals import Residuals
 from tests.ranks.conftest import world_command
@@ -1164,15 +1164,15 @@ def test_residuals_of_thrown_away_gradients():
     old, one, two = ((torch.full((6,), value),) for value in (0.0, 1.0, 2.0))
     kept = Residuals([(0, 1, 2)], [1, 2, 3], [old])
     kept.passed([one])
-    kept.settle({0: True, 1: False})
+    kept.commit({0: True, 1: False})
     assert kept.open() == [2] and kept.state[0][0].tolist() == [1, 0, 0, 1, 1, 1]
     kept.passed([two])
-    kept.settle({0: False, 1: False, 2: False})
+    kept.commit({0: False, 1: False, 2: False})
     assert kept.state[0][0].tolist() == [1, 0, 0, 0, 0, 0] and kept.open() == []
     kept.passed([(torch.full((6,), 3.0),)])
-    kept.settle({0: True, 1: True, 2: True})
+    kept.commit({0: True, 1: True, 2: True})
     kept.passed([(torch.full((6,), 4.0),)])
-    kept.settle(dict.fromkeys(range(3), False))
+    kept.commit(dict.fromkeys(range(3), False))
     assert kept.state[0][0].tolist() == [3.0] * 6
 
 

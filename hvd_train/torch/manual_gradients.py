@@ -1,0 +1,64 @@
+"""Gradients that a script sets itself (``p.grad = g``): they become the ranks' mean, or sum, before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvd_train.protocol import Communicator
+from hvd_train.torch.gradient_memory import GradientMemory
+
+CHECK = -1  # among the numbers of tensors: this rank asks for a comparison of weights
+
+
+class ManualGradients:
+    """Those of one model. ``first``: the number of its first parameter among ``tensors``."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], first: int, memory: GradientMemory, communicator: Communicator, name: str
+    ) -> None:
+        self._tensors, self._first, self._memory = tensors, first, memory
+        self._communicator, self._name = communicator, name
+        # Until a step has used them: gradients that are the ranks' mean now, and their versions.
+        self._reduced: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def set_by_script(self, members: Sequence[int]) -> list[int]:
+        """Return those of ``members`` whose gradient does not lie where backward passes leave it."""
+        grads = ((i, self._tensors[i].grad) for i in members)
+        return [i for i, g in grads if g is not self._memory.views[i] or not self._memory.in_place(i)]
+
+    def reduce(self, members: Sequence[int], factor: float, check: bool) -> tuple[bool, bool]:
+        """Add up over all ranks the gradients of ``members``, which any rank's script has set, times ``factor``.
+
+        On all ranks together. Returns whether gradients travelled, and whether any rank asks to ``check`` weights.
+        """
+        # A step within a step (super().step()) finds the gradients that the outer one has reduced.
+        new = [i for i in members if not self._is_reduced(i)] + [CHECK] * check
+        everyone = self._communicator.allgather_bytes(",".join(map(str, new)).encode())
+        listed = {int(i) for part in everyone for i in part.decode().split(",") if i}
+        chosen = sorted(listed - {CHECK})
+        for dtype in dict.fromkeys(self._tensors[i].dtype for i in chosen):
+            self._reduce([i for i in chosen if self._tensors[i].dtype == dtype], factor, f"{self._name}.{dtype}")
+        return bool(chosen), CHECK in listed
+
+    def _reduce(self, members: Sequence[int], factor: float, name: str) -> None:
+        """Add up gradients of one type, in one transfer."""
+        pairs = [(self._tensors[i], self._tensors[i].grad) for i in members]
+        parts = [torch.zeros_like(x) if g is None else g for x, g in pairs]
+        flat = torch.cat([part.detach().to_dense().reshape(-1) for part in parts])
+        if factor != 1.0:
+            flat.mul_(factor)
+        flat = self._communicator.synchronize(self._communicator.allreduce_async(flat, name))
+        for i, part in zip(members, flat.split([self._tensors[i].numel() for i in members]), strict=True):
+            p = self._tensors[i]
+            p.grad = torch.empty_like(p, requires_grad=False).copy_(part.reshape(p.shape))
+            self._reduced[i] = p.grad, p.grad._version
+
+    def used(self) -> None:
+        """Forget them: a step has used them, and they would stay in memory."""
+        self._reduced.clear()
+
+    def _is_reduced(self, i: int) -> bool:
+        gradient, version = self._reduced.get(i, (None, 0))
+        return gradient is not None and self._tensors[i].grad is gradient and gradient._version == version

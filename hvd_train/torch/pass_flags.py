@@ -1,0 +1,59 @@
+"""Flags that travel behind the gradients of a backward pass: what any rank must tell all ranks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+# Places behind the flags of the parameters.
+NONFINITE = 0  # a gradient that would be compressed is not finite
+LATE = 1  # a gradient came after its bucket had been sent
+FAILED = 2  # an error ended the backward pass
+CHECK = 3  # weights are to be compared
+BUFFERS = 4  # from here on: a buffer has changed
+
+
+class PassSummary(NamedTuple):
+    """Sums of all ranks' flags, divided by the number of ranks."""
+
+    nonfinite: float
+    late: float
+    failed: float
+    check: float
+    buffers: list[float]
+
+
+class PassFlags:
+    """A number for each parameter, whether this rank has its gradient, then the flags of the whole pass."""
+
+    def __init__(self, parameters: int, buffers: int, like: torch.Tensor) -> None:
+        self._count = parameters
+        # (parameters + 4 + buffers,)
+        self.tensor = torch.zeros(parameters + BUFFERS + buffers, dtype=like.dtype, device=like.device)
+
+    def write(self, missing: Sequence[int], late: bool, failed: bool, check: bool, buffers: Collection[float]) -> None:
+        """``missing``: numbers of the parameters without a gradient."""
+        self.tensor.zero_()
+        self.tensor[: self._count] = 1
+        if missing:
+            self.tensor[missing] = 0
+        if late or failed or check or any(buffers):
+            self.tensor[self._count :] = torch.tensor([0.0, late, failed, check, *buffers])
+
+    def mark_nonfinite(self, sent: torch.Tensor, value: float) -> None:
+        """Set the flag in ``sent``, the flags as they travel."""
+        sent[self._count + NONFINITE] = value
+
+    def summary(self, sums: torch.Tensor) -> PassSummary:
+        """Read the flags of the whole pass. This waits for a GPU."""
+        nonfinite, late, failed, check, *buffers = sums[self._count :].tolist()
+        return PassSummary(nonfinite, late, failed, check, buffers)
+
+    def absent_everywhere(self, sums: torch.Tensor, missing: Sequence[int]) -> list[int]:
+        """Return those of ``missing`` whose gradient no rank has."""
+        if not missing:
+            return []
+        present = (sums[: self._count] != 0).tolist()
+        return [k for k in missing if not present[k]]

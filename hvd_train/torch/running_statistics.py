@@ -1,0 +1,44 @@
+"""Running means and variances of normalization layers, averaged with the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class RunningStatistics:
+    """Each rank gathers them over its batches. What changed since the last pass is averaged and added on all ranks.
+
+    Only changes travel, so that what is equal on all ranks stays as it is, bit for bit.
+    """
+
+    def __init__(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
+        self._places = places
+        self.tensors: list[torch.Tensor] = [getattr(layer, name) for layer, name in places]
+        self._common = [x.detach().clone() for x in self.tensors]  # as all ranks had them after the last pass
+
+    def look_up(self) -> None:
+        """Take the tensors that the layers have now; a script may have put others in their places."""
+        for k, (layer, name) in enumerate(self._places):
+            if (x := getattr(layer, name)) is not None:
+                self.tensors[k] = x
+
+    def write_change(self, k: int, view: torch.Tensor, mean: float) -> None:
+        """Write the change of statistic ``k`` since the last pass, times ``mean``, into ``view``."""
+        torch.sub(self.tensors[k], self._common[k], out=view)
+        view.mul_(mean)
+
+    def add_mean_changes(self, views: Sequence[torch.Tensor]) -> None:
+        """Add the mean change of each statistic, the same on all ranks."""
+        for x, common, view in zip(self.tensors, self._common, views, strict=True):
+            common.add_(view)
+            x.data.copy_(common)  # ``data``: a graph that the script keeps may hold the tensor
+
+    def take_loaded(self, model: torch.nn.Module) -> None:
+        """All ranks have loaded the same state into ``model``: its statistics are what they have in common."""
+        self.look_up()
+        loaded = {id(x) for x in model.buffers()}
+        for x, common in zip(self.tensors, self._common, strict=True):
+            if id(x) in loaded:
+                common.copy_(x)

@@ -1,0 +1,31 @@
+"""A warning where all ranks compute the same gradients: a loader that was not divided trains N times on the same."""
+
+from __future__ import annotations
+
+import warnings
+
+from hvd_train.protocol import Communicator
+
+PASSES = 2  # the first ones: ranks whose gradients are equal in all of them do the same work
+
+
+class SameWorkWarning:
+    """Compares bit sums of the ranks' gradients in the first passes of a model."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._bits = self._equal = 0  # of this pass' gradients; passes in which all ranks' were equal
+        self.left = PASSES
+
+    def add(self, bits: int) -> None:
+        """Add the bit sum of a gradient, before it is averaged."""
+        self._bits += bits
+
+    def pass_ended(self) -> None:
+        """Compare, on all ranks together; rank 0 warns after the last of the first passes."""
+        bits, self._bits, self.left = self._bits % 2**64, 0, self.left - 1
+        everyone = self._communicator.allgather_bytes(bits.to_bytes(8, "little"), "gradients")
+        self._equal += bits > 0 and len(everyone) > 1 and len(set(everyone)) == 1
+        if self._equal == PASSES and not self._communicator.rank:
+            what = "all ranks computed the same gradients: do they go through the same samples?"
+            warnings.warn(f"{what} Use the loader that ht.shard gives; draw batches apart", stacklevel=2)

@@ -14,16 +14,15 @@ from hvd_train.torch.api import (
     device,
     distribute,
     is_main,
-    load,
     no_sync,
     print,
     rank,
-    save,
     shard,
     size,
     sum,
     tqdm,
 )
+from hvd_train.torch.checkpoint import load, save
 
 __all__ = [
     "barrier", "device", "distribute", "is_main", "load", "no_sync", "print", "rank", "save", "shard", "size", "sum",

@@ -29,7 +29,7 @@ WHOLE = "make all batches of equal length, as with drop_last=True"
 ONCE = f"put all parts of a batch but its last into ht.no_sync, or {WHOLE}"
 
 
-class Parts:
+class PartSync:
     """The places at which the ranks of ``communicator`` are in the parts of a batch."""
 
     def __init__(self, communicator: Communicator) -> None:

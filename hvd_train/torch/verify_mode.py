@@ -58,7 +58,7 @@ def widen(found: Any) -> Any:
     return type(found)(map(widen, found)) if isinstance(found, list | tuple) else found
 
 
-def settle(models: Sequence[torch.nn.Module], recording: Recording) -> None:
+def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> None:
     """Models of the script, before they are distributed."""
     for model in models:
         model.double()

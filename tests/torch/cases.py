@@ -30,7 +30,7 @@ import hvd_train.torch as ht
 from hvd_train.core import meeting
 from hvd_train.data.formats import read_digits
 from hvd_train.errors import TrainError
-from hvd_train.torch import api
+from hvd_train.torch import registry, step_hooks
 from tests.seconds import counted
 
 SECONDS = 120  # of one case
@@ -824,7 +824,7 @@ def forgotten():
             warnings.simplefilter("always")
             fit(other, optimizer if other is model else torch.optim.Adagrad(other.parameters()))
         found.append([str(x.message) for x in told if "ht.distribute" in str(x.message)])
-        api._tell_alone.cache_clear()
+        step_hooks.warn_of_local_optimizer.cache_clear()
     return found
 
 
@@ -892,13 +892,13 @@ def transfers():
     for name, model in {"plain": mlp(), "checkpointed": Checkpointed()}.items():
         model, optimizer = ht.distribute(model, sgd(model), overlap=False)
         fit(model, optimizer, batches=[batch for _, batch in zip(range(3), loader(), strict=False)])
-        found[name] = api._distributed[-1][1].passes
+        found[name] = registry.distributed[-1][1].passes
     return found
 
 
 def slow():
     """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
-    api._slow.cache_clear()
+    registry.slow_rank_report.cache_clear()
     own, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
     model, optimizer = ht.distribute(model := mlp(), sgd(model))
     with contextlib.redirect_stderr(told := io.StringIO()):
@@ -1081,7 +1081,7 @@ def alone():
         lambda: score(DataLoader(digits(101), batch_size=7)),
     ]
     for loop in loops:
-        api._unshared()._main = ht.rank() == 0
+        registry.unshared_sums()._main = ht.rank() == 0
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             fit(model, optimizer, batches=loader(240))
@@ -1091,15 +1091,15 @@ def alone():
     score(checks)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        api._unshared()._main = ht.rank() == 0
-        api._unshared().begins()
-        api._unshared().begins()
+        registry.unshared_sums()._main = ht.rank() == 0
+        registry.unshared_sums().begins()
+        registry.unshared_sums().begins()
     return [*found, [str(one.message) for one in told]]
 
 
 def parts_told():
     """What is said of parts that travel by themselves, where a run of them has said nothing so far."""
-    api._parts()._told = False
+    registry.part_sync()._told = False
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         in_parts()()

@@ -1,0 +1,122 @@
+"""Checkpoints of a script: rank 0 writes one file, all ranks load it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_train import files
+from hvd_train.core.agreement import collectively
+from hvd_train.errors import CheckpointError
+from hvd_train.protocol import Communicator
+from hvd_train.script.dataloader import passes
+from hvd_train.script.record import recording
+from hvd_train.torch import registry, state_bytes
+
+
+def save(path: str | os.PathLike, **parts: Any) -> None:
+    """Write one file, on rank 0: ``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``.
+
+    A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
+    safetensors file; it appears under its name when it is complete. Other ranks may call this or not.
+    """
+    if registry.communicator().rank or recording():
+        return
+    data = state_bytes.pack({name: _state_of(part) for name, part in parts.items()})
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        files.put(Path(path), data)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> dict[str, Any]:
+    """Give ``parts`` back the state that ``save`` wrote, and return the file's numbers and strings by name.
+
+    Rank 0 reads, all ranks load; on all ranks, before or after ``distribute``. Nothing is unpickled. ``missing_ok``:
+    {} if there is no file. Raises CheckpointError on all ranks.
+    """
+    communicator = registry.communicator()
+
+    def read() -> bytes:
+        if communicator.rank:
+            return b""
+        try:
+            data = Path(path).read_bytes()
+            state_bytes.unpack(data)
+        except FileNotFoundError as error:
+            if missing_ok:
+                return b""
+            raise CheckpointError("there is no checkpoint", where=str(path)) from error
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}", where=str(path)) from error
+        except ValueError as error:
+            raise CheckpointError(str(error), where=str(path)) from error
+        return data
+
+    data = communicator.broadcast_bytes(collectively(communicator, read))
+    if not data:
+        return {}
+    state = state_bytes.unpack(data)
+    for name, part in parts.items():
+        if name not in state:
+            fix = f"it holds {', '.join(state)}"
+            raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
+        try:
+            _owner(part).load_state_dict(state[name])
+        except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+            what = f"it does not fit this {name}: " + " ".join(str(error).split())
+            raise CheckpointError(what, where=str(path), common=True) from error
+        if isinstance(part, torch.optim.Optimizer):
+            lay_slots(part)
+        if isinstance(part, torch.nn.Module):
+            for reducer in {reducer for _, reducer in registry.distributed if reducer}:
+                reducer.loaded(part)
+    return {name: value for name, value in state.items() if name not in parts}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model without torch.compile's wrapper, whose parameters have other names."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _owner(part: Any) -> Any:
+    """Return the object that has a part's ``state_dict``, or the part itself."""
+    if isinstance(part, passes.Sharded):
+        return part.share
+    return unwrapped(part) if isinstance(part, torch.nn.Module) else part
+
+
+def _state_of(part: Any) -> Any:
+    owner = _owner(part)
+    return owner.state_dict() if hasattr(owner, "state_dict") else owner
+
+
+def lay_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Lay slots out in memory as their parameters are, as the optimizer itself makes them."""
+    for parameter, slots in optimizer.state.items():
+        for name, x in slots.items():
+            if isinstance(x, torch.Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():
+                slots[name] = torch.empty_like(parameter, dtype=x.dtype, requires_grad=False).copy_(x)
+
+
+@torch.no_grad()
+def broadcast(communicator: Communicator, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give all ranks rank 0's weights, buffers and optimizer state, bit for bit."""
+    if communicator.size == 1:
+        return
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    packed = collectively(communicator, lambda: b"" if communicator.rank else state_bytes.pack([tensors, states]))
+    data = communicator.broadcast_bytes(packed)
+    if communicator.rank:
+        weights, states = state_bytes.unpack(data)
+        for name, x in weights.items():
+            tensors[name].copy_(x)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+            lay_slots(optimizer)

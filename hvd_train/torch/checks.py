@@ -1,0 +1,128 @@
+"""Checks of models and optimizers, before they are distributed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
+from hvd_train.protocol import Communicator
+from hvd_train.torch import registry
+from hvd_train.torch.bit_sum import bits
+
+WHERE = "ht.distribute"
+DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
+
+
+def refuse(what: str, fix: str, where: str = WHERE) -> None:
+    """Raise ConfigError."""
+    raise ConfigError(what, where=where, fix=fix)
+
+
+def check_models(models: Sequence[Any], sync_batchnorm: bool) -> None:
+    """Raise ConfigError for models that cannot be distributed, as far as one rank can tell."""
+    for model in models:
+        _check_model(model, sync_batchnorm)
+
+
+def _check_model(model: torch.nn.Module, sync_batchnorm: bool) -> None:
+    """Raise ConfigError for a model that cannot be distributed."""
+    if not isinstance(model, torch.nn.Module):
+        refuse(f"it takes a torch.nn.Module, not a {type(model).__name__}", "call ht.distribute(model, optimizer)")
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        refuse(f"the model is wrapped in {type(model).__name__}", "hand over the model itself")
+    if not sync_batchnorm and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in model.modules()):
+        refuse("torch's SyncBatchNorm joins nothing without torch.distributed", "give sync_batchnorm=True")
+    if any(model is other for other, _ in registry.distributed):
+        refuse("this model is distributed already", "call ht.distribute once for each model")
+    if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
+        refuse("the model has lazy layers without shapes", "run one batch through it first")
+
+
+def check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise ConfigError for parameters that are distributed already, or of a type that cannot travel."""
+    for name, p in trained.items():
+        if id(p) in registry.parameters:
+            refuse("this parameter is distributed with another model", "distribute one module that holds both", name)
+        if p.dtype not in DTYPES:
+            refuse(f"{p.dtype} cannot travel", "keep weights in float32, and compute under torch.autocast", name)
+
+
+def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
+    """Raise ConfigError for parameters and optimizers that cannot be distributed. ``model``: all models in one."""
+    parameters = trainable(model)
+    outside = hidden(model)
+    if not parameters and outside:
+        refuse(not_part(outside), HIDDEN_FIX)
+    if not parameters:
+        refuse("the model has no trainable parameter", "set requires_grad of a part before ht.distribute")
+    check_parameters(parameters)
+    if len({p.device for p in parameters.values()}) > 1:
+        refuse("the model lies on several devices", "one rank drives one device: move the model to ht.device()")
+    known = registry.parameters.keys() | {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            refuse(f"a {kind} is no optimizer", "call ht.distribute(model, optimizer, ...)")
+        if hasattr(optimizer, "_allreduce_grad_async"):
+            refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not held <= known:
+            names = [name for name, tensors in outside.items() if held.intersection(map(id, tensors))]
+            if names:
+                refuse(not_part(names), HIDDEN_FIX)
+            refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+
+
+def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return {name: text} of everything that must be equal on all ranks."""
+    texts = {"torch": torch.__version__, "models before": str(len(registry.distributed))}
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        trained = "" if x.requires_grad else ", not trained"
+        # Flat buckets are in the order of memory.
+        texts[name] = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, strides {x.stride()}{trained}"
+    for k, optimizer in enumerate(optimizers):
+        texts[f"optimizer {k}"] = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                shown = f"{len(value)} tensors" if key == "params" else str(value)
+                texts[f"optimizer {k}, group {g}, {key}"] = shown
+    return texts
+
+
+def warn_of_plain_tensors(communicator: Communicator, model: torch.nn.Module) -> None:
+    """Warn of tensors that are neither parameters nor buffers and differ: they stay so, which may be meant."""
+    if communicator.size == 1:
+        return
+    sums = {}
+    for path, layer in model.named_modules():
+        for name, x in vars(layer).items():
+            # Of what is made anew in each forward, as by weight_norm, the sources are parameters.
+            made = {f"{name}_orig", f"{name}_g"} & set(layer._parameters)
+            if isinstance(x, torch.Tensor) and not (made or x.grad_fn or x.is_meta or x.is_quantized):
+                sums[f"{path}.{name}".lstrip(".")] = int(bits(x))
+    everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(sums).encode(), "tensors")]
+    apart = [name for name in sums if len({each.get(name, sums[name]) for each in everyone}) > 1]
+    if apart and not communicator.rank:
+        what = f"{', '.join(apart)}: tensors of the model that are no buffers, and differ between ranks"
+        fix = "register_buffer gives all ranks rank 0's; or set a seed before the model is made"
+        warnings.warn(f"{what}; {WHERE}; {fix}", stacklevel=3)
+
+
+def warn_of_hidden_layers(communicator: Communicator, model: torch.nn.Module) -> None:
+    """Warn of layers in lists and dicts, which no optimizer trains. A teacher may be kept there on purpose."""
+    names = hidden(model)
+    if names and not communicator.rank:
+        fix = f"{HIDDEN_FIX}; or set requires_grad_(False) of what is not to be trained"
+        warnings.warn(f"{not_part(names)}, and nobody trains them; {WHERE}; {fix}", stacklevel=3)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the model's parameters that require gradients."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

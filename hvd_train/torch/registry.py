@@ -1,0 +1,48 @@
+"""The models, parameters, optimizers and loaders that this process trains together with the other ranks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+
+from hvd_train.protocol import Communicator
+from hvd_train.script import main_rank
+from hvd_train.script.slow_rank import SlowRankReport
+from hvd_train.script.world import open_session
+from hvd_train.torch import uneven_parts
+from hvd_train.torch.reducer import Reducer
+
+distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
+parameters: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # by id
+loaders = 0  # how many were sharded
+optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those given to ``ht.distribute``
+
+
+@functools.cache
+def communicator() -> Communicator:
+    """Open the world, in which a rank computes on its share of the cores."""
+    session = open_session("pytorch")
+    torch.set_num_threads(min(torch.get_num_threads(), session.threads))
+    return session.communicator
+
+
+@functools.cache
+def slow_rank_report() -> SlowRankReport:
+    """Return the report of slow ranks, one for all models."""
+    return SlowRankReport(communicator(), lambda: communicator().waited)
+
+
+@functools.cache
+def unshared_sums() -> main_rank.UnsharedSums:
+    """Return the warning about sums over this rank's samples alone."""
+    return main_rank.UnsharedSums(
+        not communicator().rank and communicator().size > 1, "join them: loss, count = ht.sum(loss, count)"
+    )
+
+
+@functools.cache
+def part_sync() -> uneven_parts.PartSync:
+    """Return what joins the ranks where they make unequal numbers of parts of a batch."""
+    return uneven_parts.PartSync(communicator())

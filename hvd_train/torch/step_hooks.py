@@ -1,0 +1,101 @@
+"""Every optimizer's step: gradients that the ranks do not share would set them apart, and nobody would notice."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_train.errors import ConfigError
+from hvd_train.script.dataloader import shares
+from hvd_train.script.record import recording
+from hvd_train.torch import backward, registry, uneven_parts, verify_mode
+from hvd_train.torch.reducer import Reducer
+from hvd_train.torch.sums import add_up
+
+
+def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.nn.Parameter]]:
+    """Return the optimizer's parameters by the reducer of their gradients. Raises ConfigError for late parameters."""
+    reducers: dict[Reducer, list[torch.nn.Parameter]] = {}
+    late: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _, reducer = registry.parameters.get(id(p), (p, None))
+            if reducer is not None:
+                reducers.setdefault(reducer, []).append(p)
+            elif p.grad is not None and id(p) not in registry.parameters:
+                late.append(p)
+    # An optimizer may be this rank's own, but not over what is trained together.
+    if late and registry.communicator().size > 1:
+        if reducers or optimizer in registry.optimizers or _is_of_models(late):
+            what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"
+            fix = "call ht.distribute when all parameters are there; one of this rank alone wants its own optimizer"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+        if registry.distributed or registry.loaders:
+            warn_of_local_optimizer(type(optimizer).__name__)
+    return reducers
+
+
+@functools.cache
+def warn_of_local_optimizer(kind: str) -> None:
+    """Warn once for each kind: ``ht.distribute`` may not have been called for the model of this optimizer."""
+    if not registry.communicator().rank:
+        what = f"{kind}.step(): no parameter of this optimizer came to ht.distribute"
+        warnings.warn(f"{what}, so each rank trains them by its own gradients", stacklevel=2)
+
+
+def _is_of_models(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether one of them is in a model that is distributed."""
+    wanted = {id(p) for p in parameters}
+    return any(id(p) in wanted for model, _ in registry.distributed for p in model.parameters())
+
+
+def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    """Refuse a step with gradients that this rank alone has; average those that the script has set itself.
+
+    torch calls this before each step of every optimizer.
+    """
+    if (record := recording()) and optimizer in registry.optimizers:
+        verify_mode.before_step(optimizer, record)
+    reducers = _reducers_of(optimizer)
+    if not reducers:
+        return None
+    if backward.current_pass() < 0:
+        backward.after_failure()
+    registry.part_sync().arrive(uneven_parts.STEP)
+    for reducer, parameters in reducers.items():
+        reducer.stepping = True  # should it call backward() itself
+        if reducer.begun:  # also where the gradients are under way, and not to be seen
+            what, fix = "the gradients of this backward() are not reduced yet", "call it when backward() has returned"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+        if reducer.unreduced and any(p.grad is not None for p in parameters):
+            what = "the gradients of the last backward() were not reduced"
+            fix = "call the last backward() before a step outside of ht.no_sync"
+            if reducer.failed:
+                what, fix = "an error ended the last backward()", "clear the gradients and go on with the next batch"
+            raise ConfigError(what, where=f"{type(optimizer).__name__}.step()", fix=fix, common=True)
+        reducer.reduce_manual(parameters)
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    # It searches along the loss: by its local loss, each rank would go another way.
+    closure, reducer = keywords.get("closure", arguments[-1]), next(iter(reducers))
+
+    def global_closure() -> torch.Tensor:
+        loss = closure().detach()
+        return loss.new_tensor(reducer.global_loss(float(loss), lambda x: add_up([x])))
+
+    return (arguments[0], global_closure), {}
+
+
+def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Count the step. torch calls this after each step of every optimizer."""
+    if any(id(p) in registry.parameters for group in optimizer.param_groups for p in group["params"]):
+        shares.stepped()
+    for reducer, parameters in _reducers_of(optimizer).items():
+        reducer.stepping = False
+        reducer.used(optimizer, [p for p in parameters if p.grad is not None])
+    if (record := recording()) and optimizer in registry.optimizers:
+        verify_mode.after_step(optimizer, record, registry.communicator())

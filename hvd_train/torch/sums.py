@@ -1,0 +1,56 @@
+"""Values of a script as arrays that are added up over the ranks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_train.core.mean import WIDE, sums
+from hvd_train.errors import ConfigError
+from hvd_train.torch import backward, registry, uneven_parts
+
+
+def has_several(value: Any) -> bool:
+    """Return whether ``value`` is a tensor or an array, and not of one number."""
+    return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return a value of the script as an array. Raises ConfigError where it is no number, tensor or array."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if has_several(value):
+            value = (value if value.layout == torch.strided else value.to_dense()).cpu()
+            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        return value if has_several(value) and value.dtype.kind in WIDE else np.array(float(value))
+    except (TypeError, ValueError) as error:
+        fix = "give numbers, tensors or arrays of numbers"
+        raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error
+
+
+def as_given(value: Any, total: np.ndarray) -> Any:
+    """Return the sum in the kind of ``value``: a number, a tensor or an array."""
+    if not has_several(value):
+        return float(total)
+    narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
+    half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
+    if narrow or half:
+        total = total.astype(np.complex64 if total.dtype.kind == "c" else np.float32)
+    return torch.from_numpy(total).to(value.device) if isinstance(value, torch.Tensor) else total
+
+
+def add_up(values: Sequence[Any]) -> Any:
+    """Return the sums of ``values`` over the ranks, see ``ht.sum``; on all ranks together."""
+    arrays = [as_array(value) for value in values]
+    if backward.current_pass() < 0:
+        backward.after_failure()
+    communicator = registry.communicator()
+    if communicator.size > 1:
+        registry.part_sync().arrive(uneven_parts.SUM)
+    registry.unshared_sums().shared()
+    totals = [as_given(value, x) for value, x in zip(values, sums(arrays, communicator, "ht.sum"), strict=True)]
+    return totals[0] if len(values) == 1 else totals

@@ -20,19 +20,11 @@ from hvd_train.compression import make
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
 from hvd_train.keras import layers, loop, losses, metrics, verify_mode
+from hvd_train.keras.backends import OnTensorFlow, OnTorch
 from hvd_train.keras.build import build_at_first, is_built
-from hvd_train.keras.fit import Rank
-from hvd_train.keras.gradients import (
-    MARK,
-    Changes,
-    OnTensorFlow,
-    OnTorch,
-    Reduction,
-    connect,
-    count_samples,
-    optimizers_of,
-    with_rates,
-)
+from hvd_train.keras.fit import DistributedFit
+from hvd_train.keras.gradients import Reduction, connect, count_samples
+from hvd_train.keras.patches import MARK, Patches, optimizers_of, with_rates
 from hvd_train.script import main_rank
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import SlowRankReport
@@ -77,13 +69,13 @@ def distribute(
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
-    changes = Changes(model._loss_tracker, before.fits if before else 0, given_optimizers)
+    patches = Patches(model._loss_tracker, before.fits if before else 0, given_optimizers)
     if before:
         before.undo()
-    changes.put(model, MARK, changes)
+    patches.put(model, MARK, patches)
     optimizer, *others = optimizers = optimizers_of(model)
     for x in optimizers:
-        changes.put(x, MARK, changes)
+        patches.put(x, MARK, patches)
     loop.follow(optimizers)
     record = recording()
     if communicator.size == 1 and not record:
@@ -104,26 +96,27 @@ def distribute(
             if communicator.rank == 0:
                 warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
         reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
-        connect(optimizer, reduction, backend, changes)
+        connect(optimizer, reduction, backend, patches)
         for other in others:
-            connect(other, reduction, backend, changes, reduction.of_others(compressor, communicator))
-        count_samples(model, reduction, backend, changes)
-        losses.share_losses(model, reduction, changes)
+            connect(other, reduction, backend, patches, reduction.of_others(compressor, communicator))
+        count_samples(model, reduction, backend, patches)
+        losses.share_losses(model, reduction, patches)
         if model.compiled:
-            metrics.share_means(model, reduction, changes)
+            metrics.share_means(model, reduction, patches)
         every = agreement_every_n_steps
-        rank = Rank(model, communicator, reduction, changes, shard=shard, seed=seed, every=every, slow=_slow())
-        rank.share_states(WHERE)
-        rank.align()
+        settings: Any = dict(shard=shard, seed=seed, every=every, slow=_slow())
+        state = DistributedFit(model, communicator, reduction, patches, **settings).state
+        state.share_layer_states(WHERE)
+        state.take_from_rank_0()
         if model.compiled:
-            rank.trace_again()
+            state.trace_again()
         if record:
             verify_mode.add(model, record)
 
     if is_built(model):
         begin()
     else:
-        build_at_first(model, communicator, changes, begin)
+        build_at_first(model, communicator, patches, begin)
     keep_memory()
     return model
 
@@ -197,11 +190,11 @@ def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
     if getattr(model, "optimizer", None) is None and not given:
         fix = "call model.compile(...) first; for a loop of your own, hk.distribute(model, optimizer)"
         raise _error("the model is not compiled", fix)
-    changes = getattr(model, MARK, None)
-    if changes and changes.compiled is model._loss_tracker:
+    patches = getattr(model, MARK, None)
+    if patches and patches.compiled is model._loss_tracker:
         raise _error("the model is distributed already", "call hk.distribute once after each compile")
     optimizers = [*given, *optimizers_of(model)]
-    if any(getattr(x, MARK, changes) is not changes for x in optimizers):
+    if any(getattr(x, MARK, patches) is not patches for x in optimizers):
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
     if lr_scaling not in ("none", "linear"):
         raise _error(f"lr_scaling={lr_scaling!r}", "it is none or linear")

@@ -13,7 +13,7 @@ from keras.src.backend import compute_output_spec
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError
 from hvd_train.keras.data.leaves import BATCH, columns, first_batch, kind_of, packed, take
-from hvd_train.keras.gradients import Changes, optimizers_of
+from hvd_train.keras.patches import Patches, optimizers_of
 from hvd_train.protocol import Communicator
 
 FIRST = ("fit", "evaluate", "predict", "train_on_batch")
@@ -29,7 +29,7 @@ def is_built(model: Any) -> bool:
     return bool(model.variables) and (model.built or type(model).call is keras.Model.call and parts)
 
 
-def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Callable[[], None]) -> None:
+def build_at_first(model: Any, world: Communicator, patches: Patches, begin: Callable[[], None]) -> None:
     """Builds the model from the batch that the first of its methods gets, then calls ``begin`` and goes on."""
 
     def first(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +43,8 @@ def build_at_first(model: Any, world: Communicator, changes: Changes, begin: Cal
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise ConfigError("the model was not built, so this rank would train alone", where="optimizer.apply", fix=FIX)
 
-    stubs = Changes(None)
-    changes.on_undo(stubs.undo)
+    stubs = Patches(None)
+    patches.on_undo(stubs.undo)
     for name in FIRST:
         stubs.put(model, name, functools.partial(first, name))
     for optimizer in optimizers_of(model):

@@ -10,7 +10,6 @@ n_r / b. What is compressed waits for it: what one step leaves out must count in
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,168 +20,13 @@ import numpy as np
 
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import ConfigError
-from hvd_train.launch.environment import world
-from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
+from hvd_train.keras.eval_window import EvalWindow, tensor_of
+from hvd_train.keras.patches import Patches
+from hvd_train.protocol import Communicator, Compressor, Ops, TensorSpec
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update.exchange import Exchange
 
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
-
-
-MARK = "_hvd_train"  # an attribute of a model, and of its optimizer
-
-
-class Changes:
-    """What ``hk.distribute`` changes in instances, never in their classes, and the way back.
-
-    ``compiled``: what each ``compile`` makes anew; ``fits``: calls of ``fit`` so far; ``optimizers``: of a loop of the
-    user's own.
-    """
-
-    def __init__(self, compiled: Any, fits: int = 0, optimizers: Sequence[Any] = ()) -> None:
-        self.compiled, self.fits, self.optimizers = compiled, fits, tuple(optimizers)
-        self._back = contextlib.ExitStack()
-        self.undo = self._back.close
-        self.on_undo = self._back.callback
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute of this instance."""
-        if name in vars(owner):
-            self.on_undo(setattr, owner, name, vars(owner)[name])
-        else:
-            self.on_undo(delattr, owner, name)
-        setattr(owner, name, value)
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """Those given to ``hk.distribute`` or the one given to ``compile`` first, then those in attributes of the model,
-    also in their lists and dicts."""
-    changes = getattr(model, MARK, None)
-    found = [*(changes.optimizers if changes else ()), getattr(model, "optimizer", None)]
-    found = [x for x in found if x is not None]
-    for value in vars(model).values():
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        found += [x for x in inner if isinstance(x, keras.optimizers.Optimizer)]
-    return list({id(x): x for x in found}.values())
-
-
-def with_rates(optimizers: Sequence[Any]) -> list[Any]:
-    """Those within them that have a learning rate: the inner one of loss scaling, the several of a MultiOptimizer."""
-    inner = [getattr(x, "inner_optimizer", x) for x in optimizers]
-    found = [x for own in inner for x in getattr(own, "optimizers", [own])]
-    return list({id(x): x for x in found}.values())
-
-
-class OnTensorFlow:
-    """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
-
-    framework = "tensorflow"
-    _waits: Any = None  # seconds within the transfers of graphs, of all models
-
-    def __init__(self) -> None:
-        import tensorflow as tf
-
-        from hvd_train.frontends.tensorflow.graphs import awaited, seconds_waited
-        from hvd_train.frontends.tensorflow.model import packing
-        from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-
-        self.tf, self._awaited = tf, awaited
-        if OnTensorFlow._waits is None:
-            with tf.init_scope():
-                OnTensorFlow._waits = seconds_waited()
-        self.ops: Ops = TensorFlowOps()
-        self.packing: Callable[[Communicator], Packing] = packing
-        self.lifted = tf.init_scope  # out of the graph that is traced
-
-    def untouched(self, function: Callable) -> Callable:
-        """Not rewritten by AutoGraph when a user's own tf.function reaches it."""
-        return self.tf.autograph.experimental.do_not_convert(function)
-
-    def eager(self) -> bool:
-        return self.tf.executing_eagerly()
-
-    def graph(self) -> Any:
-        """That is traced; None: operations run at once."""
-        return None if self.eager() else self.tf.compat.v1.get_default_graph()
-
-    def after_step(self, reduction: Reduction) -> None:
-        """In a loop of the user's own. A graph counts its steps; Python asks with the next batch (Reduction.hear): a
-        transfer that Python starts within a graph would wait for the thread that it keeps."""
-        if self.eager():
-            reduction.stepped(1)
-        else:
-            reduction.steps.value.assign_add(1)
-            Reduction.traced.add(reduction)
-
-    def draw_apart(self) -> None:
-        """The graph that is traced here draws other numbers on each rank."""
-        graph = self.tf.compat.v1.get_default_graph()
-        if not self.eager() and graph.seed is not None:
-            self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph alone
-
-    def dense(self, gradients: list[Any]) -> list[Any]:
-        """Tensors of IndexedSlices. On a CPU none is sent before all are there: the thread that carries a transfer
-        would take the time from those that compute."""
-        gradients = [None if g is None else self.tf.convert_to_tensor(g) for g in gradients]
-        if self.tf.config.get_visible_devices("GPU"):
-            return gradients
-        with self.tf.control_dependencies([g for g in gradients if g is not None]):
-            return [None if g is None else self.tf.identity(g) for g in gradients]
-
-    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-        """What ``transfer`` gives; of a graph, the seconds that it waited are counted here."""
-        if self.eager():
-            return transfer()
-        return self._awaited(self._waits, [g for g in gradients if g is not None], transfer)
-
-    def waited(self) -> float:
-        return float(self._waits)
-
-    def settle(self, optimizer: Any) -> None:
-        from hvd_train.keras.fused import fuse
-
-        fuse(optimizer)
-
-
-class OnTorch:
-    framework = "pytorch"
-
-    def __init__(self) -> None:
-        import torch
-
-        from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
-        from hvd_train.frontends.pytorch.ops import TorchOps
-
-        self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
-        self.lifted = contextlib.nullcontext
-
-    def untouched(self, function: Callable) -> Callable:
-        return function
-
-    def eager(self) -> bool:
-        return True
-
-    def graph(self) -> Any:
-        return None
-
-    def after_step(self, reduction: Reduction) -> None:
-        reduction.stepped(1)
-
-    def draw_apart(self) -> None:
-        """There is no graph."""
-
-    def dense(self, gradients: list[Any]) -> list[Any]:
-        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-
-    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-        return transfer()
-
-    def waited(self) -> float:
-        return 0.0  # the communicator counts all
-
-    def settle(self, optimizer: Any) -> None:
-        """Keras takes torch's own fused updates here."""
 
 
 class Reduction:
@@ -222,13 +66,8 @@ class Reduction:
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
-        self.scoring: Any = None  # samples of the batch that is scored, while a ``test_step`` runs
-        self.window = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches that are a global one
-        self.place = keras.Variable(0, trainable=False, dtype="int64", name="place")  # of a batch in its window
-        self.parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # of which none has more ranks
-        self.uncut = False  # whether evaluation divides the data by global batches
-        self._scores: list[Any] = []  # of each loss, the window's sums so far: samples, weight, loss times weight
-        self.losses = 0  # of this step that asked for those of the other ranks, or of the window
+        self.window = EvalWindow(backend)
+        self.losses = 0  # of this step that asked for those of the other ranks
         self._means: list[tuple[Callable[[Any, Any], None], Any]] = []  # of this step's metrics that count batches
         # The samples of a step on all ranks over ``batch``; 0 until an optimizer has made it.
         self.present = keras.Variable(0.0, trainable=False, dtype="float64", name="present")
@@ -263,11 +102,11 @@ class Reduction:
         given: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
             given[i] = gradient
-        part = _tensor(Reduction.part)
+        part = tensor_of(Reduction.part)
         if self.count is not None:
-            part = keras.ops.cast(self.count, "float64") / _tensor(self.batch)
+            part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
-        head = keras.ops.concatenate([keras.ops.stack([part, _tensor(self.stop)]), used])
+        head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*given, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
         pairs = zip(self._exchange.split(joined), self._kinds, strict=True)
@@ -320,49 +159,20 @@ class Reduction:
             factor = factor * keras.ops.divide_no_nan(own[1], total[1])
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
 
-    def scored(self, value: Any, weight: Any = None) -> Any:
-        """``value``, a sum over a batch that is scored or its mean by ``weight``, as what the batch adds to the loss of
-        its window: times the samples, these add up to the loss of the global batch that one process would take."""
-        x = keras.ops.cast(value, "float64")
-        w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
-        samples, before, after = self._summed(w, x * w)
-
-        def total(of: Any) -> Any:
-            return of[0] * (of[2] * _tensor(self.parts) if weight is None else keras.ops.divide_no_nan(of[2], of[1]))
-
-        return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
-
-    def _summed(self, *values: Any) -> tuple[Any, Any, Any]:
-        """(samples of this batch, (samples, two sums) of the window before it, and with its two ``values``)."""
-        while len(self._scores) <= self.losses:
-            with self._backend.lifted():
-                zeros = np.zeros(3)
-                self._scores.append(keras.Variable(zeros, trainable=False, dtype="float64", name="scores"))
-        sums = self._scores[self.losses]
-        self.losses += 1
-        samples = keras.ops.cast(self.scoring, "float64")
-        before = keras.ops.where(_tensor(self.place) > 0, _tensor(sums), keras.ops.zeros((3,), "float64"))
-        after = before + keras.ops.stack([samples, *values])
-        sums.assign(after)
-        return samples, before, after
-
     def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
-        """Calls ``add`` with what this rank's batch, whose mean is ``value``, adds to the sum of the means of global
-        batches, and to their number. Of a step's samples on all ranks one knows when it is made: until then every rank
-        counts as if its batch were full, and ``step_made`` adds the rest."""
-        one = keras.ops.ones_like(value)
-        if self.scoring is not None:
-            samples = keras.ops.cast(self.scoring, "float64")
-            _, before, after = self._summed(samples * value, one)
-            begins = keras.ops.cast(_tensor(self.place) == 0, "float64")
-            means = [keras.ops.divide_no_nan(x[1], x[0]) for x in (before, after)]
-            add(means[1] - means[0], begins)
+        """Call ``add`` with what this rank's batch adds to the sum of the means of global batches, and to their number.
+
+        ``value``: the mean over the batch. The number of a step's samples on all ranks is known when an optimizer has
+        made it. Until then every rank counts as if its batch were full, and ``step_made`` adds the rest.
+        """
+        if self.window.samples is not None:
+            add(*self.window.batch_mean(value))
         elif self.count is not None:
-            share = keras.ops.cast(self.count, "float64") / (_tensor(self.batch) * self._size)
+            share = keras.ops.cast(self.count, "float64") / (tensor_of(self.batch) * self._size)
             add(value * share, share)
             self._means.append((add, value))
         else:
-            add(value, one)
+            add(value, keras.ops.ones_like(value))
 
     def begin_step(self, samples: Any) -> None:
         self.count, self.losses, self._means = samples, 0, []
@@ -371,24 +181,14 @@ class Reduction:
         """Corrects the shares of this step's batch means."""
         if not self._means:
             return
-        full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), _tensor(self.present)
+        full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)
         whole = keras.ops.where(present > 0, present, full)  # no optimizer's step: nobody knows
-        part = keras.ops.cast(self.count, "float64") / _tensor(self.batch)
+        part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
         more = part / whole - part / full
         for add, value in self._means:
             add(value * more, more)
         self._means = []
         self.present.assign(0.0)
-
-    def scored_batch(self) -> None:
-        """The next batch has the next place in its window."""
-        if self.losses:
-            self.place.assign((_tensor(self.place) + 1) % _tensor(self.window))
-
-    def begin_scoring(self, window: int = 1, parts: int = 1) -> None:
-        self.window.assign(window)
-        self.place.assign(0)
-        self.parts.assign(parts)
 
     def _position(self, variable: Any) -> int:
         if id(variable) not in self._positions:
@@ -407,7 +207,7 @@ class Reduction:
         return keras.ops.cast(gradient, self._wire[i])
 
     def _start(self, flats: list[Any], part: Any) -> list[Any]:
-        states = [tuple(_tensor(v) for v in state) for state in self._states]
+        states = [tuple(tensor_of(v) for v in state) for state in self._states]
         return [self._exchange.start(b, flat, states[b]) for b, flat in enumerate(_times(flats, part))]
 
     def _finish(self, started: Sequence[Any]) -> list[Any]:
@@ -427,12 +227,7 @@ def _scaled(flats: list[Any], factor: Any) -> list[Any]:
     return [flat * keras.ops.cast(factor, flat.dtype) for flat in flats]
 
 
-def _tensor(variable: Any) -> Any:
-    """A variable's present value; Keras 3 hands its own variables out unread."""
-    return keras.ops.convert_to_tensor(variable.value)
-
-
-def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes, of: Any = None) -> None:
+def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches, of: Any = None) -> None:
     """Puts the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
     ``of``: variables -> the reduction of a further optimizer.
 
@@ -448,10 +243,10 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, changes: Changes
             backend.after_step(reduction)
         return found
 
-    changes.put(optimizer, "apply", backend.untouched(apply_reduced))
+    patches.put(optimizer, "apply", backend.untouched(apply_reduced))
 
 
-def count_samples(model: Any, reduction: Reduction, backend: Any, changes: Changes) -> None:
+def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patches) -> None:
     """Tells the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has, and
     each batch that is scored."""
     step, score = model.train_step, model.test_step
@@ -463,20 +258,20 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, changes: Chang
         backend.draw_apart()
         reduction.begin_step(samples(data))
         try:
-            found = step(data)
+            logs = step(data)
             reduction.step_made()
-            return found
+            return logs
         finally:
             reduction.count = None
 
     def scored_step(data: Any) -> Any:
-        reduction.scoring, reduction.losses = samples(data), 0
+        reduction.window.begin_batch(samples(data))
         try:
-            found = score(data)
-            reduction.scored_batch()
-            return found
+            logs = score(data)
+            reduction.window.end_batch()
+            return logs
         finally:
-            reduction.scoring = None
+            reduction.window.samples = None
 
-    changes.put(model, "train_step", backend.untouched(counted_step))
-    changes.put(model, "test_step", backend.untouched(scored_step))
+    patches.put(model, "train_step", backend.untouched(counted_step))
+    patches.put(model, "test_step", backend.untouched(scored_step))

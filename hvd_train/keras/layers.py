@@ -49,8 +49,8 @@ def agree_on_settings(model: Any, world: Communicator) -> None:
         warnings.warn(f"{what} (make them alike on all ranks, or weights of the layer)", stacklevel=4)
 
 
-class States:
-    """The states of a model's layers that are not variables, on this rank."""
+class LayerStates:
+    """States of a model's layers that are not variables, on this rank."""
 
     def __init__(self, model: Any, world: Communicator) -> None:
         self._world = world

@@ -14,7 +14,8 @@ from typing import Any
 import keras
 
 from hvd_train.errors import ConfigError
-from hvd_train.keras.gradients import Changes, Reduction
+from hvd_train.keras.gradients import Reduction
+from hvd_train.keras.patches import Patches
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator
 
@@ -35,7 +36,7 @@ class _Ones(keras.losses.Loss):
         return ones if mask is None else ones * keras.ops.cast(mask, ones.dtype)
 
 
-class Shared:
+class DistributedLoss:
     """Stands for a loss of ``compile``. ``kind``: what it is over samples, as ``probe`` finds."""
 
     def __init__(self, loss: Any, reduction: Reduction) -> None:
@@ -58,15 +59,15 @@ class Shared:
         weight = None if summed else _Ones(values)(y_true, y_pred, weights)
         if self._reduction.count is not None:
             return self._reduction.whole(value, weight)
-        if self._reduction.scoring is None:  # out of a step
+        if self._reduction.window.samples is None:  # out of a step
             return value
         if not summed:
             self._warn()
-        return self._reduction.scored(value, weight)
+        return self._reduction.window.loss(value, weight)
 
     def _warn(self) -> None:
         """Where ranks score batches that are no parts of global ones."""
-        if not self._reduction.uncut and not self._warned and world().rank == 0:
+        if not self._reduction.window.whole and not self._warned and world().rank == 0:
             what = "takes a mean over masked or weighted places of each rank's own batches: one process cuts others"
             warnings.warn(f"evaluation: the loss {self.loss.name} {what}, and has another mean of them", stacklevel=2)
         self._warned = True
@@ -88,14 +89,16 @@ class Shared:
         return (seen[0] if len(seen) == 1 else None), value
 
 
-def share_losses(model: Any, reduction: Reduction, changes: Changes) -> None:
-    """Puts ``Shared`` in place of the model's losses."""
+def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
+    """Puts ``DistributedLoss`` in place of the model's losses."""
     owner = model._compile_loss
     if owner is None:
         return
 
     def put() -> None:
-        owner._flat_losses = [entry._replace(loss=Shared(entry.loss, reduction)) for entry in owner._flat_losses]
+        owner._flat_losses = [
+            entry._replace(loss=DistributedLoss(entry.loss, reduction)) for entry in owner._flat_losses
+        ]
 
     def take_back() -> None:
         if owner.built:
@@ -107,8 +110,8 @@ def share_losses(model: Any, reduction: Reduction, changes: Changes) -> None:
         build(*args)
         put()
 
-    changes.put(owner, "build", built)  # Keras calls it with the first batch
-    changes.on_undo(take_back)
+    patches.put(owner, "build", built)  # Keras calls it with the first batch
+    patches.on_undo(take_back)
     if owner.built:
         put()
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import keras
 
-from hvd_train.keras.gradients import Changes, Reduction
+from hvd_train.keras.gradients import Reduction
 from hvd_train.keras.losses import FOUND, kind_over_samples
+from hvd_train.keras.patches import Patches
 from hvd_train.protocol import Communicator
 
 FIX = "return one value a sample to have their mean"
@@ -45,28 +46,28 @@ class BatchMean:
             _add(metric, values, self._reduction)
 
 
-def share_means(model: Any, reduction: Reduction, changes: Changes) -> None:
+def share_means(model: Any, reduction: Reduction, patches: Patches) -> None:
     """Changes the metrics of ``model`` that count batches, as soon as Keras has built them."""
     losses, metrics = model._compile_loss, model._compile_metrics
 
     def put_losses() -> None:
         for tracker in losses.metrics:
-            changes.put(tracker, "update_state", _tracking(tracker, reduction))
+            patches.put(tracker, "update_state", _tracking(tracker, reduction))
 
     def put_metrics() -> None:
         for metric in metrics.metrics:
             if _is_function(metric):
-                changes.put(metric, "update_state", BatchMean(metric, reduction))
+                patches.put(metric, "update_state", BatchMean(metric, reduction))
 
     for tracker in _means(model):
-        changes.put(tracker, "update_state", _of_batches(tracker, reduction))
+        patches.put(tracker, "update_state", _of_batches(tracker, reduction))
     for owner, put in ((losses, put_losses), (metrics, put_metrics)):
         if owner is None:
             continue
         if owner.built:
             put()
         else:
-            changes.put(owner, "build", _then(owner.build, put))
+            patches.put(owner, "build", _then(owner.build, put))
 
 
 def counts_batches(model: Any) -> bool:

@@ -1,0 +1,123 @@
+"""The differences between Keras on TensorFlow and on PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_train.keras.gradients import Reduction
+from hvd_train.launch.environment import world
+from hvd_train.protocol import Communicator, Ops, Packing
+
+
+class OnTensorFlow:
+    """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
+
+    framework = "tensorflow"
+    _waits: Any = None  # seconds within the transfers of graphs, of all models
+
+    def __init__(self) -> None:
+        import tensorflow as tf
+
+        from hvd_train.frontends.tensorflow.graphs import awaited, seconds_waited
+        from hvd_train.frontends.tensorflow.model import packing
+        from hvd_train.frontends.tensorflow.ops import TensorFlowOps
+
+        self.tf, self._awaited = tf, awaited
+        if OnTensorFlow._waits is None:
+            with tf.init_scope():
+                OnTensorFlow._waits = seconds_waited()
+        self.ops: Ops = TensorFlowOps()
+        self.packing: Callable[[Communicator], Packing] = packing
+        self.lifted = tf.init_scope  # out of the graph that is traced
+
+    def untouched(self, function: Callable) -> Callable:
+        """Not rewritten by AutoGraph when a user's own tf.function reaches it."""
+        return self.tf.autograph.experimental.do_not_convert(function)
+
+    def eager(self) -> bool:
+        return self.tf.executing_eagerly()
+
+    def graph(self) -> Any:
+        """That is traced; None: operations run at once."""
+        return None if self.eager() else self.tf.compat.v1.get_default_graph()
+
+    def after_step(self, reduction: Reduction) -> None:
+        """In a loop of the user's own. A graph counts its steps; Python asks with the next batch (Reduction.hear): a
+        transfer that Python starts within a graph would wait for the thread that it keeps."""
+        if self.eager():
+            reduction.stepped(1)
+        else:
+            reduction.steps.value.assign_add(1)
+            Reduction.traced.add(reduction)
+
+    def draw_apart(self) -> None:
+        """The graph that is traced here draws other numbers on each rank."""
+        graph = self.tf.compat.v1.get_default_graph()
+        if not self.eager() and graph.seed is not None:
+            self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph alone
+
+    def dense(self, gradients: list[Any]) -> list[Any]:
+        """Tensors of IndexedSlices. On a CPU none is sent before all are there: the thread that carries a transfer
+        would take the time from those that compute."""
+        gradients = [None if g is None else self.tf.convert_to_tensor(g) for g in gradients]
+        if self.tf.config.get_visible_devices("GPU"):
+            return gradients
+        with self.tf.control_dependencies([g for g in gradients if g is not None]):
+            return [None if g is None else self.tf.identity(g) for g in gradients]
+
+    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
+        """What ``transfer`` gives; of a graph, the seconds that it waited are counted here."""
+        if self.eager():
+            return transfer()
+        return self._awaited(self._waits, [g for g in gradients if g is not None], transfer)
+
+    def waited(self) -> float:
+        return float(self._waits)
+
+    def settle(self, optimizer: Any) -> None:
+        from hvd_train.keras.fused import fuse
+
+        fuse(optimizer)
+
+
+class OnTorch:
+    framework = "pytorch"
+
+    def __init__(self) -> None:
+        import torch
+
+        from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+        from hvd_train.frontends.pytorch.ops import TorchOps
+
+        self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
+        self.lifted = contextlib.nullcontext
+
+    def untouched(self, function: Callable) -> Callable:
+        return function
+
+    def eager(self) -> bool:
+        return True
+
+    def graph(self) -> Any:
+        return None
+
+    def after_step(self, reduction: Reduction) -> None:
+        reduction.stepped(1)
+
+    def draw_apart(self) -> None:
+        """There is no graph."""
+
+    def dense(self, gradients: list[Any]) -> list[Any]:
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+    def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
+        return transfer()
+
+    def waited(self) -> float:
+        return 0.0  # the communicator counts all
+
+    def settle(self, optimizer: Any) -> None:
+        """Keras takes torch's own fused updates here."""

@@ -1,0 +1,93 @@
+"""Callbacks of ``fit``, ``evaluate`` and ``predict`` on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvd_train.data.order import mix
+from hvd_train.keras.data.epochs import Epochs
+from hvd_train.keras.data.leaves import kind_of
+from hvd_train.keras.model_state import to_numpy
+
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.12
+)
+
+
+def callbacks_of(given: Any, main: bool, last: Any = None) -> Any:
+    """Return the user's callbacks, then ``last``. Where ``main`` is false, those that write files or the screen go."""
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    chosen = [c for c in keras.tree.flatten(given or []) if main or not isinstance(c, WRITERS)]
+    return [*chosen, last] if last else chosen
+
+
+class SyncCallback(keras.callbacks.Callback):
+    """The last callback: what the others change on one rank holds on all of them, or on none."""
+
+    def __init__(self, rank: Any, parts: Any) -> None:
+        super().__init__()
+        self._rank, self._parts, self._epoch, self._batch = rank, parts, 0, -1
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._rank.reduction.stop.assign(0.0)
+        self._rank.reduction.stopped.assign(0.0)
+        self._rank.begin()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._batch = epoch, -1
+        self._rank.pause()  # an evaluation lies between
+        if isinstance(self._parts, Epochs):
+            self._parts.begin(epoch)
+        self._number(epoch)
+
+    def _number(self, epoch: int) -> None:
+        """Number the next pass over a DataLoader: with ``steps_per_epoch`` Keras begins it an epoch early."""
+        if kind_of(self._parts) == "loader" and self._rank.shard:
+            self._parts.share.renumber(mix(self._rank.patches.fits, epoch))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Send this rank's wish to stop with the next step. If it stopped here alone, the others would wait for it."""
+        if float(to_numpy(self._rank.reduction.stopped)) > 0:
+            self.model.stop_training = True
+        elif self.model.stop_training:
+            self._rank.reduction.stop.assign(1.0)
+            self.model.stop_training = False
+        if self._batch < 0:
+            self._number(self._epoch + 1)
+        steps, self._batch = batch - self._batch, batch
+        self._rank.taken += steps
+        self._rank.trained(steps, "model.fit")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wish = self.model.stop_training or float(to_numpy(self._rank.reduction.stop)) > 0
+        self.model.stop_training = self._rank.stops(wish)
+        self._rank.compare(f"model.fit, epoch {epoch + 1}")
+
+
+def within_page(page: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``make_train_function`` for a model whose steps are an exchange as a whole, as the watchdog sees it."""
+
+    def made(force: bool = False) -> Any:
+        before = model.train_function
+        make(force=force)
+        step = model.train_function
+        if step is not before:
+
+            def entered(*args: Any) -> Any:
+                with page:
+                    return step(*args)
+
+            model.train_function = entered
+        return model.train_function
+
+    return made

@@ -1,0 +1,88 @@
+"""Evaluation by global batches, where a rank scores parts of them one after the other.
+
+A loss that is no plain mean over samples, and a mean over batches, depend on where batches are cut. ``window`` batches
+of a rank in a row make one global batch, as one process would take it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+
+class EvalWindow:
+    """The sums of the global batch that is scored so far, kept in variables of the graph.
+
+    ``samples``: of the batch that is scored, while a ``test_step`` runs; else None. ``whole``: whether evaluation
+    divides the data by global batches.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.samples: Any = None
+        self.whole = False
+        self._size = keras.Variable(1, trainable=False, dtype="int64", name="window")  # batches that are a global one
+        self._place = keras.Variable(0, trainable=False, dtype="int64", name="place")  # of a batch in its window
+        self._parts = keras.Variable(1.0, trainable=False, dtype="float64", name="parts")  # ranks that score them
+        self._sums: list[Any] = []  # (3,) of each loss: samples, weight, loss times weight
+        self._losses = 0  # of this batch that asked for the window's sums
+
+    def begin(self, size: int = 1, parts: int = 1) -> None:
+        """Begin an evaluation in windows of ``size`` batches."""
+        self._size.assign(size)
+        self._place.assign(0)
+        self._parts.assign(parts)
+
+    def begin_batch(self, samples: Any) -> None:
+        """Begin a batch, in ``test_step``."""
+        self.samples, self._losses = samples, 0
+
+    def end_batch(self) -> None:
+        """Give the next batch the next place in its window."""
+        if self._losses:
+            self._place.assign((tensor_of(self._place) + 1) % tensor_of(self._size))
+
+    def loss(self, value: Any, weight: Any = None) -> Any:
+        """Return what the batch adds to the loss of its window.
+
+        ``value``: a sum over the batch, or its mean by ``weight``. Times the samples, what comes back adds up to the
+        loss of the global batch that one process would take.
+        """
+        x = keras.ops.cast(value, "float64")
+        w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
+        samples, before, after = self._add(w, x * w)
+
+        def total(sums: Any) -> Any:
+            if weight is None:
+                return sums[0] * (sums[2] * tensor_of(self._parts))
+            return sums[0] * keras.ops.divide_no_nan(sums[2], sums[1])
+
+        return keras.ops.cast((total(after) - total(before)) / samples, value.dtype)
+
+    def batch_mean(self, value: Any) -> tuple[Any, Any]:
+        """Return what the batch adds to the sum of global batches' means and to their number. ``value``: its mean."""
+        samples = keras.ops.cast(self.samples, "float64")
+        _, before, after = self._add(samples * value, keras.ops.ones_like(value))
+        begins = keras.ops.cast(tensor_of(self._place) == 0, "float64")
+        means = [keras.ops.divide_no_nan(x[1], x[0]) for x in (before, after)]
+        return means[1] - means[0], begins
+
+    def _add(self, *values: Any) -> tuple[Any, Any, Any]:
+        """Return (samples of this batch, sums of the window before it, sums with its two ``values``)."""
+        while len(self._sums) <= self._losses:
+            with self._backend.lifted():
+                self._sums.append(keras.Variable(np.zeros(3), trainable=False, dtype="float64", name="scores"))
+        sums = self._sums[self._losses]
+        self._losses += 1
+        samples = keras.ops.cast(self.samples, "float64")
+        before = keras.ops.where(tensor_of(self._place) > 0, tensor_of(sums), keras.ops.zeros((3,), "float64"))
+        after = before + keras.ops.stack([samples, *values])
+        sums.assign(after)
+        return samples, before, after
+
+
+def tensor_of(variable: Any) -> Any:
+    """Return a variable's present value; Keras 3 hands its own variables out unread."""
+    return keras.ops.convert_to_tensor(variable.value)

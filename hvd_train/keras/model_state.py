@@ -1,0 +1,91 @@
+"""The variables of a model, the same on all ranks: rank 0's at first, and means of what each rank gathers later."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_train.core.mean import differing, mean
+from hvd_train.keras.layers import LayerStates
+from hvd_train.keras.patches import optimizers_of
+from hvd_train.protocol import Communicator, Ops
+
+SEED = "seed_generator_state"
+
+
+class ModelState:
+    """The variables of ``model`` and its optimizers, and buffers of PyTorch modules in it, on this rank."""
+
+    def __init__(self, model: Any, world: Communicator, ops: Ops) -> None:
+        self._model, self._world, self._ops = model, world, ops
+        self._layers = LayerStates(model, world)
+
+    def take_from_rank_0(self) -> None:
+        """Give every rank rank 0's weights, statistics, slots of the optimizers and the epoch to begin with.
+
+        Generators of random numbers start from rank 0's seed plus the rank: masks differ, and repeat from run to run.
+        """
+        slots = [v for optimizer in optimizers_of(self._model) for v in optimizer.variables]
+        unique = {id(v): v for v in [*self._model.variables, *slots, *buffers_of(self._model)]}
+        variables = unique.values()
+        arrays = [to_numpy(v) for v in variables]
+        header = json.dumps({"epoch": self._model._initial_epoch}).encode()
+        sent = self._world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
+        at = sent.index(b"\n") + 1
+        self._model._initial_epoch = json.loads(sent[:at])["epoch"]
+        for v, local in zip(variables, arrays, strict=True):
+            array = np.frombuffer(sent, local.dtype, local.size, at).reshape(local.shape).copy()
+            at += local.nbytes
+            if v.path.endswith(SEED):
+                seed = (int(array[0]) + self._world.rank * 0x9E3779B9) % (1 << 32)
+                array[0] = np.uint32(seed).astype(array.dtype)  # int32 on PyTorch
+            v.assign(array)
+        self._layers.finalize()
+
+    def share_layer_states(self, where: str) -> None:
+        """Give all ranks rank 0's vocabularies and adapted statistics."""
+        if self._layers.share(where) and self._model.compiled:
+            self.trace_again()
+
+    def trace_again(self) -> None:
+        """Make graphs anew: those that were traced before hold the model as it was then."""
+        self._model.make_train_function(force=True)
+        self._model.test_function = self._model.predict_function = None  # which Keras makes when it is asked
+
+    def average_statistics(self) -> None:
+        """Average running means and variances, which each rank gathers from its local samples."""
+        gathered = [*self._model.non_trainable_variables, *buffers_of(self._model)]
+        local = {str(k): v for k, v in enumerate(gathered) if not v.path.endswith(SEED)}
+        arrays = ((name, keras.ops.convert_to_numpy(v)) for name, v in local.items() if "float" in v.dtype)
+        apart = {name: to_numpy(local[name]) for name in differing(arrays, self._world)}
+        for name, value in mean(apart, self._world, self._ops).items():
+            local[name].assign(value)
+
+
+class Buffer:
+    """A buffer of a PyTorch module within a Keras layer, which Keras does not count among its variables."""
+
+    def __init__(self, path: str, tensor: Any) -> None:
+        self.path, self._tensor = path, tensor
+        self.dtype = keras.backend.standardize_dtype(tensor.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(keras.ops.convert_to_numpy(self._tensor), dtype)
+
+    def assign(self, value: np.ndarray) -> None:
+        """Set the buffer, as Keras sets a variable."""
+        self._tensor.data.copy_(keras.ops.convert_to_tensor(value))
+
+
+def buffers_of(model: Any) -> list[Buffer]:
+    """Return the buffers of PyTorch modules within the model's layers."""
+    wrapped = [x for x in model._flatten_layers() if isinstance(x, keras.layers.TorchModuleWrapper)]
+    return [Buffer(f"{x.path}/{name}", b) for x in wrapped for name, b in x.module.named_buffers()]
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Return a copy of a variable or tensor as an array."""
+    return np.array(keras.ops.convert_to_numpy(x))

@@ -15,7 +15,7 @@ SHOWN = 20
 LONGEST = [
     "ranks/test_worlds",
     "tests/keras/test_keras",
-    "tests/torch/test_torch",
+    "tests/torch/test_worlds",
     "verify/test_verify",
     "ranks/test_lost_ranks",
     "ranks/test_launchers",

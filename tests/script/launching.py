@@ -1,0 +1,20 @@
+"""A script on the ranks of a launched world."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from hvd_train.launch.start import environment
+from tests.ranks.conftest import world_command
+
+ROOT = Path(__file__).parents[2]
+
+
+SECONDS = 600  # of a whole world; a case has its own limit
+
+
+def launch(size: int, launcher: str, program: list[str], folder: Path, seconds: float = SECONDS):
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    line = world_command(size, launcher, program)
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False)

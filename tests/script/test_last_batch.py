@@ -1,0 +1,73 @@
+"""Weights of the last batch, whose length differs between ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import data
+
+from hvd_train.script.dataloader import passes, shares
+from tests.script.loaders import SEVEN_TO_SIX, Doubled, uneven
+
+
+@pytest.mark.parametrize("count", [10, 13, 14, 15, 29])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_weights_make_a_mean_over_samples(count, size):
+    ranks = [shares.Share(count, 3, shuffle=True, drop_last=False, seed=0, rank=r, size=size) for r in range(size)]
+    for k, parts in enumerate(zip(*ranks, strict=True)):
+        weights = [share.weight(k) for share in ranks]
+        total = sum(w * float(np.mean(part)) for w, part in zip(weights, parts, strict=True)) / size
+        assert total == pytest.approx(np.mean([i for part in parts for i in part]), rel=1e-12)
+        assert k + 1 == len(ranks[0]) or weights == [1.0] * size
+
+
+def weights(loader, *, ahead: int = 0, times: int = 1, every: int = 1) -> list[float]:
+    """What a reducer counts by, for a loop that takes ``ahead`` batches early, and exchanges after ``every`` batch."""
+    found, queue = [], []
+
+    def exchange():
+        for _ in range(times):
+            found.append(passes.weight())
+            passes.exchanged()
+
+    for k, batch in enumerate(loader):
+        queue.append(batch)
+        if len(queue) > ahead and (k + 1) % every == 0:
+            queue.pop(0)
+            exchange()
+    if ahead:
+        exchange()
+    return found
+
+
+def test_the_last_batch_counts_by_its_samples_where_it_is_in_use():
+    assert weights(uneven()) == [1.0, 1.0, SEVEN_TO_SIX]
+    assert weights(uneven(num_workers=2, prefetch_factor=2)) == [1.0, 1.0, SEVEN_TO_SIX]  # long prepared
+    assert weights(uneven(), times=2) == [1.0] * 4 + [SEVEN_TO_SIX] * 2  # a GAN's two losses
+    assert weights(zip(uneven(), uneven(), strict=True)) == [1.0, 1.0, SEVEN_TO_SIX]
+    assert passes.weight() == 1.0  # the pass has ended
+
+
+def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
+    assert weights(uneven(), ahead=1) == [1.0] * 3  # the loop holds another batch than the last one given
+    assert weights(uneven(), every=3) == [1.0]  # gradients of three batches travel together
+    assert weights(zip(uneven(), data.DataLoader(range(53), batch_size=10), strict=False))[-1] == SEVEN_TO_SIX
+    even = passes.shared(data.DataLoader(range(60), batch_size=10), 0, 0, 2)
+    assert weights(zip(uneven(), even, strict=True)) == [1.0] * 3  # of which of the two?
+    assert weights(uneven(num_workers=2, in_order=False)) == [1.0] * 3
+    assert weights(passes.shared(Doubled(range(53), batch_size=10), 0, 0, 2)) == [1.0] * 3
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_evaluation_and_looks_in_between_do_not_count(context):
+    own, checks, found = uneven(), uneven(), []
+    for _ in own:
+        with context():
+            next(iter(own))
+            assert len(list(checks)) == 3
+        found.append(passes.weight())
+        passes.exchanged()
+        with context():
+            assert len(list(checks)) == 3
+    assert found == [1.0, 1.0, SEVEN_TO_SIX]

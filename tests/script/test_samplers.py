@@ -1,0 +1,200 @@
+"""Samplers, batch samplers and streams of the user's, divided among ranks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import data
+
+from hvd_train.errors import DataError
+from hvd_train.script.dataloader import passes, shares
+from tests.script.loaders import world_of
+
+
+def passed(loaders: list) -> list[list[list[int]]]:
+    """[batch][rank] -> samples of a pass; each rank's weights must be those of a mean over the samples."""
+    rounds = [list(loader) for loader in loaders]
+    assert len({len(own) for own in rounds}) == 1
+    iterators, found = [iter(loader) for loader in loaders], []
+    for parts in zip(*iterators, strict=True):
+        parts = [part.tolist() for part in parts]
+        found.append(parts)
+        total = sum(map(len, parts))
+        assert [p.weight for p in iterators] == [len(own) * len(parts) / total for own in parts]
+        passes.exchanged()
+    assert [[batch.tolist() for batch in own] for own in rounds] == [list(own) for own in zip(*found, strict=True)]
+    return found
+
+
+class Ordered(data.Sampler):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(np.random.permutation(self.count).tolist() + [random.randrange(3), int(torch.randint(3, ()))])
+
+
+class Buckets(data.Sampler):
+    """Batches of other lengths each, in an order that is drawn."""
+
+    def __iter__(self):
+        ends = np.cumsum([0, 3, 1, 4, 1, 5, 2, 6])
+        batches = [list(range(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+class Lines(data.IterableDataset):
+    def __init__(self, count, shuffle=True):
+        self.count, self.shuffle = count, shuffle
+
+    def __iter__(self):
+        worker = data.get_worker_info()
+        own = list(range(self.count))[worker.id :: worker.num_workers] if worker else list(range(self.count))
+        if self.shuffle:
+            random.shuffle(own)
+        yield from own
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sampler_of_ones_own(size):
+    """All that it gives, in its order; another one after a step, the same for every number of ranks."""
+    seen = []
+    for world in (1, size):
+        loaders = world_of(lambda world=world: data.DataLoader(range(44), 12 // world, sampler=Ordered(44)), world)
+        for _ in range(2):
+            seen.append([[i for own in parts for i in own] for parts in passed(loaders)])
+            shares.stepped()
+            assert len(loaders[0]) == len(seen[-1]) == 4
+    one, again, first, second = seen
+    assert [sorted(batch) for batch in first] == [sorted(batch) for batch in one]
+    assert [sorted(batch) for batch in second] == [sorted(batch) for batch in again]
+    assert one != again and set(sum(one, [])) == set(range(44)) and len(sum(one, [])) == 46
+
+
+class Numbered(data.Sampler):
+    """An order of its own for each epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(12).tolist())
+
+
+def test_a_sampler_that_is_told_the_epoch():
+    """Also if somebody asked for the length before, or tells it through the loader."""
+
+    def order(epoch):
+        return np.random.default_rng(epoch).permutation(12).tolist()
+
+    sampler = Numbered()
+    batches = data.BatchSampler(Numbered(), 4, drop_last=False)
+    (loader,) = world_of(lambda: data.DataLoader(range(12), batch_size=4, sampler=sampler), 1)
+    (batched,) = world_of(lambda: data.DataLoader(range(12), batch_sampler=batches), 1)
+    for epoch in (0, 3, 1000):
+        assert len(loader) == len(batched) == 3
+        sampler.set_epoch(epoch)
+        batched.batch_sampler.set_epoch(epoch)
+        for own in (loader, batched):
+            assert torch.cat(list(own)).tolist() == order(epoch)
+    loader.set_epoch(7)
+    assert torch.cat(list(loader)).tolist() == order(7)
+    loader.share.load_state_dict({"seed": 0, "epoch": 300})
+    assert sampler.epoch == 7  # steps are no epochs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_batch_sampler_of_ones_own(size):
+    """Its batches, one for each rank; what is left of 7 is divided by samples."""
+    loaders = world_of(lambda: data.DataLoader(range(22), batch_sampler=Buckets()), size)
+    found = passed(loaders)
+    assert sorted(i for parts in found for own in parts for i in own) == list(range(22))
+    lengths = [3, 1, 4, 1, 5, 2, 6]
+    assert sum(len(own) in lengths for parts in found[:-1] for own in parts) == (len(found) - 1) * size
+    few = data.BatchSampler(range(22), 4, drop_last=True)
+    assert [len(list(own)) for own in world_of(lambda: data.DataLoader(range(22), batch_sampler=few), size)] == (
+        [5 // size] * size
+    )
+
+
+@pytest.mark.parametrize("count", [3, 24, 25, 26, 29, 35])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_stream(size, count):
+    """Each sample once, on one rank, in as many batches on every rank; the last counts by its samples."""
+    made = [[], []]
+    for found, world in zip(made, (1, size), strict=True):
+        loaders = world_of(lambda world=world: data.DataLoader(Lines(count), 12 // world), world)
+        before = random.getstate()
+        found += [sorted(i for own in parts for i in own) for parts in passed(loaders)]
+        assert random.getstate() == before
+    assert sorted(sum(made[1], [])) == list(range(count))
+    if count % 12 == 0 or count % 12 >= size:  # else the last few join the batch before
+        assert made[0] == made[1]
+    dropped = world_of(lambda: data.DataLoader(Lines(count), 12 // size, drop_last=True), size)
+    assert [len(list(own)) for own in dropped] == [count // 12] * size
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_of_workers(persistent):
+    options = dict(num_workers=2, persistent_workers=persistent)
+    loaders = world_of(lambda: data.DataLoader(Lines(27), 3, **options), 2)
+    found = passed(loaders)
+    assert sorted(i for parts in found for own in parts for i in own) == list(range(27))
+    assert {len({i % 2 for own in parts for i in own}) for parts in found} == {1}  # of one worker's part each
+
+
+def test_a_stream_too_short_and_its_length():
+    class Counted(Lines):
+        def __len__(self):
+            return self.count
+
+    with pytest.raises(DataError, match="a stream of 2 samples is too short for 3 ranks"):
+        list(passes.shared(data.DataLoader(Lines(2), 4), 0, 0, 3))
+    assert len(passes.shared(data.DataLoader(Counted(29), 4), 0, 0, 3)) == 3
+    loader = passes.shared(data.DataLoader(Lines(29), 4), 0, 0, 3)
+    assert loader.dataset.count == 29
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_orders_that_ranks_do_not_share_have_other_digests(accumulate):
+    class Alone(Lines):
+        def __init__(self, count):
+            super().__init__(count)
+            self.rng = random.Random()
+
+        def __iter__(self):
+            own = list(range(self.count))
+            self.rng.shuffle(own)
+            yield from own
+
+    class AloneOrdered(data.Sampler):
+        def __iter__(self):
+            return iter(random.SystemRandom().sample(range(40), 40))
+
+    def digests(make):
+        both = [iter(loader) for loader in world_of(make, 2)]
+        for own in both * 2:
+            for _ in range(accumulate):
+                next(own)
+            passes.exchanged()
+            assert own.digest == ""  # a look
+        shares.stepped()
+        return [own.digest for own in both]
+
+    for make, alike in {
+        lambda: data.DataLoader(Lines(40), 4): True,
+        lambda: data.DataLoader(range(40), 4, sampler=Ordered(40)): True,
+        lambda: data.DataLoader(range(88), batch_sampler=data.BatchSampler(Ordered(88), 3, False)): True,
+        lambda: data.DataLoader(Alone(40), 4): False,
+        lambda: data.DataLoader(range(40), 4, sampler=AloneOrdered()): False,
+    }.items():
+        one, two = digests(make)
+        assert one and two and (one == two) == alike

@@ -18,6 +18,7 @@ from hvd_train.keras.gradients import Reduction
 from hvd_train.launch.environment import world as place
 from hvd_train.protocol import Communicator
 from hvd_train.script.main_rank import UnsharedSums
+from hvd_train.script.pass_order import PassNumbers
 from hvd_train.script.record import recording
 from hvd_train.script.rng import Draws
 
@@ -30,7 +31,7 @@ _iterations: dict[int, Any] = {}  # of all optimizers that this process has dist
 
 
 def follow(optimizers: Iterable[Any]) -> None:
-    """Their steps give loops other orders; also in a world of one."""
+    """Let the steps of ``optimizers`` number passes; also in a world of one."""
     counts = [getattr(x, "inner_optimizer", x)._iterations for x in optimizers]
     _iterations.update((id(count), count) for count in counts)
 
@@ -41,7 +42,7 @@ def _unshared() -> UnsharedSums:
 
 
 def _steps() -> int:
-    """All steps so far, on all ranks alike."""
+    """Return the number of all steps so far, the same on all ranks."""
     return sum(int(keras.ops.convert_to_numpy(count)) for count in _iterations.values())
 
 
@@ -52,7 +53,8 @@ class Batches:
     epoch with steps running statistics are averaged; one rank alone may go through others."""
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
-        self._epoch, self._steps, self._batch_size, self._first = epoch, steps, batch_size, 0
+        self._epoch, self._steps, self._batch_size = epoch, steps, batch_size
+        self._numbers = PassNumbers(_steps, _steps())
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -62,19 +64,19 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         before = _steps()
         _unshared().begins()
-        for batch in self._epoch(self._first + before):
+        for batch in self._epoch(self._numbers.next):
             Reduction.hear()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
             Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
             yield batch
         Reduction.hear()
         Reduction.counts(1.0)
-        self._first += 1
+        self._numbers.skip()
         _ended(before)
 
     def set_epoch(self, number: int) -> None:
-        """Which order comes next; on all ranks."""
-        self._first = number - _steps()
+        """Choose the order that comes next; on all ranks."""
+        self._numbers.set(number)
 
 
 def shard(
@@ -107,7 +109,7 @@ def shard(
 
 
 def _heard(parts: Any, batch_size: int) -> Any:
-    """A tf.data.Dataset of this rank's batches: a loop of Python's over it does what one over ``Batches`` does."""
+    """Return a tf.data.Dataset of this rank's batches, over which a Python loop does what one over ``Batches`` does."""
     import tensorflow as tf
 
     found = parts.with_options(tf.data.Options())  # an object of our own
@@ -139,7 +141,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
 
 
 def _ended(before: int) -> None:
-    """A pass that began after ``before`` steps has ended, on all ranks."""
+    """End a pass that began after ``before`` steps, on all ranks."""
     if _steps() > before:
         Reduction.settle()
     else:

@@ -22,8 +22,10 @@ _asked = 0
 
 
 def asked() -> int:
-    """How often this rank has found that ranks should be compared; they are when its next gradients travel, for it may
-    be alone with that."""
+    """Return how often this rank has asked to compare the ranks.
+
+    They are compared when its next gradients travel, as it may be alone with the wish.
+    """
     return _asked
 
 
@@ -33,7 +35,7 @@ def _ask() -> None:
 
 
 class Pass:
-    """What ``iter(loader)`` gives: the loader's own iterator, and a note of the batch that it gave last."""
+    """The iterator of a sharded loader, with a note of the batch that it gave last."""
 
     def __init__(self, batches: Iterator, share: shares.Passes, counted: bool, plan: shares.Plan | None) -> None:
         self._batches, self._share = batches, share
@@ -83,12 +85,12 @@ class Pass:
         return getattr(self._batches, name)
 
     def indices(self) -> list:
-        """Of the batch that was given last; empty where they are not known."""
+        """Return the indices of the batch that was given last; empty where they are not known."""
         return self._plan.batch(self._batch) if self._plan else []
 
     @property
     def number(self) -> int:
-        """Of its loader."""
+        """Return the number of its loader."""
         return self._share.number
 
     @property
@@ -110,14 +112,14 @@ class Pass:
 
     @property
     def digest(self) -> str:
-        """Of the order of samples that it follows, if it began before the last step; so a look does not count."""
+        """Return the digest of the order of samples, if the pass began before the last step; else it does not count."""
         if shares.steps() == self._steps:
             return ""
         told: Any = self._batches
         return self._plan.digest if self._plan else f"{told.digest:08x}" if self._known else ""
 
     def moved(self) -> dict[str, str]:
-        """pt_data.Orders.moved, of a pass that began before the last step."""
+        """Return what ``fingerprint.Orders.moved`` gives, of a pass that began before the last step."""
         return self._share.orders.moved() if shares.steps() > self._steps else {}
 
     def _end(self) -> None:
@@ -147,21 +149,21 @@ class Sharded(data.DataLoader):
         counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
         # Workers' first seeds come from here, and torch's generator is left alone. Those that persist are asked once.
         first = share.seed if self.persistent_workers else key
-        self.generator.manual_seed(first if isinstance(self.dataset, streams.Part) else mix(first, share.rank))
-        if isinstance(self.dataset, streams.Part):
+        self.generator.manual_seed(first if isinstance(self.dataset, streams.StreamShare) else mix(first, share.rank))
+        if isinstance(self.dataset, streams.StreamShare):
             self.dataset.key = key
         batches = iter(inner())
         return Pass(batches, share, counted, share.plan if counted and isinstance(share, shares.Share) else None)
 
     def __len__(self) -> int:
-        return self.dataset.batches() if isinstance(self.dataset, streams.Part) else super().__len__()
+        return self.dataset.batches() if isinstance(self.dataset, streams.StreamShare) else super().__len__()
 
     def _get_iterator(self) -> Any:
         found = super()._get_iterator()
-        return streams.Batches(found) if isinstance(self.dataset, streams.Part) else found
+        return streams.Batches(found) if isinstance(self.dataset, streams.StreamShare) else found
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes.set_epoch; on all ranks."""
+        """Number the next pass; on all ranks."""
         self.share.set_epoch(epoch)
 
 
@@ -175,15 +177,15 @@ def shared(
     together: int = 1,
     number: int = 0,
 ) -> data.DataLoader:
-    """A copy of the loader that draws from this rank's share of its samples.
+    """Return a copy of the loader that draws from this rank's share of its samples.
 
     ``together``: this process, alone, takes the batches of so many ranks. ``number``: of the loader.
     """
     own: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if isinstance(loader.dataset, data.IterableDataset):
-        part = streams.Part(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
+        part = streams.StreamShare(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
         stream = streams.Stream(seed, rank, size, ended)
-        own |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": streams.Told(stream)}
+        own |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": streams.WorkerSeeds(stream)}
         own["collate_fn"] = streams.Collate(loader.collate_fn)
     elif together > 1:
         own["share"] = shares.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
@@ -191,7 +193,7 @@ def shared(
         own["share"] = _share(loader, seed, rank, size)
     own["share"].number, own["share"].orders = number, fingerprint.Orders(loader.dataset)
     # The script may seed workers itself; it has its say once in those that persist.
-    own["share"].told = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
+    own["share"].seeds_workers = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
     kind = type(loader)
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids to set these one by one.
@@ -203,22 +205,24 @@ def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.S
     given: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
     sampler, batch_size = loader.sampler, loader.batch_size
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
-        return user_order.OwnBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
+        return user_order.UserBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
     if _plain(sampler, loader.dataset):
         shuffle = type(sampler) is data.RandomSampler
         return shares.Share(len(loader.dataset), batch_size, shuffle=shuffle, **given)
-    return user_order.OwnOrder(sampler, batch_size, **given)
+    return user_order.UserOrder(sampler, batch_size, **given)
 
 
 def _plain(sampler: Any, samples: Any) -> bool:
-    """Whether it gives each sample once, in their order or in one drawn at random."""
+    """Return whether it gives each sample once, in their order or in one drawn at random."""
     drawn = type(sampler) is data.RandomSampler and not sampler.replacement
     return (drawn or type(sampler) is data.SequentialSampler) and len(sampler) == len(samples)
 
 
 def orders() -> dict[str, str]:
-    """The order of samples of each pass in use, for those of which ranks may have other ones; and of what scripts have
-    shuffled themselves, where the pass is no look."""
+    """Return digests of the order of samples of each pass in use, and of lists that scripts have shuffled themselves.
+
+    Only orders that may differ between ranks are among them.
+    """
     digests = sorted({p.digest for p in _open if p.used} - {""})
     found = {"order of samples": " ".join(digests)} if digests else {}
     for p in sorted(_open, key=lambda p: p.number):
@@ -228,7 +232,7 @@ def orders() -> dict[str, str]:
 
 
 def weight() -> float:
-    """By how much this rank's gradient counts in the mean over ranks: its samples times ranks / all ranks' samples.
+    """Return this rank's weight in the mean over ranks: its samples times ranks / all ranks' samples.
 
     Other than 1 at an epoch's end alone, where batches may differ in length, and only if it is certain which batch the
     gradient is of: every batch of this pass had an exchange of its own before the next one was taken, and no other
@@ -241,12 +245,12 @@ def weight() -> float:
 
 
 def uneven() -> list[Pass]:
-    """The passes of ``weight`` whose batch is of unequal length on the ranks: the same on all of them."""
+    """Return the passes of ``weight`` whose batch has unequal lengths on the ranks: the same on all of them."""
     return [p for p in [p for p in _open if p.new] or [p for p in _open if p.used] if p.uneven]
 
 
 def exchanged() -> None:
-    """Gradients of the batches in use have travelled."""
+    """Note that gradients of the batches in use have travelled."""
     if unshared:
         unshared.stepped()
     passes = list(_open)

@@ -1,4 +1,4 @@
-"""What a rank draws at random: torch's, NumPy's and Python's generators differ between ranks and repeat with a seed."""
+"""Generators of torch, NumPy and Python in a PyTorch script: they differ between ranks and repeat with a seed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvd_train.data.order import mix
 
 _own: int | None = None  # torch's seed as it was set here; another one is the script's
 _epoch: tuple[int, int] | None = None  # of the last end of an epoch: the key that draws follow from, the steps made
-_pass: int | None = None  # in a worker: the key of the pass over a stream, where it is told
+_pass: int | None = None  # in a worker: the key of the pass over a stream, if it came with a batch
 
 
 def set_apart(rank: int) -> None:
-    """Rank 0 draws on as the script seeded it, the others from functions of that and their rank.
+    """Let rank 0 draw on as the script seeded it, the others from functions of that and their rank.
 
     Once for each seed that the script sets: data and first weights that were drawn before are the same on all ranks.
     """
@@ -32,22 +32,27 @@ def set_apart(rank: int) -> None:
 
 
 def start_epoch(key: int, steps: int, rank: int) -> None:
-    """At the end of an epoch of training: the next one's draws follow from ``key``, the loader's seed and epoch."""
+    """Seed the next epoch of training, at the end of one. ``key``: of the loader's seed and epoch."""
     global _epoch
     _epoch = (key, steps)
     resume(state(key, steps), rank)
 
 
 def state(key: int, steps: int) -> int:
-    """What the draws after ``steps`` steps go on from in a resumed run; in the uninterrupted one, too, where no step
-    was made since an epoch ended. ``key`` stands in where none has ended."""
+    """Return the key of the draws of a run that resumes after ``steps`` steps.
+
+    The uninterrupted run draws from the same where no step was made since an epoch ended. ``key`` stands in where none
+    has ended.
+    """
     key, start = _epoch or (key, 0)
     return mix(key, steps - start)
 
 
 def start_pass(key: int, rank: int) -> None:
-    """At the beginning of a later pass of training, so that what was drawn since the last one, as in a validation that
-    a resumed run does not repeat, shifts nothing. A script that has seeded torch in between keeps its own draws."""
+    """Seed a later pass of training, so that what was drawn since the last one shifts nothing.
+
+    A resumed run does not repeat a validation, for example. A script that has seeded torch in between keeps its seed.
+    """
     if torch.initial_seed() == _own:
         resume(mix(key, -1), rank)
 
@@ -65,10 +70,12 @@ def _set(torchs: int, numpys: int, pythons: int) -> None:
     _own = torch.initial_seed()
 
 
-class Told(list):
-    """The samples of a batch as a loader's worker is told them. When they arrive there, its generators follow from
-    ``key`` and not from what it drew before: a worker that persists has a past, which a resumed run's has not. No
-    samples: of a stream, which goes on drawing until it begins anew."""
+class SeededBatch(list):
+    """The samples of a batch on the way to a loader's worker, whose generators ``key`` seeds when they arrive.
+
+    A worker that persists has drawn before, which a resumed run's worker has not. No samples: of a stream, which goes
+    on drawing until it begins anew.
+    """
 
     def __init__(self, samples: Iterable, key: int) -> None:
         super().__init__(samples)
@@ -88,7 +95,7 @@ def _arrived(samples: list, key: int) -> list:
 
 
 def start_stream(worker: int) -> None:
-    """In a worker, at the beginning of its part: the same on all ranks."""
+    """Seed a worker that begins its part of a stream, the same on all ranks."""
     if _pass is not None:
         _seed(mix(_pass, worker))
 
@@ -99,9 +106,11 @@ def _seed(key: int) -> None:
     random.seed(mix(key, 2))
 
 
-class Alike:
-    """The process' generators as they follow from ``key``: what is drawn in ``drawing`` is the same on all ranks, and
-    goes on where the last of it ended; what a rank draws besides stays as it is."""
+class CommonDraws:
+    """The process' generators, seeded by ``key`` within ``drawing``: all ranks draw the same there.
+
+    Each ``drawing`` goes on where the last one ended. What a rank draws outside stays as it is.
+    """
 
     def __init__(self, key: int) -> None:
         self._states: tuple | None = None
@@ -131,9 +140,12 @@ def _put(states: tuple) -> None:
     random.setstate(states[2])
 
 
-class Held:
-    """Generators that a sampler has of its own, also in samplers in it. Each pass seeds them anew, by what they were at
-    first and its own ``key``, so that a pass draws the same on all ranks, whichever passes there were before."""
+class SamplerGenerators:
+    """The generators among a sampler's attributes, also in samplers in it.
+
+    Each pass seeds them by their first state and its ``key``. So a pass draws the same on all ranks, whichever passes
+    there were before.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self._all = _generators(sampler)

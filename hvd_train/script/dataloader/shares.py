@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_train.data.order import mix, permute, share
+from hvd_train.data.order import mix, permute
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.script.dataloader import fingerprint, rng
+from hvd_train.script.last_batch import EvenBatches
+from hvd_train.script.pass_order import PassNumbers
 
 WHERE = "ht.shard"
 
@@ -23,28 +24,26 @@ _steps = 0
 
 
 def steps() -> int:
-    """Steps that distributed optimizers have made in this process: the same number on all ranks, at the same place of
-    the script."""
+    """Return how many steps distributed optimizers have made in this process.
+
+    It is the same number on all ranks at the same place of the script.
+    """
     return _steps
 
 
 def stepped() -> None:
+    """Count a step."""
     global _steps
     _steps += 1
 
 
-def part(count: int, whole: int, rank: int, size: int) -> np.ndarray:
-    """A rank's places among the ``count`` samples of a global batch that should have ``whole``: the last may have
-    fewer, or, where fewer than ``size`` followed it, those as well."""
-    places = np.arange(*share(min(count, whole), size, rank))
-    return np.append(places, whole + rank) if rank < count - whole else places
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The batches of one pass on this rank. ``weight``: of batch k, its samples times ranks / samples of global batch
-    k; ``uneven``: whether ranks have unequal numbers of them; ``digest``: tells ranks apart whose samples come in other
-    orders ("" where they cannot)."""
+    """The batches of one pass on this rank.
+
+    ``weight``: of batch k, its samples times ranks / samples of global batch k. ``uneven``: whether ranks have unequal
+    numbers of them. ``digest``: differs between ranks whose samples come in other orders ("" where they cannot).
+    """
 
     count: int
     batch: Callable[[int], list]
@@ -54,57 +53,59 @@ class Plan:
 
 
 class Passes:
-    """Numbers the passes over a loader: by the steps that distributed optimizers have made since ``ht.shard`` (a step
-    of each of two counts twice). All ranks count alike, so whatever one of them looks at by itself shifts nothing. Each
-    pass that begins after a step has a number of its own, also where the pass before was left early; without a step
-    between them two have the same. Passes that begin in another thread than this object, where steps may be made
-    meanwhile, are counted by themselves.
+    """The passes over a loader, numbered by the steps that distributed optimizers have made since ``ht.shard``.
+
+    A step of each of two optimizers counts twice. Passes that begin in another thread than this object, where steps
+    may be made meanwhile, are counted by themselves.
     """
 
     shuffle = True  # whether passes differ
     number = 0  # of the loader
     orders: fingerprint.Orders  # of its data set
-    told = False  # whether workers are told what to draw from
+    seeds_workers = False  # whether workers draw from seeds that come with each batch
     trained = False  # whether steps were made in a pass over this loader
 
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
-        self._offset, self._aside, self._thread = -steps(), 0, threading.get_ident()  # _aside: passes in other threads
+        self._numbers, self._thread = PassNumbers(steps, 0), threading.get_ident()
+        self._aside = 0  # passes in other threads
         self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
 
     @property
     def at_home(self) -> bool:
-        """Whether this thread made the object; another one may be at other batches on each rank."""
+        """Return whether this thread made the object. Another one may be at other batches on each rank."""
         return threading.get_ident() == self._thread
 
     @property
     def epoch(self) -> int:
-        """The number of a pass that begins now."""
-        return self._offset + steps()
+        """Return the number of a pass that begins now."""
+        return self._numbers.next
 
     def begin(self) -> int:
-        """The number of the pass that begins now, in this thread."""
+        """Return the number of the pass that begins now, in this thread."""
         if self.at_home:
             return self.epoch
         self._aside += 1
         return -self._aside
 
     def start(self) -> None:
-        """At the beginning of a pass: draws of one of training follow from its number. The first goes on as the script
-        seeded it; no pass moves the generators under the feet of another thread."""
+        """Seed this rank's generators for a pass of training that begins, by its number.
+
+        The first goes on as the script seeded it. A pass in another thread leaves the generators alone.
+        """
         if self.trained and torch.is_grad_enabled() and self.at_home:
             rng.start_pass(mix(self.seed, self.epoch), self.rank)
 
     def renumber(self, epoch: int) -> None:
-        """The number of the next pass; later passes count on from it, by steps. On all ranks."""
-        self._offset = epoch - steps()
+        """Number the next pass; later passes count on from it, by steps. On all ranks."""
+        self._numbers.set(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """``renumber``, as a script says it."""
+        """Number the next pass, for scripts. On all ranks."""
         self.renumber(epoch)
 
     def repeated(self) -> bool:
-        """At the end of a whole pass without a step: whether it is the second one of this order."""
+        """Return, at the end of a whole pass without a step, whether it is the second one of this order."""
         epoch, count = self._whole
         self._whole = [self.epoch, count + 1 if epoch == self.epoch else 1]
         return self._whole[1] == 2
@@ -115,43 +116,11 @@ class Passes:
         return {"seed": self.seed, **counts, "draws": draws}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Also lets this rank's generators go on from there."""
+        """Take a state, and let this rank's generators go on from there."""
         self.seed, self._aside = state["seed"], state.get("aside", 0)
         self.renumber(state["epoch"])
         self.trained = bool(state.get("trained", 1))
         rng.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
-
-
-class Even:
-    """``count`` samples in global batches of ``batch_size`` x ``size``. Every rank has the same number of batches: the
-    last global batch is divided as evenly as it can be, and fewer samples than ranks join the batch before. So batches
-    of different ranks differ in length by at most one sample, at the end."""
-
-    def __init__(self, count: int, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
-        self.count, self.drop_last, self.rank, self.size = count, drop_last, rank, size
-        self.whole = whole = batch_size * size
-        if count < (whole if drop_last else size):
-            what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
-            fix = "start fewer ranks" + ", or drop_last=False" * drop_last
-            raise DataError(what, where=WHERE, fix=fix, common=True)
-        rest = 0 if drop_last else count % whole
-        self._batches = count // whole + (rest >= size)
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def places(self, k: int) -> np.ndarray:
-        """This rank's places of global batch k in the order of samples."""
-        return part(self._samples(k), self.whole, self.rank, self.size) + k * self.whole
-
-    def weight(self, k: int) -> float:
-        return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
-
-    def uneven(self, k: int) -> bool:
-        return self._samples(k) % self.size > 0
-
-    def _samples(self, k: int) -> int:
-        return self.count - k * self.whole if k + 1 == len(self) and not self.drop_last else self.whole
 
 
 class Share(Passes, data.Sampler):
@@ -169,7 +138,7 @@ class Share(Passes, data.Sampler):
     ) -> None:
         super().__init__(seed, rank, size)
         self.count, self.shuffle = count, shuffle
-        self._even = Even(count, batch_size, drop_last, rank, size)
+        self._even = EvenBatches(count, batch_size, drop_last, rank, size, WHERE)
         self.weight = self._even.weight
 
     def __len__(self) -> int:
@@ -178,10 +147,10 @@ class Share(Passes, data.Sampler):
     def __iter__(self) -> Iterator[list]:
         epoch = self.begin()
         self.plan = plan = self.planned(epoch)
-        if not self.told:
+        if not self.seeds_workers:
             return (plan.batch(k) for k in range(plan.count))
         key = mix(mix(self.seed, epoch), self.rank)
-        return (rng.Told(plan.batch(k), mix(key, k)) for k in range(plan.count))
+        return (rng.SeededBatch(plan.batch(k), mix(key, k)) for k in range(plan.count))
 
     def planned(self, epoch: int) -> Plan:
         def batch(k: int) -> list:
@@ -213,7 +182,7 @@ class Joined(Share):
 
 
 def check(loader: data.DataLoader) -> None:
-    """Raises ConfigError for a loader whose share cannot be told."""
+    """Raise ConfigError for a loader that cannot be divided."""
 
     def refuse(what: str, fix: str) -> None:
         raise ConfigError(what, where=WHERE, fix=fix)
@@ -234,14 +203,14 @@ def check(loader: data.DataLoader) -> None:
 
 
 def check_count(passes: Passes, samples: Any) -> None:
-    """Raises DataError where batches were planned of another number of samples: some would never come."""
+    """Raise DataError where batches were planned of another number of samples: some would never come."""
     if isinstance(passes, Share) and passes.count is not None and passes.count != len(samples):
         what = f"the data set has {len(samples)} samples, and had {passes.count}"
         raise DataError(what, where=WHERE, fix="shard a new DataLoader of it, on all ranks", common=True)
 
 
 def facts(loader: data.DataLoader) -> dict[str, str]:
-    """What ranks must have in common."""
+    """Return {name: text} of everything that must be equal on all ranks."""
     sized = hasattr(loader.dataset, "__len__")
     return {
         "samples": str(len(loader.dataset)) if sized else type(loader.dataset).__name__,

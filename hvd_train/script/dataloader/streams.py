@@ -19,29 +19,30 @@ from torch.utils import data
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.script.dataloader import rng
-from hvd_train.script.dataloader.shares import WHERE, Even, Passes, part
+from hvd_train.script.dataloader.shares import WHERE, Passes
+from hvd_train.script.last_batch import EvenBatches, places_of
 
 
 class Stream(Passes):
-    """``ended``: called with the number of batches when a pass in which steps were made comes to its end."""
+    """Passes over a stream. ``ended(batches)`` is called when a pass in which steps were made comes to its end."""
 
     def __init__(self, seed: int, rank: int, size: int, ended: Callable[[int], None]) -> None:
         super().__init__(seed, rank, size)
         self.ended = ended
 
 
-class Told(data.Sampler):
-    """Tells workers what the draws of a pass follow from, if they are told; which samples come, the stream decides."""
+class WorkerSeeds(data.Sampler):
+    """Gives workers the seeds of a pass, if it seeds them. Which samples come, the stream decides."""
 
     def __init__(self, share: Stream) -> None:
         self._share = share
 
     def __iter__(self) -> Iterator[list]:
         key = mix(self._share.seed, self._share.epoch)
-        return repeat(rng.Told([], key) if self._share.told else [])
+        return repeat(rng.SeededBatch([], key) if self._share.seeds_workers else [])
 
 
-class Part(data.IterableDataset):
+class StreamShare(data.IterableDataset):
     """Gives (weight, digest of what was read so far, samples) of each batch of this rank; see shares.Plan.
 
     A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
@@ -55,8 +56,8 @@ class Part(data.IterableDataset):
         self._batch_size, self._whole = batch_size, batch_size * size
 
     def batches(self) -> int:
-        """In a pass without workers. TypeError for a stream that has no length."""
-        return len(Even(len(self._stream), self._batch_size, self._drop_last, self._rank, self._size))
+        """Return the number of batches of a pass without workers. Raises TypeError for a stream without a length."""
+        return len(EvenBatches(len(self._stream), self._batch_size, self._drop_last, self._rank, self._size, WHERE))
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stream":
@@ -80,7 +81,7 @@ class Part(data.IterableDataset):
             yield self._own(held, digest)
 
     def _blocks(self) -> Iterator[list]:
-        drawing: Any = rng.Alike(self.key).drawing
+        drawing: Any = rng.CommonDraws(self.key).drawing
         if worker := data.get_worker_info():
             drawing = nullcontext
             rng.start_stream(worker.id)
@@ -94,12 +95,12 @@ class Part(data.IterableDataset):
             yield block
 
     def _own(self, block: list, digest: int) -> tuple[float, int, list]:
-        places = part(len(block), self._whole, self._rank, self._size)
+        places = places_of(len(block), self._whole, self._rank, self._size)
         return len(places) * self._size / len(block), digest, [block[i] for i in places]
 
 
 class Collate:
-    """The user's, for the samples alone."""
+    """The user's collate function, for the samples alone."""
 
     def __init__(self, collate: Callable) -> None:
         self._collate = collate
@@ -110,7 +111,7 @@ class Collate:
 
 
 class Batches:
-    """A DataLoader's iterator over a ``Part``; ``weight`` and ``digest`` are of the batch that it gave last."""
+    """A DataLoader's iterator over a ``StreamShare``; ``weight`` and ``digest`` are of the batch that it gave last."""
 
     def __init__(self, found: Iterator) -> None:
         self._found, self.weight, self.digest = found, 1.0, 0
@@ -129,7 +130,7 @@ class Batches:
 
 
 def _crc(sample: Any, before: int) -> int:
-    """Of the numbers and texts in a sample, so that it is the same in every process."""
+    """Return a checksum of the numbers and texts in a sample, the same in every process."""
     if isinstance(sample, torch.Tensor):
         sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(sample, np.ndarray) and sample.dtype != object:

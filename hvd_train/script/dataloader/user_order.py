@@ -12,10 +12,11 @@ from torch.utils import data
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.script.dataloader import rng
-from hvd_train.script.dataloader.shares import WHERE, Even, Passes, Plan, Share, part
+from hvd_train.script.dataloader.shares import WHERE, Passes, Plan, Share
+from hvd_train.script.last_batch import EvenBatches, places_of
 
 
-class OwnOrder(Share):
+class UserOrder(Share):
     """Samples in the order of ``sampler``, which may draw them at random, leave some out or give some again.
 
     What it draws, from generators of its own or those of torch, NumPy and ``random``, follows from (seed, epoch).
@@ -24,28 +25,28 @@ class OwnOrder(Share):
     def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:
         Passes.__init__(self, seed, rank, size)
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._sampler, self._held = sampler, rng.Held(sampler)
+        self._sampler, self._held = sampler, rng.SamplerGenerators(sampler)
         self._last: tuple[int, list, Plan] | None = None
 
     def planned(self, epoch: int) -> Plan:
-        """Drawn once for each number, unless the script has told its sampler something since."""
+        """Draw the order, once for each number unless the script has changed its sampler since."""
         if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
             key = mix(self.seed, epoch)
-            with rng.Alike(key).drawing():
+            with rng.CommonDraws(key).drawing():
                 self._held.seed(key)
                 plan = self.cut(list(self._sampler))
             self._last = epoch, _attributes(self._sampler), plan
         return self._last[2]
 
     def set_epoch(self, epoch: int) -> None:
-        """Also the sampler's own, which a script reached through the loader before."""
+        """Number the next pass, also in the user's samplers that have ``set_epoch``."""
         super().set_epoch(epoch)
         for sampler in _within(self._sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def cut(self, order: list) -> Plan:
-        even = Even(len(order), self._batch_size, self._drop_last, self.rank, self.size)
+        even = EvenBatches(len(order), self._batch_size, self._drop_last, self.rank, self.size, WHERE)
 
         def batch(k: int) -> list:
             return [order[i] for i in even.places(k)]
@@ -53,7 +54,7 @@ class OwnOrder(Share):
         return Plan(len(even), batch, even.weight, even.uneven, _digest(order))
 
 
-class OwnBatches(OwnOrder):
+class UserBatches(UserOrder):
     """The batches of a batch sampler: as many as there are ranks make a step, one for each rank, counted by its
     samples. A rest of fewer batches is divided sample by sample, or left out if the batch sampler has ``drop_last``.
     """
@@ -69,7 +70,7 @@ class OwnBatches(OwnOrder):
         found = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
         rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
         if len(rest) >= size and not self._drop_last:
-            share = [rest[i] for i in part(len(rest), len(rest), self.rank, size)]
+            share = [rest[i] for i in places_of(len(rest), len(rest), self.rank, size)]
             found.append((share, len(rest), len(rest) % size > 0))
         elif rest and found and not self._drop_last:
             found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest), True
@@ -82,7 +83,7 @@ class OwnBatches(OwnOrder):
 
 
 def _within(sampler: Any) -> list[Any]:
-    """A sampler and those in it."""
+    """Return a sampler and those in it."""
     inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
     return [sampler, *(found for x in inner for found in _within(x))]
 

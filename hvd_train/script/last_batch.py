@@ -1,0 +1,53 @@
+"""Global batches of which the last has fewer samples: how it is divided, and by how much each rank's part counts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_train.data.order import share
+from hvd_train.errors import DataError
+
+
+def places_of(count: int, whole: int, rank: int, size: int) -> np.ndarray:
+    """Return a rank's places among the ``count`` samples of a global batch that should have ``whole``.
+
+    The last one may have fewer. Where fewer than ``size`` samples followed it, it has those as well.
+    """
+    places = np.arange(*share(min(count, whole), size, rank))
+    return np.append(places, whole + rank) if rank < count - whole else places
+
+
+class EvenBatches:
+    """``count`` samples in global batches of ``batch_size`` x ``size``, the same number of batches on every rank.
+
+    The last global batch is divided as evenly as it can be, and fewer samples than ranks join the batch before. So
+    batches of different ranks differ in length by at most one sample, at the end. ``where``: the call in the script.
+    """
+
+    def __init__(self, count: int, batch_size: int, drop_last: bool, rank: int, size: int, where: str) -> None:
+        self.count, self.drop_last, self.rank, self.size = count, drop_last, rank, size
+        self.whole = whole = batch_size * size
+        if count < (whole if drop_last else size):
+            what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
+            fix = "start fewer ranks" + ", or drop_last=False" * drop_last
+            raise DataError(what, where=where, fix=fix, common=True)
+        rest = 0 if drop_last else count % whole
+        self._batches = count // whole + (rest >= size)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def places(self, k: int) -> np.ndarray:
+        """Return this rank's places of global batch ``k`` in the order of samples."""
+        return places_of(self._samples(k), self.whole, self.rank, self.size) + k * self.whole
+
+    def weight(self, k: int) -> float:
+        """Return this rank's samples of batch ``k``, times ranks, over the samples of the global batch."""
+        return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
+
+    def uneven(self, k: int) -> bool:
+        """Return whether ranks have unequal numbers of samples of batch ``k``."""
+        return self._samples(k) % self.size > 0
+
+    def _samples(self, k: int) -> int:
+        return self.count - k * self.whole if k + 1 == len(self) and not self.drop_last else self.whole

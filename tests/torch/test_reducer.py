@@ -14,7 +14,7 @@ from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.reducer import Reducer
 from hvd_train.torch.residuals import Residuals
 from tests.script.loaders import SEVEN_TO_SIX, uneven
-from tests.torch import cases as torch_cases
+from tests.torch.cases.same import Faulty
 
 
 class Listed(nn.Module):
@@ -162,7 +162,7 @@ def test_an_error_in_backward_leaves_nothing_behind():
     for overlap in (False, True):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 600_000, bias=False))
         Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed(), overlap=overlap)
-        hidden = torch_cases.Faulty.apply(model[0](torch.ones(1, 3)))
+        hidden = Faulty.apply(model[0](torch.ones(1, 3)))
         with pytest.raises(RuntimeError, match="out of memory"):
             model[1](hidden).sum().backward()
         model.zero_grad()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.script.launching import launch
-from tests.torch import cases as torch_cases
+from tests.torch.cases.alike import ALIKE
+from tests.torch.cases.same import SAME
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -51,7 +52,7 @@ def furthest(one: Path, other: Path) -> float:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_ranks_train_as_one(cases, world):
     (single, _), (folder, _) = cases(1), cases(*world)
-    found = {name: furthest(single / f"{name}.0.npz", folder / f"{name}.0.npz") for name in torch_cases.SAME}
+    found = {name: furthest(single / f"{name}.0.npz", folder / f"{name}.0.npz") for name in SAME}
     assert max(found.values()) < TOLERANCE, found
     assert furthest(single / "sgd.0.npz", single / "zeros.0.npz") > 1e-3  # which is clipped
 
@@ -59,7 +60,7 @@ def test_ranks_train_as_one(cases, world):
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_all_ranks_hold_the_same_bits(cases, world):
     _, facts = cases(*world)
-    for name in torch_cases.ALIKE:
+    for name in ALIKE:
         assert len({own[f"digest {name}"] for own in facts}) == 1, name
     exact, *others = [facts[0][f"digest {name}"] for name in ("not compressed", "fp16", "topk", "powersgd")]
     assert exact not in others

@@ -1,0 +1,69 @@
+"""Gradients: overflow, compression, compiled graphs, saved models."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from tests.keras.cases.models import COUNT, FOLDER, SGD, TENSORFLOW, WIDE, Adam, compiled, digits, fit, network, trained
+
+
+def overflow():
+    x, y = digits()
+    x[60] = np.inf  # of global step 1, on one rank: its gradient is not a number
+    model = compiled(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0))
+    hk.distribute(model)
+    fit(model, x, y, epochs=1)
+    scale = float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale))
+    return trained(model, scale=scale, iterations=int(model.optimizer.inner_optimizer.iterations))
+
+
+def compressed():
+    model = hk.distribute(compiled(network(hidden=WIDE)), compression="topk", ratio=0.05)
+    return trained(model, fit(model, *digits(), shuffle=True))
+
+
+def residual():
+    """What the gradients ask for is applied or waits in a residual: gradients here do not depend on the weights."""
+    x, _ = digits()
+    y = np.sin(np.arange(COUNT * WIDE)).reshape(COUNT, WIDE)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDE, use_bias=False)])
+    model.compile(SGD(1.0), lambda y, found: keras.ops.sum(y * found, -1))
+    hk.distribute(model, compression="topk", ratio=0.05)
+    fit(model, x, y)
+    (weight,) = model.get_weights()
+    if hk.size() == 1:
+        return {"asked": weight}
+    rank = model.fit.__self__
+    (left,) = rank._sum([keras.ops.convert_to_numpy(v) for state in rank.reduction._states for v in state])
+    assert np.abs(left).max() > 0.1, np.abs(left).max()
+    return {"asked": weight - left.reshape(weight.shape)}
+
+
+def jit_compile():
+    model = compiled(jit_compile=True)
+    with warnings.catch_warnings(record=True) as told:
+        hk.distribute(model)
+    return trained(model, fit(model, *digits())) | {"own/told": np.array([str(w.message) for w in told])}
+
+
+def saved():
+    """What a plain Keras process is to read, and where it is to come from there with another epoch."""
+    x, y = digits()
+    model = hk.distribute(compiled(optimizer=Adam(0.01)))
+    fit(model, x, y)
+    predicted = model.predict(x[:101], verbose=0)
+    if hk.rank() == 0:  # and the others do not wait for it
+        model.save(FOLDER / "saved.keras")
+    model.save(FOLDER / "by_all.keras")
+    model.save_weights(FOLDER / "by_all.weights.h5")
+    if TENSORFLOW:
+        model.export(FOLDER / "exported", verbose=False)
+    hk.barrier()
+    read = keras.saving.load_model(FOLDER / "by_all.keras")
+    for own, other in zip(model.get_weights(), read.get_weights(), strict=True):
+        np.testing.assert_array_equal(other, own)
+    return trained(model, fit(model, x, y, epochs=1), predicted=predicted)

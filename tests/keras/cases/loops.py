@@ -1,0 +1,85 @@
+"""Loops of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from hvd_train.core import meeting
+from hvd_train.keras import api
+from tests.keras.cases.models import BATCH, Adam, compiled, cross_entropy, digits, fit, network, trained
+from tests.keras.cases.networks import descent
+
+
+def loop(kind="eager"):
+    """A loop of the user's own: two epochs, uneven at the end; the loss of even steps."""
+
+    def case():
+        x, y = digits()
+        model, optimizer, loss_of, losses = network(), Adam(0.01), cross_entropy(), []
+        hk.distribute(model, optimizer)
+
+        def step(x, y):
+            found = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
+            return hk.reduce({"loss": found[0], "samples": keras.ops.shape(x)[0]})
+
+        if kind != "eager":
+            import tensorflow as tf
+
+            step = tf.function(step)
+        if kind == "dataset":
+            batches = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+        else:
+            batches = hk.shard(x, y, batch_size=BATCH)
+            next(iter(batches)) if hk.rank() == 0 else None
+        for _ in range(2):
+            for part in batches:
+                found = step(*part)
+                losses.append(float(found["loss"])) if len(part[0]) == BATCH else None
+        total = float(hk.reduce(len(losses), op="sum")) / hk.size()
+        return trained(model, losses=losses, steps=len(batches) if kind != "dataset" else 0, total=total)
+
+    return case
+
+
+def main_rank():
+    """What rank 0 alone prints and shows, and what it says of a validation that each rank adds up for itself."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        hk.print(hk.size(), "ranks", flush=True)
+    hk.loop._unshared.cache_clear()  # cases before may have reduced in a graph
+    batches = hk.shard(np.arange(20.0 * hk.size()), batch_size=2)
+    bar = hk.tqdm(batches, file=(shown := io.StringIO()))
+    assert len(list(bar)) == 10 and hk.is_main() == (hk.rank() == 0)
+    told = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        hk.reduce(1.0)
+        for _ in range(3):
+            told.append(len([w for w in warned if "made no step" in str(w.message)]))
+            list(batches)
+    return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": told}
+
+
+def slow():
+    """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
+    steps = 0
+
+    def wait(batch, logs=None):
+        nonlocal steps
+        steps += 1
+        time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
+
+    api._slow.cache_clear()
+    own, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
+    model = hk.distribute(compiled())
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+    with contextlib.redirect_stderr(told := io.StringIO()):
+        fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
+    meeting.MOST_SECONDS = own
+    return {"own/told": np.array(told.getvalue())}

@@ -1,0 +1,106 @@
+"""Losses that are no plain mean over samples."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from tests.keras.cases.models import BATCH, COUNT, GLOBAL, SGD, cross_entropy, digits, fit, network, trained
+
+
+def summed():
+    """A summed loss of 2 outputs, one of which counts more, beside a mean."""
+    x, y = digits()
+    inputs = keras.Input((64,))
+    hidden = keras.layers.Dense(16, "tanh", kernel_regularizer=keras.regularizers.L2(1e-2))(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(10, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+    losses = [cross_entropy(reduction="sum"), keras.losses.MeanSquaredError()]
+    model.compile(SGD(0.001), loss=losses, loss_weights=[0.5, 2.0])
+    targets = [y, x[:, :1]] if hk.size() == 1 else (y, x[:, :1])
+    history = fit(hk.distribute(model), x, targets, validation_data=(x[:96], [t[:96] for t in targets]))
+    return trained(model, {key: history[key] for key in ("loss", "val_loss")})
+
+
+def sequences():
+    """(COUNT, 7) whole numbers from 0, which is masked, to 9: samples differ in how many of them count."""
+    x = np.round(digits()[0][:, 20:27] * 9).astype("int64")
+    return x, (x + np.arange(7)) % 5
+
+
+def reader(kind=keras.Model):
+    inputs = keras.Input((7,), dtype="int64")
+    embedded = keras.layers.Embedding(10, 4, mask_zero=True)(inputs)
+    regularized = keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(1e-2))
+    return kind(inputs, regularized(keras.layers.LSTM(4, return_sequences=True)(embedded)))
+
+
+def reading(loss, kind=keras.Model, weights=False, **options):
+    """``loss`` over masked places; ``weights``: of samples, which differ much from rank to rank."""
+
+    def case():
+        model = reader(kind)
+        model.compile(SGD(0.1), loss=loss(), **options)
+        weight = np.linspace(0.01, 3, COUNT)[:, None] ** 2 if weights else None
+        return trained(model, fit(hk.distribute(model), *sequences(), sample_weight=weight))
+
+    return case
+
+
+def weighted(reduction):
+    def case():
+        model = network()
+        model.compile(SGD(0.05), cross_entropy(reduction=reduction))
+        return trained(model, fit(hk.distribute(model), *digits(), sample_weight=np.linspace(0.01, 3, COUNT) ** 2))
+
+    return case
+
+
+def own_mean(y, found):
+    return keras.ops.mean(cross_entropy(reduction=None)(y, found))
+
+
+def own_sum(y, found):
+    return keras.ops.sum(cross_entropy(reduction=None)(y, found)) / 10
+
+
+def own_root(y, found):
+    return keras.ops.sqrt(own_mean(y, found))
+
+
+def own_pairs(y, found):
+    return keras.ops.logsumexp(found @ keras.ops.transpose(found), -1) / 100
+
+
+def own_losses():
+    """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
+    compare the samples of a batch."""
+    found = {}
+    for loss in (own_mean, own_sum, own_root, own_pairs):
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(SGD(0.02), loss)
+        hk.distribute(model)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            history = fit(model, *digits(), epochs=1)
+        told = [str(w.message) for w in told if "over samples" in str(w.message)]
+        found[f"own/{loss.__name__}"] = np.array(told)
+        if loss in (own_mean, own_sum):
+            found |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
+    return found | {f"batches/{k}": v for k, v in own_batches().items()}
+
+
+def own_batches():
+    """The sum in ``train_on_batch``, and scored after it, with ``test_on_batch`` as the first to see it."""
+    x, y = digits()
+    keras.utils.set_random_seed(3)
+    model = network()
+    model.compile(SGD(0.02), own_sum)
+    hk.distribute(model)
+    model.test_on_batch(x[:9], y[:9])
+    for start in range(hk.rank() * BATCH, 3 * GLOBAL, GLOBAL):
+        model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+    return trained(model, score=model.evaluate(x, y, batch_size=BATCH, verbose=0))

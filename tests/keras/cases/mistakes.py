@@ -1,0 +1,161 @@
+"""Mistakes that are refused, and ranks that come apart."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import hvd_train.keras as hk
+from hvd_train.errors import TrainError
+from tests.keras.cases.data import Shuffled
+from tests.keras.cases.models import BATCH, COUNT, Batches, compiled, cross_entropy, digits, fit, network
+
+
+class Look(keras.callbacks.Callback):
+    """Looks at a data set on one rank alone, after the first epoch."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def on_epoch_end(self, epoch, logs=None):
+        if hk.rank() == 1 and epoch == 0:
+            next(iter(self.data))
+
+
+class Lengths(keras.utils.PyDataset):
+    """Rows of 4 places, then of 8."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return np.ones((6, 4 if i < 2 else 8, 3))
+
+
+def refused():
+    """What each misuse is answered with, on this rank; the world goes on afterwards."""
+    x, y = digits()
+    shared = keras.optimizers.SGD(0.1)
+    hk.distribute(compiled(optimizer=shared))
+    two = hk.distribute(compiled())
+    anew, again = hk.distribute(compiled()), hk.distribute(compiled())
+    compiled(anew, anew.optimizer)
+    compiled(again)
+    divided = hk.distribute(compiled(), shard=False)
+    unbuilt_alone = hk.distribute(compiled(keras.Sequential([keras.layers.Dense(10)])))
+    frozen = network()
+    frozen.layers[0].trainable = False
+    frozen = hk.distribute(compiled(frozen))
+    frozen.layers[0].trainable = True
+    any_length = keras.Input((None, 3))
+    long = hk.distribute(compiled(keras.Model(any_length, keras.layers.Dense(2)(any_length))))
+    went_on = compiled()
+    went_on.train_on_batch(x[:BATCH], y[:BATCH])
+    pairs = keras.Input((4, 16), batch_size=10)
+    keeps = keras.Model(pairs, keras.layers.Dense(10)(keras.layers.LSTM(4, stateful=True)(pairs)))
+    hk.distribute(compiled(keeps))
+    untaught = keras.layers.StringLookup()
+    if hk.rank():
+        untaught.adapt(np.array(["a", "b"]))
+    scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+
+    def look(validates):
+        import tensorflow as tf
+
+        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(COUNT, seed=5).batch(BATCH)
+        given = (x, y) if validates else (data,)
+        size = {"batch_size": BATCH if validates else None, "validation_data": data if validates else None}
+        fit(hk.distribute(compiled()), *given, epochs=3, callbacks=[Look(data)], **size)
+
+    misuses = {
+        "twice": lambda: hk.distribute(two),
+        "not compiled": lambda: hk.distribute(network()),
+        "not built": lambda: unbuilt_alone.optimizer.apply([], []),
+        "compiled again": lambda: fit(anew, x, y),
+        "compiled again, then a batch": lambda: again.train_on_batch(x[:BATCH], y[:BATCH]),
+        "other lengths predicted": lambda: long.predict(Lengths(), verbose=0),
+        "other calls": lambda: fit(two, x, y) if hk.rank() else two.evaluate(x, y, verbose=0),
+        "shared optimizer": lambda: hk.distribute(compiled(optimizer=shared)),
+        "unseen variable": lambda: fit(frozen, x, y),
+        "no reduction": lambda: hk.distribute(compiled(loss=cross_entropy(reduction=None))),
+        "schedule": lambda: hk.distribute(compiled(optimizer=scheduled), lr_scaling="linear"),
+        "trained before": lambda: hk.distribute(went_on, lr_scaling="linear"),
+        "stateful": lambda: keeps.predict(x.reshape(-1, 4, 16), batch_size=10, verbose=0),
+        "no such compression": lambda: hk.distribute(compiled(), compression="zip"),
+        "ratio beyond 1": lambda: hk.distribute(compiled(), compression="topk", ratio=2.0),
+        "few samples": lambda: fit(two, x[: hk.size() - 1], y[: hk.size() - 1]),
+        "other data on a rank": lambda: fit(two, x + hk.rank(), y),
+        "unseeded data": lambda: fit(two, np.random.default_rng().permuted(x, axis=0), y),
+        "unseeded batches": lambda: fit(two, Batches(np.random.default_rng().permuted(x, axis=0), y), batch_size=None),
+        "unseeded data to score": lambda: two.evaluate(np.random.default_rng().permuted(x, axis=0), y, verbose=0),
+        "own unseeded order": lambda: fit(two, Shuffled(x, y, np.random.default_rng()), batch_size=None),
+        "other batch_size on a rank": lambda: fit(two, x, y, batch_size=BATCH + hk.rank()),
+        "other batches on a rank": lambda: fit(two, Batches(x, y, BATCH + hk.rank()), batch_size=None),
+        "other network on a rank": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10 + hk.rank())]))
+        ),
+        "other settings of a layer": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((64,)), keras.layers.Rescaling(hk.rank()), keras.layers.Dense(10)]))
+        ),
+        "a vocabulary on rank 1 alone": lambda: hk.distribute(
+            compiled(keras.Sequential([keras.Input((7,), dtype="string"), untaught, keras.layers.Embedding(9, 2)]))
+        ),
+        "unequal steps": lambda: fit(divided, x[: 200 + 99 * hk.rank()], y[: 200 + 99 * hk.rank()]),
+        "a look at shuffled data": lambda: look(False),
+        "a look at shuffled data to score": lambda: look(True),
+        "generator": lambda: fit(two, ((x[:9], y[:9]) for _ in range(5)), batch_size=None),
+    }
+    told = {}
+    for name, misuse in misuses.items():
+        try:
+            misuse()
+        except TrainError as error:
+            told[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in told.items()}
+
+
+class OwnPlateau(keras.callbacks.Callback):
+    """A user's own: goes by what this rank alone has seen."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if hk.rank() == 1 and epoch == 1:
+            self.model.optimizer.learning_rate = 0.025
+
+
+def apart():
+    """What ranks are told whose weights or learning rates are not the same."""
+    x, y = digits()
+    models = [hk.distribute(compiled()) for _ in range(4)]
+
+    def on_one(model):
+        if hk.rank() == 1:
+            model.layers[-1].kernel.assign_add(np.full((32, 10), 1e-7))
+
+    def batches(model, count, **options):
+        for _ in range(count):
+            model.train_on_batch(x[:BATCH], y[:BATCH])
+
+    def loop(model):
+        on_one(model)
+        batches(model, 10)
+
+    def rate(model):
+        model.optimizer.learning_rate = 0.1 + 0.1 * hk.rank()
+        batches(model, 2)
+
+    def scored(model):
+        on_one(model)
+        model.predict(x, verbose=0)
+
+    told = {}
+
+    def callback(model):
+        fit(model, x, y, epochs=9, callbacks=[OwnPlateau()])
+
+    for name, misuse in {"callback": callback, "loop": loop, "rate": rate, "scored": scored}.items():
+        try:
+            misuse(models.pop())
+        except TrainError as error:
+            told[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in told.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.keras.layers import LayerStates
 from hvd_train.keras.patches import optimizers_of
 from hvd_train.protocol import Communicator, Ops
+from hvd_train.script.broadcast import broadcast_parts
 
 SEED = "seed_generator_state"
 
@@ -32,13 +32,13 @@ class ModelState:
         unique = {id(v): v for v in [*self._model.variables, *slots, *buffers_of(self._model)]}
         variables = unique.values()
         arrays = [to_numpy(v) for v in variables]
-        header = json.dumps({"epoch": self._model._initial_epoch}).encode()
-        sent = self._world.broadcast_bytes(b"".join([header, b"\n", *(np.ascontiguousarray(a).data for a in arrays)]))
-        at = sent.index(b"\n") + 1
-        self._model._initial_epoch = json.loads(sent[:at])["epoch"]
-        for v, local in zip(variables, arrays, strict=True):
-            array = np.frombuffer(sent, local.dtype, local.size, at).reshape(local.shape).copy()
-            at += local.nbytes
+        head = {"epoch": self._model._initial_epoch}
+        head, parts = broadcast_parts(
+            self._world, head, [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+        )
+        self._model._initial_epoch = head["epoch"]
+        for v, local, part in zip(variables, arrays, parts, strict=True):
+            array = np.frombuffer(part, local.dtype).reshape(local.shape).copy()
             if v.path.endswith(SEED):
                 seed = (int(array[0]) + self._world.rank * 0x9E3779B9) % (1 << 32)
                 array[0] = np.uint32(seed).astype(array.dtype)  # int32 on PyTorch

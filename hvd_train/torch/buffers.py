@@ -1,22 +1,23 @@
-"""Buffers of a user's own model that are no running statistics: all ranks take rank 0's, where they change at all."""
+"""Buffers of a model that are not running statistics: all ranks take rank 0's, where they change at all."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvd_train.core.agreement import due
 from hvd_train.protocol import Communicator
+from hvd_train.script.broadcast import broadcast_parts
 from hvd_train.torch.bit_sum import bits
 
 LOOKS = (1, 3)  # passes, beside those of ``due``, at which contents are compared
 
 
 class Buffers:
-    """A buffer that has changed on any rank is one that all ranks take from rank 0 after every pass from then on.
+    """Buffers that all ranks take from rank 0 after every pass, from the first change on any rank on.
 
     torch counts most changes; those made through ``.data`` show in the contents, which are looked at now and then.
     Buffers that never change (masks, tables) cost no transfer.
@@ -26,13 +27,13 @@ class Buffers:
         self._communicator = communicator
         norms = {id(layer) for layer in model.modules() if isinstance(layer, _NormBase)}
         statistics = ("running_mean", "running_var", "num_batches_tracked")
-        found: dict[Any, tuple[torch.nn.Module, str]] = {}
+        places: dict[Any, tuple[torch.nn.Module, str]] = {}
         for layer in model.modules():
             for name, x in layer._buffers.items():
                 if not (id(layer) in norms and name in statistics):
                     # One that is None may be made of the first batch; several layers may have the same tensor.
-                    found.setdefault((id(layer), name) if x is None else id(x), (layer, name))
-        self._places = list(found.values())
+                    places.setdefault((id(layer), name) if x is None else id(x), (layer, name))
+        self._places = list(places.values())
         self._marks = [self._mark(k) for k in range(len(self._places))]
         self._contents = self._sums()
         self._live: set[int] = set()
@@ -52,42 +53,36 @@ class Buffers:
         return [0 if x is None else int(bits(x)) for x in map(self._get, range(len(self)))]
 
     def changed(self, passes: int, every: int) -> list[float]:
-        """1 for each buffer that is known to change, else 0; on this rank."""
+        """Return, for each buffer, 1.0 if this rank knows that it changes, else 0.0."""
         marks = [self._mark(k) for k in range(len(self))]
-        found = {k for k, mark in enumerate(marks) if mark != self._marks[k]}
+        moved = {k for k, mark in enumerate(marks) if mark != self._marks[k]}
         if passes in LOOKS or due(passes, every or 100):
             sums = self._sums()
-            found |= {k for k, x in enumerate(sums) if x != self._contents[k]}
+            moved |= {k for k, x in enumerate(sums) if x != self._contents[k]}
         self._marks = marks
-        return [float(k in found or k in self._live) for k in range(len(self))]
+        return [float(k in moved or k in self._live) for k in range(len(self))]
 
     @torch.no_grad()
     def share(self, changed: list[float]) -> None:
-        """``changed``: of any rank. On all ranks together."""
+        """Take rank 0's contents of the buffers that any rank has ``changed``; on all ranks together."""
         self._live |= {k for k, flag in enumerate(changed) if flag}
         if not self._live:
             return
-        own = {k: x for k in sorted(self._live) if (x := self._get(k)) is not None}
-        data = b""
+        local = {k: x for k in sorted(self._live) if (x := self._get(k)) is not None}
+        head: list[Any] = []
+        parts: list[np.ndarray] = []
         if not self._communicator.rank:
-            about = [[k, str(x.dtype).removeprefix("torch."), list(x.shape)] for k, x in own.items()]
-            head = json.dumps(about).encode()
-            parts = [
-                x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for x in own.values()
-            ]
-            data = len(head).to_bytes(8, "little") + head + b"".join(parts)
-        data = self._communicator.broadcast_bytes(data)
+            head = [[k, str(x.dtype).removeprefix("torch."), list(x.shape)] for k, x in local.items()]
+            parts = [_memory_of(x) for x in local.values()]
+        head, sent = broadcast_parts(self._communicator, head, parts)
         if not self._communicator.rank:
             return
-        at = 8 + int.from_bytes(data[:8], "little")
-        for k, kind, shape in json.loads(data[8:at]):
+        for (k, kind, shape), part in zip(head, sent, strict=True):
             dtype = getattr(torch, kind)
             value = torch.empty(shape, dtype=dtype)
-            size = value.numel() * value.element_size()
-            if size:
-                value = torch.frombuffer(bytearray(data[at : at + size]), dtype=dtype).reshape(shape)
-            at += size
-            x = own.get(k)
+            if part.nbytes:
+                value = torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape)
+            x = local.get(k)
             if x is not None and (x.dtype, x.shape) == (value.dtype, value.shape):
                 x.data.copy_(value)  # a graph that is kept may hold it
             else:
@@ -95,3 +90,8 @@ class Buffers:
                 place = next(iter(layer.parameters()), value).device if x is None else x.device
                 layer._buffers[name] = value.to(place)
         self._marks = [self._mark(k) for k in range(len(self))]
+
+
+def _memory_of(x: torch.Tensor) -> np.ndarray:
+    """Return a tensor's bytes."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,17 +94,23 @@ class Record:
     @classmethod
     def read(cls, path: Path, size: int) -> Record:
         notes = [json.loads(_file(path, rank, "json").read_text()) for rank in range(size)]
-        parts = [_stages(unpack(_file(path, rank, "safetensors").read_bytes())) for rank in range(size)]
+        parts = [stages_of(unpack(_file(path, rank, "safetensors").read_bytes()), STAGES) for rank in range(size)]
         sums = np.sum([n["sums"] for n in notes], axis=0)
-        steps = zip(*(n["samples"] for n in notes), strict=True)
-        samples = [np.sort(np.concatenate(own)).astype(np.int64) for own in steps]
+        samples = samples_of([n["samples"] for n in notes])
         apart = {s: {rank: part[s] for rank, part in enumerate(parts) if rank and part[s]} for s in STAGES}
         losses = sum(sums[:, value] / np.maximum(sums[:, count], 1e-300) for value, count in notes[0]["losses"])
         return cls(losses, np.array([n["rates"] for n in notes]), samples, parts[0], apart)
 
 
-def _stages(tree: Tree) -> dict[str, Tree]:
-    return {stage: {k[len(stage) + 1 :]: x for k, x in tree.items() if k.startswith(f"{stage}:")} for stage in STAGES}
+def stages_of(tree: Tree, stages: Sequence[str]) -> dict[str, Tree]:
+    """Return the tree of each stage; the keys of ``tree`` are STAGE:KEY."""
+    return {stage: {k[len(stage) + 1 :]: x for k, x in tree.items() if k.startswith(f"{stage}:")} for stage in stages}
+
+
+def samples_of(ranks: Sequence[Sequence[Sequence[int]]]) -> list[np.ndarray]:
+    """Return, for each step, the samples of all ranks, sorted; ``ranks``: for each rank, those of each step."""
+    steps = zip(*ranks, strict=True)
+    return [np.sort(np.concatenate([np.asarray(x, np.int64) for x in step])) for step in steps]
 
 
 def _file(path: Path, rank: int, kind: str) -> Path:

@@ -22,8 +22,9 @@ from hvd_train.protocol import Tree
 from hvd_train.script.record import VARIABLE
 from hvd_train.verify.compare import Comparison, report_page, text
 from hvd_train.verify.difference import Row, Runs, findings, rows
-from hvd_train.verify.record import Record
+from hvd_train.verify.record import Record, samples_of, stages_of
 
+STAGES = ("first", "last", "gradient")
 PYTHONS = ("python", "python3")  # this one is meant: a virtual environment need not be activated
 
 
@@ -79,7 +80,7 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
         what = "the script did not come to the end of a step on each rank"
         raise ConfigError(what, where=title, fix="it must call ht.distribute or hk.distribute, and train")
     told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-    trees = [_stages(unpack((folder / f"{rank}.safetensors").read_bytes())) for rank in range(size)]
+    trees = [stages_of(unpack((folder / f"{rank}.safetensors").read_bytes()), STAGES) for rank in range(size)]
     if not told[0]["rates"]:
         raise ConfigError("the script made no step of a distributed optimizer", where=title, fix="let it train")
     notes = list(dict.fromkeys(note for own in told for note in own["notes"]))
@@ -88,14 +89,13 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
     if not sums[:, 1].all():
         notes.append("not compared: the loss of each step, which is not seen here")
     losses = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(count), where=sums[:, 1] != 0)
-    taken = zip(*(own["samples"][:count] for own in told), strict=True)
-    samples = [np.sort(np.concatenate([np.asarray(x, np.int64) for x in own])) for own in taken]
+    samples = samples_of([own["samples"][:count] for own in told])
     if not any(map(len, samples)):
         notes.append("not compared: which samples a step uses (no loader with indices went through ht.shard)")
     rates = np.array([own["rates"][:count] for own in told])
     apart = {
         stage: {rank: d for rank, tree in enumerate(trees) if (d := _other(tree[stage], trees[0][stage]))}
-        for stage in ("first", "last", "gradient")
+        for stage in STAGES
     }
     first = {"first": trees[0]["first"], "last": trees[0]["last"]}
     training = Record(losses, rates, samples, first, {"first": apart["first"], "last": apart["last"]})
@@ -113,11 +113,3 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
 def _other(tree: Tree, reference: Tree) -> Tree:
     """What of a rank's tree is not bit for bit rank 0's."""
     return {key: x for key, x in tree.items() if key not in reference or x.tobytes() != reference[key].tobytes()}
-
-
-def _stages(tree: Tree) -> dict[str, Tree]:
-    found: dict[str, Tree] = {"first": {}, "last": {}, "gradient": {}}
-    for key, x in tree.items():
-        stage, _, name = key.partition(":")
-        found[stage][name] = x
-    return found

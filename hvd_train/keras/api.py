@@ -80,12 +80,12 @@ def distribute(
     record = recording()
     if communicator.size == 1 and not record:
         return model
-    given = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
-    given |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
+    arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
+    arguments |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
 
     def begin() -> None:
         optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
-        agree(communicator, _facts(model, **given))
+        agree(communicator, _facts(model, **arguments))
         layers.agree_on_settings(model, communicator)
         if lr_scaling == "linear":
             for x in set(with_rates(optimizers)) - set(_scaled):
@@ -183,17 +183,17 @@ def barrier() -> None:
     _opened()[0].barrier()
 
 
-def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
-    wrong = [x for x in given if not isinstance(x, keras.optimizers.Optimizer)]
+def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) -> None:
+    wrong = [x for x in user_optimizers if not isinstance(x, keras.optimizers.Optimizer)]
     if wrong:
         raise _error(f"a {type(wrong[0]).__name__} is no optimizer", "call hk.distribute(model, optimizer)")
-    if getattr(model, "optimizer", None) is None and not given:
+    if getattr(model, "optimizer", None) is None and not user_optimizers:
         fix = "call model.compile(...) first; for a loop of your own, hk.distribute(model, optimizer)"
         raise _error("the model is not compiled", fix)
     patches = getattr(model, MARK, None)
     if patches and patches.compiled is model._loss_tracker:
         raise _error("the model is distributed already", "call hk.distribute once after each compile")
-    optimizers = [*given, *optimizers_of(model)]
+    optimizers = [*user_optimizers, *optimizers_of(model)]
     if any(getattr(x, MARK, patches) is not patches for x in optimizers):
         raise _error("this optimizer trains another distributed model", "give each model its own optimizer")
     if lr_scaling not in ("none", "linear"):
@@ -212,11 +212,11 @@ def _check(model: Any, given: Any, lr_scaling: str, compression: str) -> None:
         raise _error(f"{', '.join(alone)}: synchronized=True has no effect between ranks", "leave it out")
 
 
-def _facts(model: Any, **given: Any) -> dict[str, str]:
+def _facts(model: Any, **arguments: Any) -> dict[str, str]:
     facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
     config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
     return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
-        f"hk.distribute({name}=)": str(value) for name, value in given.items()
+        f"hk.distribute({name}=)": str(value) for name, value in arguments.items()
     }
 
 

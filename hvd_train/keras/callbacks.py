@@ -23,11 +23,11 @@ WRITERS = (
 )
 
 
-def callbacks_of(given: Any, main: bool, last: Any = None) -> Any:
+def callbacks_of(callbacks: Any, main: bool, last: Any = None) -> Any:
     """Return the user's callbacks, then ``last``. Where ``main`` is false, those that write files or the screen go."""
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    chosen = [c for c in keras.tree.flatten(given or []) if main or not isinstance(c, WRITERS)]
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    chosen = [c for c in keras.tree.flatten(callbacks or []) if main or not isinstance(c, WRITERS)]
     return [*chosen, last] if last else chosen
 
 

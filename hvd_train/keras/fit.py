@@ -107,7 +107,7 @@ class DistributedFit:
         if kept and self.model.run_eagerly and self.world.rank == 0:
             what = "over a tf.data.Dataset a step that runs eagerly draws the same on all ranks"
             warnings.warn(f"{what} from random, numpy.random and tf.random; use keras.random there", stacklevel=3)
-        with warnings.catch_warnings(), self.draws.own(self.patches.fits, kept):
+        with warnings.catch_warnings(), self.draws.apart(self.patches.fits, kept):
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")

@@ -99,19 +99,19 @@ class Reduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients of ``variables`` -> the same, joined; one that no rank has stays None."""
         positions = [self._position(v) for v in variables]
-        given: list[Any] = [None] * len(self.variables)
+        local: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
-            given[i] = gradient
+            local[i] = gradient
         part = tensor_of(Reduction.part)
         if self.count is not None:
             part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
-        used = keras.ops.convert_to_tensor(np.array([g is not None for g in given], np.float64))
+        used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
         head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
-        *dense, head = self._backend.dense([*given, head])
+        *dense, head = self._backend.dense([*local, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
         pairs = zip(self._exchange.split(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
-        there = [g is not None for g in given]
+        there = [g is not None for g in local]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
             there = [n > 0 for n in keras.ops.convert_to_numpy(sums)[2:]]
         return [reduced[i] if there[i] else None for i in positions]
@@ -148,15 +148,15 @@ class Reduction:
     def whole(self, value: Any, weight: Any = None) -> Any:
         """``value``, this rank's sum or its mean by ``weight`` in all, as a part of that of all ranks: times its share
         of the weight over its share of the samples, so that the mean over samples is the sum, or the mean, of all."""
-        own = [keras.ops.cast(self.count, "float64")]
-        own += [] if weight is None else [keras.ops.cast(weight, "float64")]
-        sent = keras.ops.stop_gradient(keras.ops.stack(own))
+        local = [keras.ops.cast(self.count, "float64")]
+        local += [] if weight is None else [keras.ops.cast(weight, "float64")]
+        sent = keras.ops.stop_gradient(keras.ops.stack(local))
         name = f"keras.loss{self.losses}"
         self.losses += 1
         total = self._communicator.synchronize(self._communicator.allreduce_async(sent, name))
-        factor = total[0] / own[0]
+        factor = total[0] / local[0]
         if weight is not None:
-            factor = factor * keras.ops.divide_no_nan(own[1], total[1])
+            factor = factor * keras.ops.divide_no_nan(local[1], total[1])
         return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
 
     def batch_mean(self, value: Any, add: Callable[[Any, Any], None]) -> None:
@@ -212,8 +212,8 @@ class Reduction:
 
     def _finish(self, started: Sequence[Any]) -> list[Any]:
         joined, states = self._exchange.finish(started)
-        for own, new in zip(self._states, states, strict=True):
-            for variable, value in zip(own, new, strict=True):
+        for old, new in zip(self._states, states, strict=True):
+            for variable, value in zip(old, new, strict=True):
                 variable.assign(value)
         return joined
 
@@ -238,10 +238,10 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = reduction.variables if trainable_variables is None else list(trainable_variables)
-        found = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
+        result = apply((of(variables) if of else reduction)(list(grads), variables), trainable_variables)
         if reduction.count is None:
             backend.after_step(reduction)
-        return found
+        return result
 
     patches.put(optimizer, "apply", backend.untouched(apply_reduced))
 

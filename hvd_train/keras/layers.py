@@ -41,9 +41,9 @@ def agree_on_settings(model: Any, world: Communicator) -> None:
     for name, layer in zip(names, layers, strict=True):
         facts |= {f"layer {name}: {key}": value for key, value in _settings(layer).items()}
     agree(world, facts)
-    own = {f"{n}.{k}": v for n, layer in zip(names, layers, strict=True) for k, v in _attributes(layer).items()}
-    everyone = [json.loads(part) for part in world.allgather_bytes(json.dumps(own).encode())]
-    differing = sorted(k for k in own if len({each.get(k) for each in everyone}) > 1)
+    digests = {f"{n}.{k}": v for n, layer in zip(names, layers, strict=True) for k, v in _attributes(layer).items()}
+    everyone = [json.loads(part) for part in world.allgather_bytes(json.dumps(digests).encode())]
+    differing = sorted(k for k in digests if len({each.get(k) for each in everyone}) > 1)
     if differing and world.rank == 0:
         what = f"attributes of layers differ between ranks and stay each rank's: {', '.join(differing)}"
         warnings.warn(f"{what} (make them alike on all ranks, or weights of the layer)", stacklevel=4)
@@ -70,8 +70,8 @@ class LayerStates:
         """Gives all ranks rank 0's states; whether any had another one. On all ranks together."""
         if not self._layers:
             return False
-        own = [_digest(self._state(x)) for x in self._layers]
-        everyone = [json.loads(part) for part in self._world.allgather_bytes(json.dumps(own).encode(), "layers")]
+        digests = [_digest(self._state(x)) for x in self._layers]
+        everyone = [json.loads(part) for part in self._world.allgather_bytes(json.dumps(digests).encode(), "layers")]
         differing = [k for k, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
         if not differing:
             return False
@@ -80,7 +80,7 @@ class LayerStates:
 
         def put() -> None:
             for k, state in states.items():
-                if _digest(state) != own[int(k)]:
+                if _digest(state) != digests[int(k)]:
                     layer = self._layers[int(k)]
                     _put(layer, self._names[id(layer)], state, where)
 

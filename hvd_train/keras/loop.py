@@ -84,11 +84,11 @@ def shard(
 ) -> Any:  # fmt: skip
     """See ``hvd_train.keras.shard``."""
     draws, own_seed = Draws(world), pass_seed(seed, 0) if shuffle else None
-    found, facts = collectively(
+    arguments, facts = collectively(
         world, lambda: divide_training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
     )
     agree(world, facts)
-    parts = found["x"]
+    parts = arguments["x"]
     size = int(facts[BATCH_SIZE]) * (record.together if (record := recording()) else 1)
     if kind_of(parts) == "dataset":
         return _heard(parts, size)
@@ -112,20 +112,20 @@ def _heard(parts: Any, batch_size: int) -> Any:
     """Return a tf.data.Dataset of this rank's batches, over which a Python loop does what one over ``Batches`` does."""
     import tensorflow as tf
 
-    found = parts.with_options(tf.data.Options())  # an object of our own
-    kind = type(found)
+    dataset = parts.with_options(tf.data.Options())  # an object of our own
+    kind = type(dataset)
 
     def iterate(self: Any) -> Any:
         batches, before = kind.__iter__(self), _steps()
         if not tf.executing_eagerly():
             return batches
         _unshared().begins()
-        own = type(batches)
+        iterator = type(batches)
 
         def following(self: Any) -> Any:
             Reduction.hear()
             try:
-                batch = own.__next__(self)
+                batch = iterator.__next__(self)
             except StopIteration:
                 Reduction.counts(1.0)
                 _ended(before)
@@ -133,11 +133,11 @@ def _heard(parts: Any, batch_size: int) -> Any:
             Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
 
-        batches.__class__ = type(own.__name__, (own,), {"__next__": following})
+        batches.__class__ = type(iterator.__name__, (iterator,), {"__next__": following})
         return batches
 
-    found.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
-    return found
+    dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+    return dataset
 
 
 def _ended(before: int) -> None:

@@ -129,8 +129,8 @@ def uncut(model: Any) -> bool:
     owner = model._compile_loss
     built = owner is not None and owner.built
     losses = [entry.loss for entry in owner._flat_losses] if built else []
-    given = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
-    reductions = {getattr(x, "reduction", None) for x in given}
+    all_losses = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
+    reductions = {getattr(x, "reduction", None) for x in all_losses}
     return (
         bool(reductions & {"sum", "mean_with_sample_weight"})
         or any(x.kind == "sum" for x in losses)
@@ -140,15 +140,17 @@ def uncut(model: Any) -> bool:
 
 def _masks(layer: Any) -> bool:
     """Whether it may make a mask: those of Keras but these hand on what there is."""
-    own = not type(layer).compute_mask.__module__.startswith("keras.")
-    return own or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
+    user_mask = not type(layer).compute_mask.__module__.startswith("keras.")
+    return user_mask or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
 
 
 def needs_probe(model: Any) -> bool:
     """Whether there are losses that may be no mean over samples: the user's own functions or classes, some of Keras."""
-    found = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
-    found = [keras.losses.get(x) if isinstance(x, str) else x for x in found]
-    kinds = [getattr(x, "fn", x if callable(x) and not isinstance(x, keras.losses.Loss) else type(x)) for x in found]
+    user_losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    user_losses = [keras.losses.get(x) if isinstance(x, str) else x for x in user_losses]
+    kinds = [
+        getattr(x, "fn", type(x) if isinstance(x, keras.losses.Loss) or not callable(x) else x) for x in user_losses
+    ]
     strange = [k for k in kinds if not str(getattr(k, "__module__", "")).startswith(("keras.", "builtins"))]
     return bool(strange) or any(kind in TOGETHER for kind in kinds)
 
@@ -172,8 +174,8 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     finally:
         for loss in losses:
             loss.probing = False
-    told = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
-    everyone = [json.loads(part) for part in told]
+    messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
+    everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
         loss.kind = max(kinds, key=FOUND.index)
         if {"mean", "sum"} <= set(kinds):
@@ -197,10 +199,10 @@ def kind_over_samples(loss: Any, *batch: Any) -> str:
     def rows_of(a: Any, rows: slice) -> Any:
         if a is None:
             return None
-        found = a[rows]
+        part_rows = a[rows]
         if _mask(a) is not None:
-            found._keras_mask = _mask(a)[rows]
-        return found
+            part_rows._keras_mask = _mask(a)[rows]
+        return part_rows
 
     def part(rows: slice) -> float:
         return float(keras.ops.sum(loss(*keras.tree.map_structure(lambda a: rows_of(a, rows), batch))))

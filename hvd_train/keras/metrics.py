@@ -90,10 +90,11 @@ def _means(model: Any) -> list[Any]:
 def functions(model: Any) -> list[Any]:
     """The user's own functions among the metrics of ``compile``."""
     owner = model._compile_metrics
-    given = keras.tree.flatten([getattr(owner, "_user_metrics", None), getattr(owner, "_user_weighted_metrics", None)])
-    own = [x for x in given if callable(x) and not isinstance(x, keras.metrics.Metric)]
-    own += [x._fn for x in given if _is_function(x)]
-    return [x for x in own if not str(getattr(x, "__module__", "")).startswith("keras.")]
+    names = ("_user_metrics", "_user_weighted_metrics")
+    metrics = keras.tree.flatten([getattr(owner, name, None) for name in names])
+    callables = [x for x in metrics if callable(x) and not isinstance(x, keras.metrics.Metric)]
+    callables += [x._fn for x in metrics if _is_function(x)]
+    return [x for x in callables if not str(getattr(x, "__module__", "")).startswith("keras.")]
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
@@ -103,17 +104,17 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
     if owner is None or not functions(model):
         return
     owner.update_state(*batch)  # built, at the latest now
-    found = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
-    for each in found:
+    means = [x for x in (vars(m).get("update_state") for m in owner.metrics) if isinstance(x, BatchMean)]
+    for each in means:
         each.probing = True
     try:
         owner.update_state(*batch)
     finally:
-        for each in found:
+        for each in means:
             each.probing = False
         owner.reset_state()
-    everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in found]).encode())]
-    for each, kinds in zip(found, zip(*everyone, strict=True), strict=True):
+    everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in means]).encode())]
+    for each, kinds in zip(means, zip(*everyone, strict=True), strict=True):
         each.kind = max(kinds, key=FOUND.index)
         if each.kind in ("sum", "neither") and communicator.rank == 0:
             what = f"the metric {each.metric.name} gives one number for a batch, which is not a mean over its samples"
@@ -121,8 +122,8 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
 
 
 def _is_function(metric: Any) -> bool:
-    own = type(metric) is keras.metrics.MeanMetricWrapper
-    return own and not str(getattr(metric._fn, "__module__", "")).startswith("keras.")
+    wrapped = type(metric) is keras.metrics.MeanMetricWrapper
+    return wrapped and not str(getattr(metric._fn, "__module__", "")).startswith("keras.")
 
 
 def _tracking(tracker: Any, reduction: Reduction) -> Any:

@@ -38,13 +38,13 @@ def add(model: Any, recording: Recording) -> None:
         recording.note("Keras on PyTorch takes some losses in 32 bits, whatever floatx is: 1e-7 is no fault of yours")
 
     def tree() -> Tree:
-        found: Tree = {}
+        arrays: Tree = {}
         for v in model.variables:
             value = np.array(keras.ops.convert_to_numpy(v))
             if value.dtype.kind == "f" or v.trainable:
                 kind = "weights" if v.trainable else "statistics"
                 key = f"{kind}/{prefix}{v.path}"
-                found[f"{key} {len(found)}" if key in found else key] = value
-        return found
+                arrays[f"{key} {len(arrays)}" if key in arrays else key] = value
+        return arrays
 
     recording.model(tree)

@@ -102,12 +102,12 @@ class Recording:
 @functools.cache
 def recording() -> Recording | None:
     """None: the script runs by itself."""
-    told = os.environ.get(VARIABLE)
-    if told is None:
+    text = os.environ.get(VARIABLE)
+    if text is None:
         return None
-    given: dict[str, Any] = json.loads(told)
-    found = Recording(Path(given["folder"]), given["ranks"], given["steps"])
+    options: dict[str, Any] = json.loads(text)
+    started = Recording(Path(options["folder"]), options["ranks"], options["steps"])
     random.seed(SEED)
     np.random.seed(SEED)
-    atexit.register(found.write)  # a script may end before
-    return found
+    atexit.register(started.write)  # a script may end before
+    return started

@@ -112,17 +112,17 @@ class _Keras:
 
 def generators() -> dict[str, Any]:
     """All that this process has loaded."""
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     if "keras" in sys.modules:
-        found["keras"] = _Keras()
-    found |= {"python": _Python(), "numpy": _NumPy()}
+        loaded["keras"] = _Keras()
+    loaded |= {"python": _Python(), "numpy": _NumPy()}
     if "tensorflow" in sys.modules:
-        found["tensorflow"] = _TensorFlow()
+        loaded["tensorflow"] = _TensorFlow()
     if "torch" in sys.modules:
-        found["torch"] = _Torch("cpu")
+        loaded["torch"] = _Torch("cpu")
         if sys.modules["torch"].cuda.is_initialized():
-            found["cuda"] = _Torch(str(sys.modules["torch"].cuda.current_device()))
-    return found
+            loaded["cuda"] = _Torch(str(sys.modules["torch"].cuda.current_device()))
+    return loaded
 
 
 class Draws:
@@ -134,19 +134,19 @@ class Draws:
         self._generators: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def own(self, number: int, keep: tuple[str, ...] = ()) -> Iterator[None]:
+    def apart(self, number: int, keep: tuple[str, ...] = ()) -> Iterator[None]:
         """Within it this rank draws its own numbers, other ones for each ``number``; afterwards all is as before, but
         for what was drawn in ``common``. ``keep``: generators that are left alone. All ranks enter it."""
         self._generators = {name: each for name, each in generators().items() if name not in keep}
-        mine = self._states()
-        common = json.loads(self.world.broadcast_bytes(json.dumps(mine).encode()))
-        self._common = {name: state for name, state in common.items() if name in mine}  # not all may have loaded torch
-        alike = {name for name, state in mine.items() if state == self._common.get(name)}  # torch's need not be
-        self._set({name: self._apart(name, state, number) for name, state in mine.items()})
+        local = self._states()
+        common = json.loads(self.world.broadcast_bytes(json.dumps(local).encode()))
+        self._common = {name: state for name, state in common.items() if name in local}  # not all may have loaded torch
+        equal = {name for name, state in local.items() if state == self._common.get(name)}  # torch's need not be
+        self._set({name: self._apart(name, state, number) for name, state in local.items()})
         try:
             yield
         finally:
-            self._set({name: self._common[name] if name in alike else state for name, state in mine.items()})
+            self._set({name: self._common[name] if name in equal else state for name, state in local.items()})
             self._common = None
 
     @contextlib.contextmanager
@@ -155,19 +155,19 @@ class Draws:
         if self._common is None:
             yield
             return
-        own = self._states()
+        local = self._states()
         self._set(self._common)
         try:
             yield
         finally:
             self._common = self._common if keep else self._states()
-            self._set(own)
+            self._set(local)
 
     def _apart(self, name: str, state: Any, number: int) -> Any:
         if state is None:
             return None
-        found = hashlib.sha256(f"{json.dumps(state)} {self.world.rank} {number}".encode()).digest()
-        return self._generators[name].seeded(int.from_bytes(found[:4], "big") >> 1)
+        digest = hashlib.sha256(f"{json.dumps(state)} {self.world.rank} {number}".encode()).digest()
+        return self._generators[name].seeded(int.from_bytes(digest[:4], "big") >> 1)
 
     def _states(self) -> dict[str, Any]:
         return json.loads(json.dumps({name: each.get() for name, each in self._generators.items()}))

@@ -51,8 +51,8 @@ class PartSync:
         """
         while shares := [p.share_of_batch for p in passes.uneven()]:
             changed = [number for number, reducer in self._reducers.items() if place != BACKWARD and reducer.changed()]
-            own = json.dumps([place, shares, list(numbers), changed]).encode()
-            everyone = [json.loads(part) for part in self._communicator.allgather_bytes(own, "parts of a batch")]
+            message = json.dumps([place, shares, list(numbers), changed]).encode()
+            everyone = [json.loads(part) for part in self._communicator.allgather_bytes(message, "parts of a batch")]
             if len({there for there, *_ in everyone}) == 1:
                 self._stepped = place != NEXT and (self._stepped or place == STEP)
                 return
@@ -71,8 +71,8 @@ class PartSync:
             what += f" ({', '.join(str(shares[0]) for _, shares, *_ in everyone)} samples)"
         what += ", and they make unequal numbers of parts of them"
         listed = ", ".join(f"{there} on rank {rank}" for rank, there in enumerate(places))
-        numbers = {number for there, _, own, _ in everyone if there == BACKWARD for number in own}
-        changed = [rank for rank, (*_, own) in enumerate(everyone) if numbers.intersection(own)]
+        numbers = {number for there, _, sent, _ in everyone if there == BACKWARD for number in sent}
+        changed = [rank for rank, (*_, sent) in enumerate(everyone) if numbers.intersection(sent)]
         stepped = self._stepped and NEXT in places  # the others would make a step more
         reason = ""
         if not more or stepped or FORWARD in places:

@@ -40,11 +40,11 @@ class Frozen:
 
     def finish(self) -> None:
         """The end of a backward pass."""
-        found = {name: p for name, p in self._frozen.items() if p.requires_grad}
-        for name in found:
+        unfrozen = {name: p for name, p in self._frozen.items() if p.requires_grad}
+        for name in unfrozen:
             self._hooks.pop(name).remove()
             del self._frozen[name]
-        late = self._unfreeze(found)
+        late = self._unfreeze(unfrozen)
         late.model_reducers = self._first.model_reducers
         late.model_reducers.append(late)
         late.adopt()

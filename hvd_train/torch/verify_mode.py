@@ -37,9 +37,9 @@ def prepare(recording: Recording) -> None:
             recording.loss(float(self.detach()), passes.weight())
         return backward(self, *arguments, **keywords)
 
-    def taken(found: passes.Pass, batch: Any, training: bool) -> Any:
+    def taken(current: passes.Pass, batch: Any, training: bool) -> Any:
         if training:
-            recording.took(found.number, found.indices())
+            recording.took(current.number, current.indices())
         return widen(batch)
 
     passes.watch = taken
@@ -47,15 +47,15 @@ def prepare(recording: Recording) -> None:
     torch.Tensor.backward = seen
 
 
-def widen(found: Any) -> Any:
+def widen(value: Any) -> Any:
     """Tensors of floats in 64 bits, in containers as they are."""
-    if isinstance(found, torch.Tensor):
-        return found.double() if found.is_floating_point() else found
-    if isinstance(found, Mapping):
-        return type(found)({key: widen(x) for key, x in found.items()})  # type: ignore[call-arg]
-    if isinstance(found, tuple) and hasattr(found, "_fields"):
-        return type(found)(*map(widen, found))
-    return type(found)(map(widen, found)) if isinstance(found, list | tuple) else found
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return type(value)({key: widen(x) for key, x in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(widen, value))
+    return type(value)(map(widen, value)) if isinstance(value, list | tuple) else value
 
 
 def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> None:

@@ -28,17 +28,17 @@ ARRAYS = (np.ndarray, torch.Tensor)
 
 def content(samples: Any) -> dict[str, str]:
     """Hashes of what can be told without a call of the user's code: {"data: files": "0123456789ab; ..."}."""
-    found = {}
+    texts = {}
     for name, owner in _within(samples, "data"):
         if isinstance(owner, data.Subset):
             chosen = hashlib.sha256(np.asarray(owner.indices).astype(np.int64).tobytes()).hexdigest()[:12]
-            found[f"{name}: indices"] = f"{chosen}; {SPLIT}"
+            texts[f"{name}: indices"] = f"{chosen}; {SPLIT}"
             continue
         count = _length(owner)
         for attribute, x in _attributes(owner):
             if digest := _digest(x, count):
-                found[f"{name}{attribute}"] = f"{digest}; {SPLIT if type(owner) is data.TensorDataset else ALIKE}"
-    return found
+                texts[f"{name}{attribute}"] = f"{digest}; {SPLIT if type(owner) is data.TensorDataset else ALIKE}"
+    return texts
 
 
 class Orders:
@@ -56,7 +56,7 @@ class Orders:
 
     def moved(self) -> dict[str, str]:
         """{"data: files": a hash of the new order}"""
-        found = {}
+        digests = {}
         for name, owner, attribute, first, sums in self._known:
             x = vars(owner).get(attribute)
             look = _look(x) if isinstance(x, (list, *ARRAYS)) else first
@@ -66,8 +66,8 @@ class Orders:
                 same = any(a == b for a, b in zip(_sums(x), sums, strict=False))
                 self._found[name] = look, _digest(x, len(x), FEWER) if same else ""
             if self._found[name][1]:
-                found[name] = self._found[name][1]
-        return found
+                digests[name] = self._found[name][1]
+        return digests
 
 
 def _within(samples: Any, name: str, seen: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

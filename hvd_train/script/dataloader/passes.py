@@ -95,8 +95,8 @@ class Pass:
 
     @property
     def weight(self) -> float:
-        told: Any = self._batches
-        return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else told.weight
+        stream: Any = self._batches
+        return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else stream.weight
 
     @property
     def uneven(self) -> bool:
@@ -115,8 +115,8 @@ class Pass:
         """Return the digest of the order of samples, if the pass began before the last step; else it does not count."""
         if shares.steps() == self._steps:
             return ""
-        told: Any = self._batches
-        return self._plan.digest if self._plan else f"{told.digest:08x}" if self._known else ""
+        stream: Any = self._batches
+        return self._plan.digest if self._plan else f"{stream.digest:08x}" if self._known else ""
 
     def moved(self) -> dict[str, str]:
         """Return what ``fingerprint.Orders.moved`` gives, of a pass that began before the last step."""
@@ -159,8 +159,8 @@ class Sharded(data.DataLoader):
         return self.dataset.batches() if isinstance(self.dataset, streams.StreamShare) else super().__len__()
 
     def _get_iterator(self) -> Any:
-        found = super()._get_iterator()
-        return streams.Batches(found) if isinstance(self.dataset, streams.StreamShare) else found
+        iterator = super()._get_iterator()
+        return streams.Batches(iterator) if isinstance(self.dataset, streams.StreamShare) else iterator
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next pass; on all ranks."""
@@ -181,35 +181,36 @@ def shared(
 
     ``together``: this process, alone, takes the batches of so many ranks. ``number``: of the loader.
     """
-    own: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
+    attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if isinstance(loader.dataset, data.IterableDataset):
         part = streams.StreamShare(loader.dataset, (loader.batch_size or 1) * together, loader.drop_last, rank, size)
         stream = streams.Stream(seed, rank, size, ended)
-        own |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": streams.WorkerSeeds(stream)}
-        own["collate_fn"] = streams.Collate(loader.collate_fn)
+        attributes |= {"share": stream, "dataset": part, "batch_sampler": None, "sampler": streams.WorkerSeeds(stream)}
+        attributes["collate_fn"] = streams.Collate(loader.collate_fn)
     elif together > 1:
-        own["share"] = shares.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
+        attributes["share"] = shares.Joined([_share(loader, seed, k, together) for k in range(together)], seed)
     else:
-        own["share"] = _share(loader, seed, rank, size)
-    own["share"].number, own["share"].orders = number, fingerprint.Orders(loader.dataset)
+        attributes["share"] = _share(loader, seed, rank, size)
+    attributes["share"].number, attributes["share"].orders = number, fingerprint.Orders(loader.dataset)
     # The script may seed workers itself; it has its say once in those that persist.
-    own["share"].seeds_workers = loader.num_workers > 0 and (loader.persistent_workers or loader.worker_init_fn is None)
+    seeds_workers = loader.persistent_workers or loader.worker_init_fn is None
+    attributes["share"].seeds_workers = loader.num_workers > 0 and seeds_workers
     kind = type(loader)
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids to set these one by one.
-    vars(copy).update(vars(loader) | {"batch_sampler": own["share"]} | own)
+    vars(copy).update(vars(loader) | {"batch_sampler": attributes["share"]} | attributes)
     return copy
 
 
 def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.Share:
-    given: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
+    options: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
     sampler, batch_size = loader.sampler, loader.batch_size
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
         return user_order.UserBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
     if _plain(sampler, loader.dataset):
         shuffle = type(sampler) is data.RandomSampler
-        return shares.Share(len(loader.dataset), batch_size, shuffle=shuffle, **given)
-    return user_order.UserOrder(sampler, batch_size, **given)
+        return shares.Share(len(loader.dataset), batch_size, shuffle=shuffle, **options)
+    return user_order.UserOrder(sampler, batch_size, **options)
 
 
 def _plain(sampler: Any, samples: Any) -> bool:
@@ -224,11 +225,12 @@ def orders() -> dict[str, str]:
     Only orders that may differ between ranks are among them.
     """
     digests = sorted({p.digest for p in _open if p.used} - {""})
-    found = {"order of samples": " ".join(digests)} if digests else {}
+    digests_by_name = {"order of samples": " ".join(digests)} if digests else {}
     for p in sorted(_open, key=lambda p: p.number):
         for name, digest in p.moved().items() if p.used else ():
-            found[f"order of {name} in loader {p.number}, which random.Random(epoch).shuffle makes equal"] = digest
-    return found
+            text = f"order of {name} in loader {p.number}, which random.Random(epoch).shuffle makes equal"
+            digests_by_name[text] = digest
+    return digests_by_name
 
 
 def weight() -> float:

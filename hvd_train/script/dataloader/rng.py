@@ -58,8 +58,8 @@ def start_pass(key: int, rank: int) -> None:
 
 
 def resume(state: int, rank: int) -> None:
-    own = mix(state, rank)
-    _set(own, mix(own, 1), mix(own, 2))  # of one number NumPy and random would draw the same
+    seed = mix(state, rank)
+    _set(seed, mix(seed, 1), mix(seed, 2))  # of one number NumPy and random would draw the same
 
 
 def _set(torchs: int, numpys: int, pythons: int) -> None:
@@ -118,7 +118,7 @@ class CommonDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        mine = _states()
+        before = _states()
         if self._states is None:
             _seed(self._key)
         else:
@@ -127,7 +127,7 @@ class CommonDraws:
             yield
         finally:
             self._states = _states()
-            _put(mine)
+            _put(before)
 
 
 def _states() -> tuple:
@@ -153,15 +153,15 @@ class SamplerGenerators:
 
     def seed(self, key: int) -> None:
         for first, x in zip(self._first, self._all, strict=True):
-            own = mix(key, first)
+            seed = mix(key, first)
             if isinstance(x, torch.Generator):
-                x.manual_seed(own)
+                x.manual_seed(seed)
             elif isinstance(x, np.random.Generator):
-                x.bit_generator.state = type(x.bit_generator)(own).state
+                x.bit_generator.state = type(x.bit_generator)(seed).state
             elif isinstance(x, np.random.RandomState):
-                x.seed([own & 0xFFFFFFFF, own >> 32])
+                x.seed([seed & 0xFFFFFFFF, seed >> 32])
             else:
-                x.seed(own)
+                x.seed(seed)
 
 
 def _generators(owner: Any) -> list[Any]:

@@ -105,16 +105,16 @@ class Collate:
     def __init__(self, collate: Callable) -> None:
         self._collate = collate
 
-    def __call__(self, found: tuple[float, int, list]) -> tuple[float, int, Any]:
-        weight, digest, samples = found
+    def __call__(self, batch: tuple[float, int, list]) -> tuple[float, int, Any]:
+        weight, digest, samples = batch
         return weight, digest, self._collate(samples)
 
 
 class Batches:
     """A DataLoader's iterator over a ``StreamShare``; ``weight`` and ``digest`` are of the batch that it gave last."""
 
-    def __init__(self, found: Iterator) -> None:
-        self._found, self.weight, self.digest = found, 1.0, 0
+    def __init__(self, batches: Iterator) -> None:
+        self._found, self.weight, self.digest = batches, 1.0, 0
 
     def __iter__(self) -> Iterator:
         return self

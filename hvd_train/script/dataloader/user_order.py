@@ -67,25 +67,25 @@ class UserBatches(UserOrder):
     def cut(self, order: list) -> Plan:
         n, size = len(order), self.size
         steps = [order[at : at + size] for at in range(0, n - n % size, size)]
-        found = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
+        batches = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
         rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
         if len(rest) >= size and not self._drop_last:
             share = [rest[i] for i in places_of(len(rest), len(rest), self.rank, size)]
-            found.append((share, len(rest), len(rest) % size > 0))
-        elif rest and found and not self._drop_last:
-            found[-1] = found[-1][0] + rest[self.rank : self.rank + 1], found[-1][1] + len(rest), True
-        if not found:
+            batches.append((share, len(rest), len(rest) % size > 0))
+        elif rest and batches and not self._drop_last:
+            batches[-1] = batches[-1][0] + rest[self.rank : self.rank + 1], batches[-1][1] + len(rest), True
+        if not batches:
             what = f"{n} batches of {len(rest)} samples are too few for {size} ranks"
             raise DataError(what, where=WHERE, fix="start fewer ranks", common=True)
-        weights = [len(own) * size / total for own, total, _ in found]
-        parts, uneven = [own for own, *_ in found], [apart for *_, apart in found]
-        return Plan(len(found), parts.__getitem__, weights.__getitem__, uneven.__getitem__, _digest(order))
+        weights = [len(local) * size / total for local, total, _ in batches]
+        parts, uneven = [local for local, *_ in batches], [apart for *_, apart in batches]
+        return Plan(len(batches), parts.__getitem__, weights.__getitem__, uneven.__getitem__, _digest(order))
 
 
 def _within(sampler: Any) -> list[Any]:
     """Return a sampler and those in it."""
     inner = [x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, data.Sampler)]
-    return [sampler, *(found for x in inner for found in _within(x))]
+    return [sampler, *(each for x in inner for each in _within(x))]
 
 
 def _attributes(sampler: Any) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-import weakref
 from typing import Any
 
 from hvd_train.frameworks import KERNELS
@@ -17,14 +16,13 @@ os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
 import keras
 
 from hvd_train.compression import make
-from hvd_train.core.agreement import agree, collectively
+from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError
-from hvd_train.keras import layers, loop, losses, metrics, verify_mode
+from hvd_train.keras import loop, losses, verify_mode
 from hvd_train.keras.backends import OnTensorFlow, OnTorch
 from hvd_train.keras.build import build_at_first, is_built
-from hvd_train.keras.fit import DistributedFit
-from hvd_train.keras.gradients import Reduction, connect, count_samples
 from hvd_train.keras.patches import MARK, Patches, optimizers_of, with_rates
+from hvd_train.keras.start import Start, scaled
 from hvd_train.script import main_rank
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import SlowRankReport
@@ -32,7 +30,6 @@ from hvd_train.script.world import exchange_options, open_session, place
 
 WHERE = "hk.distribute"
 BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
-_scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, whose learning rate is multiplied once
 
 
 def distribute(
@@ -45,7 +42,7 @@ def distribute(
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
-    """Trains a compiled model on all ranks together; returns it. After another ``compile``, call it again.
+    """Train a compiled model on all ranks together; return it. After another ``compile``, call it again.
 
     For a loop of your own give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
     compiled, and is to be built. Their ``apply`` averages over ranks.
@@ -73,50 +70,19 @@ def distribute(
     if before:
         before.undo()
     patches.put(model, MARK, patches)
-    optimizer, *others = optimizers = optimizers_of(model)
+    optimizers = optimizers_of(model)
     for x in optimizers:
         patches.put(x, MARK, patches)
     loop.follow(optimizers)
-    record = recording()
-    if communicator.size == 1 and not record:
+    if communicator.size == 1 and not recording():
         return model
     arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
     arguments |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
-
-    def begin() -> None:
-        optimizer.build(model.trainable_variables) if not optimizer.built and not others else None
-        agree(communicator, _facts(model, **arguments))
-        layers.agree_on_settings(model, communicator)
-        if lr_scaling == "linear":
-            for x in set(with_rates(optimizers)) - set(_scaled):
-                x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
-                _scaled.add(x)
-        if model.compiled and model.jit_compile:
-            model.jit_compile = False
-            if communicator.rank == 0:
-                warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
-        reduction = Reduction(model.trainable_variables, compressor, communicator, backend)
-        connect(optimizer, reduction, backend, patches)
-        for other in others:
-            connect(other, reduction, backend, patches, reduction.of_others(compressor, communicator))
-        count_samples(model, reduction, backend, patches)
-        losses.share_losses(model, reduction, patches)
-        if model.compiled:
-            metrics.share_means(model, reduction, patches)
-        every = agreement_every_n_steps
-        settings: Any = dict(shard=shard, seed=seed, every=every, slow=_slow())
-        state = DistributedFit(model, communicator, reduction, patches, **settings).state
-        state.share_layer_states(WHERE)
-        state.take_from_rank_0()
-        if model.compiled:
-            state.trace_again()
-        if record:
-            verify_mode.add(model, record)
-
+    start = Start(model, optimizers, communicator, backend, compressor, patches, _slow, arguments, WHERE)
     if is_built(model):
-        begin()
+        start.begin()
     else:
-        build_at_first(model, communicator, patches, begin)
+        build_at_first(model, communicator, patches, start.begin)
     keep_memory()
     return model
 
@@ -124,7 +90,7 @@ def distribute(
 def shard(
     x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int = 32, shuffle: bool = True, seed: int = 0
 ) -> Any:  # fmt: skip
-    """This rank's batches for a loop of your own: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
+    """Return this rank's batches for a loop of your own: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
 
     Every rank gives all of the data: arrays, a tf.data.Dataset of batches (a Dataset comes back), a PyDataset or
     PyTorch's DataLoader. Each ``for`` is an epoch, with an order of its own where arrays or batches are shuffled. On
@@ -136,8 +102,10 @@ def shard(
 
 
 def reduce(values: Any, op: str = "mean") -> Any:
-    """The mean over ranks of tensors, arrays or numbers, in lists or dicts as they are; or their sum, with op="sum".
-    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits."""
+    """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
+
+    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits.
+    """
     world, backend = _opened()
     return loop.reduce(values, op, world, backend.graph())
 
@@ -154,12 +122,12 @@ def _opened() -> tuple[Any, Any]:
 
 
 def rank() -> int:
-    """This process' number, from 0; rank 0 prints and saves, see ``is_main``. Needs no ``distribute``."""
+    """Return this process' number, from 0; rank 0 prints and saves, see ``is_main``. Needs no ``distribute``."""
     return world().rank
 
 
 def size() -> int:
-    """How many ranks there are; 1 for a script that was started alone."""
+    """Return how many ranks there are; 1 for a script that was started alone."""
     return world().size
 
 
@@ -179,7 +147,7 @@ def tqdm(*arguments: Any, **options: Any) -> Any:
 
 
 def barrier() -> None:
-    """Waits until all ranks are here: before they read what rank 0 has just saved, for example."""
+    """Wait until all ranks are here: before they read what rank 0 has just saved, for example."""
     _opened()[0].barrier()
 
 
@@ -201,7 +169,7 @@ def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) 
     schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
     if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
-    if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(_scaled)):
+    if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(scaled)):
         fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
         raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
     if compression != "none" and any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in optimizers):
@@ -212,20 +180,12 @@ def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) 
         raise _error(f"{', '.join(alone)}: synchronized=True has no effect between ranks", "leave it out")
 
 
-def _facts(model: Any, **arguments: Any) -> dict[str, str]:
-    facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
-    config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
-    return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
-        f"hk.distribute({name}=)": str(value) for name, value in arguments.items()
-    }
-
-
 def _error(what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=WHERE, fix=fix)
 
 
-def _settle_threads() -> None:
-    """This rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
+def _share_cores() -> None:
+    """Set this rank's share of the cores and its memory, before TensorFlow's first operation: later it is too late."""
     here = place()
     if here.size == 1 or keras.backend.backend() not in BACKENDS:
         return
@@ -251,6 +211,6 @@ def _settle_threads() -> None:
             torch.cuda.set_device(gpu_index(torch.cuda.device_count(), here.local_rank, None))
 
 
-_settle_threads()
+_share_cores()
 if recording():
     verify_mode.prepare()

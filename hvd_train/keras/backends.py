@@ -12,7 +12,7 @@ from hvd_train.protocol import Communicator, Ops, Packing
 
 
 class OnTensorFlow:
-    """What differs between Keras' backends; a transfer is an operation of the graph that is traced."""
+    """Keras on TensorFlow: a transfer is an operation of the graph that is traced."""
 
     framework = "tensorflow"
     _waits: Any = None  # seconds within the transfers of graphs, of all models
@@ -44,7 +44,9 @@ class OnTensorFlow:
         return None if self.eager() else self.tf.compat.v1.get_default_graph()
 
     def after_step(self, reduction: Reduction) -> None:
-        """In a loop of the user's own. A graph counts its steps; Python asks with the next batch (Reduction.hear): a
+        """Count a step of a loop of the script.
+
+        A graph counts its steps; Python asks with the next batch (Reduction.count_graph_steps): a
         transfer that Python starts within a graph would wait for the thread that it keeps."""
         if self.eager():
             reduction.stepped(1)
@@ -68,7 +70,7 @@ class OnTensorFlow:
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
     def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
-        """What ``transfer`` gives; of a graph, the seconds that it waited are counted here."""
+        """Return what ``transfer`` gives; in a graph, count the seconds that it waits."""
         if self.eager():
             return transfer()
         return self._awaited(self._waits, [g for g in gradients if g is not None], transfer)
@@ -76,7 +78,7 @@ class OnTensorFlow:
     def waited(self) -> float:
         return float(self._waits)
 
-    def settle(self, optimizer: Any) -> None:
+    def fuse(self, optimizer: Any) -> None:
         from hvd_train.keras.fused import fuse
 
         fuse(optimizer)
@@ -119,5 +121,5 @@ class OnTorch:
     def waited(self) -> float:
         return 0.0  # the communicator counts all
 
-    def settle(self, optimizer: Any) -> None:
+    def fuse(self, optimizer: Any) -> None:
         """Keras takes torch's own fused updates here."""

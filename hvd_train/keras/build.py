@@ -21,8 +21,11 @@ FIX = "call it once on a batch, or model.build(input_shape), before hk.distribut
 
 
 def is_built(model: Any) -> bool:
-    """Whether it has its weights; a model whose ``call`` is Keras' own, as in many GANs, is the sum of its parts, and a
-    Sequential too, which a PyTorch module among its layers leaves half built."""
+    """Return whether the model has its weights.
+
+    A model with Keras' ``call``, as in many GANs, is the sum of its parts. So is a Sequential, which a PyTorch module
+    among its layers leaves half built.
+    """
     parts = all(layer.built for layer in model._flatten_layers() if layer is not model)
     if isinstance(model, keras.Sequential):
         return bool(model.variables) and model.built and parts
@@ -30,7 +33,7 @@ def is_built(model: Any) -> bool:
 
 
 def build_at_first(model: Any, world: Communicator, patches: Patches, begin: Callable[[], None]) -> None:
-    """Builds the model from the batch that the first of its methods gets, then calls ``begin`` and goes on."""
+    """Build the model from the batch that the first of its methods gets, then call ``begin`` and go on."""
 
     def first(name: str, *args: Any, **kwargs: Any) -> Any:
         agree(world, {"call": f"model.{name}"})

@@ -74,7 +74,7 @@ class SyncCallback(keras.callbacks.Callback):
         self._rank.compare(f"model.fit, epoch {epoch + 1}")
 
 
-def within_page(page: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+def within_slot(slot: Any, model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``make_train_function`` for a model whose steps are an exchange as a whole, as the watchdog sees it."""
 
     def made(force: bool = False) -> Any:
@@ -84,7 +84,7 @@ def within_page(page: Any, model: Any, make: Callable[..., Any]) -> Callable[...
         if step is not before:
 
             def entered(*args: Any) -> Any:
-                with page:
+                with slot:
                     return step(*args)
 
             model.train_function = entered

@@ -13,7 +13,7 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.keras import losses, metrics
-from hvd_train.keras.callbacks import SyncCallback, callbacks_of, within_page
+from hvd_train.keras.callbacks import SyncCallback, callbacks_of, within_slot
 from hvd_train.keras.data.arrays import ArrayParts, split
 from hvd_train.keras.data.dataset import BatchOrderDigest
 from hvd_train.keras.data.leaves import BATCH, BATCH_SIZE, kind_of
@@ -70,9 +70,9 @@ class DistributedFit:
         self._on_batch = model.train_on_batch
         for name in ("fit", "evaluate", "predict", "train_on_batch"):
             patches.put(model, name, getattr(self, name))
-        page = getattr(world, "slot", None)
-        if page and keras.backend.backend() == "tensorflow":  # whose exchanges are within a graph
-            patches.put(model, "make_train_function", within_page(page, model, model.make_train_function))
+        slot = getattr(world, "slot", None)
+        if slot and keras.backend.backend() == "tensorflow":  # whose exchanges are within a graph
+            patches.put(model, "make_train_function", within_slot(slot, model, model.make_train_function))
         patches.put(model, "_get_metrics_result_or_logs", self.logs)
         for name in SAVING if world.rank else ():
             patches.put(model, name, _left_to_rank_0)

@@ -62,7 +62,7 @@ class Reduction:
         ]
         self.count: Any = None
         self.stepped: Callable[[int], None] = lambda steps: None  # after steps of a loop of the user's own
-        self._heard = 0  # of the steps that graphs count
+        self._graph_steps_counted = 0  # of the steps that graphs count
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
@@ -76,18 +76,20 @@ class Reduction:
         self.stopped = keras.Variable(0.0, trainable=False, dtype="float64", name="stopped")
 
     @classmethod
-    def hear(cls) -> None:
-        """Of steps that were made in graphs, on all ranks at the same place of their loops."""
+    def count_graph_steps(cls) -> None:
+        """Count the steps that were made in graphs; on all ranks at the same place of their loops."""
         for reduction in sorted(cls.traced, key=lambda each: each.number):
-            steps = int(reduction.steps.numpy()) - reduction._heard
-            reduction._heard += steps
+            steps = int(reduction.steps.numpy()) - reduction._graph_steps_counted
+            reduction._graph_steps_counted += steps
             if steps:
                 reduction.stepped(steps)
 
     @classmethod
-    def settle(cls) -> None:
-        """Averages the running statistics of what was trained in loops of the user's own, on all ranks at the same
-        place of them. Models that have gone are here still: when one goes is chance."""
+    def average_moved_statistics(cls) -> None:
+        """Average the running statistics of models trained in loops of the script, on all ranks at the same place.
+
+        Deleted models are among them: when Python frees one is chance.
+        """
         for number in sorted(cls.moved):
             cls.moved.pop(number)()
 
@@ -97,7 +99,7 @@ class Reduction:
             cls.part.assign(part)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients of ``variables`` -> the same, joined; one that no rank has stays None."""
+        """Return the gradients of ``variables``, joined over the ranks; one that no rank has stays None."""
         positions = [self._position(v) for v in variables]
         local: list[Any] = [None] * len(self.variables)
         for i, gradient in zip(positions, gradients, strict=True):
@@ -117,7 +119,7 @@ class Reduction:
         return [reduced[i] if there[i] else None for i in positions]
 
     def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
-        """(flat gradients, of all ranks: sums of parts, wishes to stop, ranks with a gradient of tensor 0, ...)."""
+        """Return (flat gradients, sums over ranks of: part, wish to stop, having a gradient of tensor 0, 1, ...)."""
         sent = self._communicator.allreduce_async(head, "keras.counts")
         flats = self._exchange.join([self._own(i, g) for i, g in enumerate(dense)])
         started = self._start(flats, part) if self._whole else []
@@ -129,8 +131,10 @@ class Reduction:
         return self._finish(self._start(flats, part / sums[0])), sums
 
     def of_others(self, compressor: Compressor, communicator: Communicator) -> Callable[[list[Any]], Reduction]:
-        """For an optimizer that tells its variables at its first step: variables -> their own reduction in the same
-        steps as this one's."""
+        """Return a function that gives another optimizer's variables a reduction in the same steps as this one's.
+
+        Such an optimizer says at its first step which variables it has.
+        """
         made: dict[tuple[int, ...], Reduction] = {}
 
         def of(variables: list[Any]) -> Reduction:
@@ -146,8 +150,11 @@ class Reduction:
         return of
 
     def whole(self, value: Any, weight: Any = None) -> Any:
-        """``value``, this rank's sum or its mean by ``weight`` in all, as a part of that of all ranks: times its share
-        of the weight over its share of the samples, so that the mean over samples is the sum, or the mean, of all."""
+        """Return ``value``, this rank's sum or its mean by ``weight``, as a part of that of all ranks.
+
+        It is times the rank's share of the weight over its share of the samples, so that the mean over samples of what
+        comes back is the sum, or the mean, of all ranks.
+        """
         local = [keras.ops.cast(self.count, "float64")]
         local += [] if weight is None else [keras.ops.cast(weight, "float64")]
         sent = keras.ops.stop_gradient(keras.ops.stack(local))
@@ -178,7 +185,7 @@ class Reduction:
         self.count, self.losses, self._means = samples, 0, []
 
     def step_made(self) -> None:
-        """Corrects the shares of this step's batch means."""
+        """Correct the shares of this step's batch means."""
         if not self._means:
             return
         full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)
@@ -201,7 +208,7 @@ class Reduction:
         return self._positions[id(variable)]
 
     def _own(self, i: int, gradient: Any) -> Any:
-        """As it travels; zeros where this rank has none."""
+        """Return a gradient as it travels; zeros where this rank has none."""
         if gradient is None:
             return keras.ops.zeros(self.variables[i].shape, self._wire[i])
         return keras.ops.cast(gradient, self._wire[i])
@@ -219,7 +226,7 @@ class Reduction:
 
 
 def _times(flats: list[Any], factor: Any) -> list[Any]:
-    """Without a pass over them where the factor is 1: in all steps of an epoch but its last."""
+    """Multiply, but for a factor of 1, which all steps of an epoch but its last have: that saves a pass over memory."""
     return keras.ops.cond(keras.ops.abs(factor - 1) < 1e-12, lambda: flats, lambda: _scaled(flats, factor))
 
 
@@ -228,12 +235,12 @@ def _scaled(flats: list[Any], factor: Any) -> list[Any]:
 
 
 def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches, of: Any = None) -> None:
-    """Puts the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
+    """Put the reduction before everything that this optimizer, the outermost one, does: finite check, clipping, EMA.
     ``of``: variables -> the reduction of a further optimizer.
 
     The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
     """
-    backend.settle(optimizer)
+    backend.fuse(optimizer)
     apply = optimizer.apply
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -247,7 +254,7 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches
 
 
 def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patches) -> None:
-    """Tells the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has, and
+    """Tell the reduction how many samples this rank's part of a step has, whatever ``train_step`` the model has, and
     each batch that is scored."""
     step, score = model.train_step, model.test_step
 

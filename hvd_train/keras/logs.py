@@ -35,16 +35,17 @@ class GlobalLogs:
         local = {k: _numbers(x) for k, x in results.items() if k in logs}  # of this rank's samples
         variables = [v for metric in self._model.metrics for v in metric.variables]
         sums = [to_numpy(v) if counts else np.zeros_like(to_numpy(v)) for v in variables]
-        for v, total in zip(variables, self._add_up(sums), strict=True):
+        for v, total in zip(variables, add_up(sums, self._world), strict=True):
             v.assign(total)
         global_logs = self._logs(logs)
         if global_logs is not logs:
             return global_logs
         values = [np.asarray(to_numpy(x), np.float64) * (counts or not whole) for x in keras.tree.flatten(logs)]
         ranks = 1 if whole else self._world.size
-        means = keras.tree.pack_sequence_as(logs, [(x / ranks).tolist() for x in self._add_up(values)])
+        means = keras.tree.pack_sequence_as(logs, [(x / ranks).tolist() for x in add_up(values, self._world)])
         # Under a metric's name a step may give another number.
-        same = self._add_up([np.array(_is_close(_numbers(logs[k]), x), np.float64) for k, x in local.items()])
+        close = [np.array(_is_close(_numbers(logs[k]), x), np.float64) for k, x in local.items()]
+        same = add_up(close, self._world)
         results = self._results()
         return means | {k: results[k] for k, count in zip(local, same, strict=True) if count == self._world.size}
 
@@ -52,13 +53,14 @@ class GlobalLogs:
         """Return the metrics' results by their names, as a step of Keras' guide gives them and as Keras' own does."""
         return {metric.name: metric.result() for metric in self._model.metrics} | self._model.get_metrics_result()
 
-    def _add_up(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return sums over ranks, added in float64 and rank order."""
-        if not arrays:
-            return []
-        flat = np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
-        pieces = np.split(ordered_sum(flat, self._world), np.cumsum([a.size for a in arrays])[:-1])
-        return [piece.reshape(a.shape).astype(a.dtype) for piece, a in zip(pieces, arrays, strict=True)]
+
+def add_up(arrays: Sequence[np.ndarray], world: Communicator) -> list[np.ndarray]:
+    """Return the sums of arrays over ranks, added in float64 and rank order."""
+    if not arrays:
+        return []
+    flat = np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays])
+    pieces = np.split(ordered_sum(flat, world), np.cumsum([a.size for a in arrays])[:-1])
+    return [piece.reshape(a.shape).astype(a.dtype) for piece, a in zip(pieces, arrays, strict=True)]
 
 
 def _numbers(result: Any) -> np.ndarray:

@@ -65,11 +65,11 @@ class Batches:
         before = _steps()
         _unshared().begins()
         for batch in self._epoch(self._numbers.next):
-            Reduction.hear()
+            Reduction.count_graph_steps()
             batch = keras.tree.map_structure(keras.ops.convert_to_tensor, batch, none_is_leaf=False)
             Reduction.counts(len(keras.tree.flatten(batch)[0]) / self._batch_size)
             yield batch
-        Reduction.hear()
+        Reduction.count_graph_steps()
         Reduction.counts(1.0)
         self._numbers.skip()
         _ended(before)
@@ -123,7 +123,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
         iterator = type(batches)
 
         def following(self: Any) -> Any:
-            Reduction.hear()
+            Reduction.count_graph_steps()
             try:
                 batch = iterator.__next__(self)
             except StopIteration:
@@ -143,7 +143,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
 def _ended(before: int) -> None:
     """End a pass that began after ``before`` steps, on all ranks."""
     if _steps() > before:
-        Reduction.settle()
+        Reduction.average_moved_statistics()
     else:
         _unshared().passed()
 

@@ -66,7 +66,7 @@ class DistributedLoss:
         return self._reduction.window.loss(value, weight)
 
     def _warn(self) -> None:
-        """Where ranks score batches that are no parts of global ones."""
+        """Warn where ranks score batches that are not parts of global ones."""
         if not self._reduction.window.whole and not self._warned and world().rank == 0:
             what = "takes a mean over masked or weighted places of each rank's own batches: one process cuts others"
             warnings.warn(f"evaluation: the loss {self.loss.name} {what}, and has another mean of them", stacklevel=2)
@@ -125,7 +125,7 @@ def check(model: Any) -> None:
 
 
 def uncut(model: Any) -> bool:
-    """Whether the loss of an evaluation depends on where batches are cut: a sum, a mean by weight or under a mask."""
+    """Return whether an evaluation's loss depends on where batches are cut: a sum, a mean by weight or under a mask."""
     owner = model._compile_loss
     built = owner is not None and owner.built
     losses = [entry.loss for entry in owner._flat_losses] if built else []
@@ -139,13 +139,13 @@ def uncut(model: Any) -> bool:
 
 
 def _masks(layer: Any) -> bool:
-    """Whether it may make a mask: those of Keras but these hand on what there is."""
+    """Return whether the layer may make a mask: Keras' layers but these hand on the mask that they get."""
     user_mask = not type(layer).compute_mask.__module__.startswith("keras.")
     return user_mask or getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking)
 
 
 def needs_probe(model: Any) -> bool:
-    """Whether there are losses that may be no mean over samples: the user's own functions or classes, some of Keras."""
+    """Return whether there are losses that may not be means over samples: the user's, and some of Keras."""
     user_losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
     user_losses = [keras.losses.get(x) if isinstance(x, str) else x for x in user_losses]
     kinds = [

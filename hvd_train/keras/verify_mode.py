@@ -1,4 +1,4 @@
-"""What ``hvd-train verify`` changes in a Keras script, and sees of it."""
+"""Changes that ``hvd-train verify`` makes in a Keras script, and the record that it takes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _models = 0
 
 
 def prepare() -> None:
-    """Before the script makes anything."""
+    """Set 64 bits and a seed, before the script makes anything."""
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(SEED)
 
 
 def add(model: Any, recording: Recording) -> None:
-    """A model of the script, distributed."""
+    """Record a model of the script, which is distributed now."""
     recording.norm_fix = "keras.layers.GroupNormalization in its place does not depend on the ranks"
     global _models
     prefix = f"model{_models}/" * (_models > 0)

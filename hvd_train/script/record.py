@@ -29,10 +29,11 @@ SEED = 0  # of a script that sets none
 
 @dataclass
 class Recording:
-    """Of each step: ``sums`` [loss times its weight, weight], the rate, the samples that this rank took of its loaders.
+    """The record of this rank.
 
-    ``trees``: of each model, what gives its weights and statistics now. ``gradient``: of each optimizer's first step.
-    ``norm_fix``: what this framework's script can do about batch normalization over each rank's own samples.
+    For each step: ``sums`` [loss times its weight, weight], the learning rate, the samples that this rank took of its
+    loaders. ``trees``: for each model, a function that gives its weights and statistics now. ``gradient``: of each
+    optimizer's first step. ``norm_fix``: the advice about batch normalization over each rank's local samples.
     """
 
     folder: Path
@@ -52,7 +53,7 @@ class Recording:
 
     @property
     def together(self) -> int:
-        """How many ranks' batches this process takes."""
+        """Return how many ranks' batches this process takes."""
         return self.ranks // world().size
 
     def model(self, tree: Callable[[], Tree]) -> None:
@@ -64,7 +65,7 @@ class Recording:
         self.notes += [text] * (text not in self.notes)
 
     def loss(self, value: float, weight: float) -> None:
-        """Of a backward pass; a step's loss is the sum over its passes."""
+        """Add the loss of a backward pass; a step's loss is the sum over its passes."""
         self._loss = [self._loss[0] + value * weight, weight]
 
     def took(self, loader: int, indices: list) -> None:

@@ -67,7 +67,7 @@ class _Torch:
 
 
 class _TensorFlow:
-    """Of operations outside of a graph; a graph that is traced starts from the same seed. None: nobody has set it."""
+    """The seed of operations outside of a graph, from which a traced graph starts, too. None: nobody has set it."""
 
     def __init__(self) -> None:
         from tensorflow.python.eager import context
@@ -89,7 +89,7 @@ class _TensorFlow:
 
 
 class _Keras:
-    """Of ``keras.random`` where no seed is given."""
+    """The generator of ``keras.random`` where no seed is given."""
 
     def __init__(self) -> None:
         from keras.src.random.seed_generator import global_seed_generator
@@ -135,8 +135,11 @@ class Draws:
 
     @contextlib.contextmanager
     def apart(self, number: int, keep: tuple[str, ...] = ()) -> Iterator[None]:
-        """Within it this rank draws its own numbers, other ones for each ``number``; afterwards all is as before, but
-        for what was drawn in ``common``. ``keep``: generators that are left alone. All ranks enter it."""
+        """Let this rank draw other numbers than other ranks within this context, others for each ``number``.
+
+        Afterwards all is as before, but for what was drawn in ``common``. ``keep``: generators that are left alone. All
+        ranks enter it.
+        """
         self._generators = {name: each for name, each in generators().items() if name not in keep}
         local = self._states()
         common = json.loads(self.world.broadcast_bytes(json.dumps(local).encode()))
@@ -151,7 +154,7 @@ class Draws:
 
     @contextlib.contextmanager
     def common(self, *, keep: bool = False) -> Iterator[None]:
-        """Within it all ranks draw the same numbers; ``keep``: and will draw them again."""
+        """Let all ranks draw the same numbers within this context; ``keep``: and draw them again later."""
         if self._common is None:
             yield
             return

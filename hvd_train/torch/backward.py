@@ -1,4 +1,4 @@
-"""When a backward pass begins and ends, as a script's reducers see it: also one in another, and one that failed."""
+"""The beginning and the end of a backward pass, for reducers: also of one in another, and of one that failed."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _depth = 0  # backward passes that run in the backward of a checkpointed part
 
 
 def current_pass() -> int:
-    """Autograd's number of the pass that runs now; -1: none."""
+    """Return autograd's number of the pass that runs now; -1: none."""
     return torch._C._current_graph_task_id()
 
 
 def join(member: Member) -> None:
-    """``member.finish()`` is called when this backward pass ends, or the outermost one around it."""
+    """Have ``member.finish()`` called when this backward pass ends, or the outermost one around it."""
     _enter()
     _waiting.append(member)
 
 
 def enter() -> None:
-    """A hook of autograd runs. If it belongs to a new pass, the one before it ended with an error or in a callback."""
+    """Note that a hook of autograd runs. If its pass is new, the one before ended with an error or in a callback."""
     if current_pass() != _task:
         _enter()
 
@@ -55,7 +55,7 @@ def _enter() -> None:
 
 
 def after_failure() -> None:
-    """Where no pass runs, or a new one: members that still wait do so since a pass that an error ended."""
+    """End the last pass, if an error ended it: members still wait, and no pass runs, or a new one."""
     members = _taken()
     if members and before:
         before(members)
@@ -72,7 +72,7 @@ def _end() -> None:
 
 
 def _taken() -> list[Member]:
-    """The pass is over. Models that shared it end it in the same order on every rank."""
+    """Return the members of the pass, which is over, in the same order on every rank."""
     global _task
     members, _task = sorted(_waiting, key=lambda member: member.number), None
     _waiting.clear()
@@ -92,8 +92,11 @@ def _nested() -> bool:
 
 @functools.cache
 def watch_checkpoints() -> None:
-    """Reentrant checkpointing runs a backward pass for each part, in the backward of the whole; torch tells nobody when
-    the whole one begins and ends. Without this every part would be exchanged by itself: right, but slow."""
+    """Count nested backward passes of reentrant checkpointing.
+
+    It runs a backward pass for each part, in the backward pass of the whole, whose beginning and end torch does not
+    announce. Without this every part would be exchanged by itself: right, but slow.
+    """
     backward: Callable[..., Any] = CheckpointFunction.backward
 
     @functools.wraps(backward)

@@ -29,7 +29,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What ``pack`` was given, bit for bit, on the CPU; ValueError for bytes that are not whole."""
+    """Return the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for bytes that are not whole."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         about = json.loads(data[8 : 8 + length])["__metadata__"]

@@ -12,8 +12,11 @@ from hvd_train.torch.reducer import Reducer
 
 
 class Frozen:
-    """At the end of the first backward pass that finds some of them trained, ``unfreeze`` makes them a reducer of their
-    own, which has this pass' gradients exchanged at once and takes part in all later ones. Nothing travels before."""
+    """The frozen parameters of a model.
+
+    At the end of the first backward pass in which some of them are trained, ``unfreeze`` makes a reducer for them. It
+    exchanges this pass' gradients at once and takes part in all later passes. Nothing travels before.
+    """
 
     def __init__(
         self,
@@ -34,12 +37,12 @@ class Frozen:
             self._first.reached()
 
     def arrived(self) -> None:
-        """Backward has reached one of them, or one of the model's other parameters: all ranks have come as far."""
+        """Join the pass, if some of them are trained: backward has reached a parameter of the model, on all ranks."""
         if any(p.requires_grad for p in self._frozen.values()):
             backward.join(self)
 
     def finish(self) -> None:
-        """The end of a backward pass."""
+        """Unfreeze, at the end of a backward pass."""
         unfrozen = {name: p for name, p in self._frozen.items() if p.requires_grad}
         for name in unfrozen:
             self._hooks.pop(name).remove()
@@ -50,4 +53,4 @@ class Frozen:
         late.adopt()
 
     def abandon(self) -> None:
-        """An error ended the pass: the next one finds them again."""
+        """Do nothing: an error ended the pass, and the next one finds the parameters again."""

@@ -1,4 +1,4 @@
-"""What ``hvd-train verify`` changes in a PyTorch script, and sees of it."""
+"""Changes that ``hvd-train verify`` makes in a PyTorch script, and the record that it takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _models = 0
 
 
 def prepare(recording: Recording) -> None:
-    """Before the script makes anything: 64 bits, and a look at each loss."""
+    """Set 64 bits and record each loss, before the script makes anything."""
     recording.norm_fix = "ht.distribute(model, optimizer, sync_batchnorm=True) makes it independent of the ranks"
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
@@ -48,7 +48,7 @@ def prepare(recording: Recording) -> None:
 
 
 def widen(value: Any) -> Any:
-    """Tensors of floats in 64 bits, in containers as they are."""
+    """Return floats in 64 bits, in containers as they are."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def widen(value: Any) -> Any:
 
 
 def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> None:
-    """Models of the script, before they are distributed."""
+    """Change models of the script, before they are distributed."""
     for model in models:
         model.double()
         PyTorchFrontEnd.without_dropout_in(model)
@@ -68,7 +68,7 @@ def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> N
 
 
 def add(model: torch.nn.Module, recording: Recording) -> None:
-    """A model of the script, distributed."""
+    """Record a model of the script, which is distributed now."""
     global _models
     prefix = f"model{_models}." * (_models > 0)
     _models += 1

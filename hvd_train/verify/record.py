@@ -1,4 +1,4 @@
-"""What one world saw and did in a short run, on disk, so that another process can lay two worlds side by side."""
+"""The record of a short run of one world, on disk, so that another process can compare two worlds."""
 
 from __future__ import annotations
 

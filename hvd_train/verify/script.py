@@ -111,5 +111,5 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
 
 
 def _other(tree: Tree, reference: Tree) -> Tree:
-    """What of a rank's tree is not bit for bit rank 0's."""
+    """Return the arrays of a rank's tree that are not rank 0's, bit for bit."""
     return {key: x for key, x in tree.items() if key not in reference or x.tobytes() != reference[key].tobytes()}

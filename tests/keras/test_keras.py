@@ -328,10 +328,10 @@ def test_the_gpu_is_chosen_as_fit_does(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
-    api._settle_threads()
+    api._share_cores()
     monkeypatch.delenv("SLURM_GPUS_PER_TASK")
     with pytest.raises(ConfigError, match="local rank 1 has no GPU"):
-        api._settle_threads()
+        api._share_cores()
     assert chosen == [0]
 
 

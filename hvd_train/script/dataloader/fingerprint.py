@@ -1,4 +1,4 @@
-"""What a data set holds, compared between ranks: an order may come of a set or a folder, or be drawn without a seed."""
+"""Contents of a data set, compared between ranks: an order may come of a set or a folder, or be random."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def content(samples: Any) -> dict[str, str]:
 
 
 class Orders:
-    """Of lists and arrays with an entry for each sample: which of them a script has shuffled since. What ranks fill by
-    themselves, as caches, is not shuffled: it holds other entries than before."""
+    """Lists and arrays with an entry for each sample, and which of them a script has shuffled since.
+
+    One that a rank fills by itself, as a cache, is not shuffled: it holds other entries than before.
+    """
 
     def __init__(self, samples: Any) -> None:
         self._known: list[tuple[str, Any, str, list, list[int]]] = []

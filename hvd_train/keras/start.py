@@ -1,0 +1,80 @@
+"""The start of distributed training of a model, which needs the model's weights."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvd_train.core.agreement import agree
+from hvd_train.keras import layers, losses, metrics, verify_mode
+from hvd_train.keras.fit import DistributedFit
+from hvd_train.keras.gradients import Reduction, connect, count_samples
+from hvd_train.keras.patches import Patches, optimizers_of, with_rates
+from hvd_train.protocol import Communicator, Compressor
+from hvd_train.script.record import recording
+from hvd_train.script.slow_rank import SlowRankReport
+
+scaled: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose learning rate was multiplied, which is done once
+
+
+@dataclass
+class Start:
+    """A model and its optimizers, about to be distributed. ``arguments``: those of ``hk.distribute``, by name."""
+
+    model: Any
+    optimizers: list[Any]
+    communicator: Communicator
+    backend: Any
+    compressor: Compressor
+    patches: Patches
+    slow: Callable[[], SlowRankReport]
+    arguments: dict[str, Any]
+    where: str
+
+    def begin(self) -> None:
+        """Change the model and its optimizers, and give all ranks rank 0's state; on all ranks together."""
+        model, communicator, patches = self.model, self.communicator, self.patches
+        optimizer, *others = self.optimizers
+        if not optimizer.built and not others:
+            optimizer.build(model.trainable_variables)
+        agree(communicator, _facts(model, self.arguments))
+        layers.agree_on_settings(model, communicator)
+        if self.arguments["lr_scaling"] == "linear":
+            for x in set(with_rates(self.optimizers)) - set(scaled):
+                x.learning_rate = float(keras.ops.convert_to_numpy(x.learning_rate)) * communicator.size
+                scaled.add(x)
+        if model.compiled and model.jit_compile:
+            model.jit_compile = False
+            if communicator.rank == 0:
+                warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
+        reduction = Reduction(model.trainable_variables, self.compressor, communicator, self.backend)
+        connect(optimizer, reduction, self.backend, patches)
+        for other in others:
+            connect(other, reduction, self.backend, patches, reduction.of_others(self.compressor, communicator))
+        count_samples(model, reduction, self.backend, patches)
+        losses.share_losses(model, reduction, patches)
+        if model.compiled:
+            metrics.share_means(model, reduction, patches)
+        every = self.arguments["agreement_every_n_steps"]
+        options: Any = dict(shard=self.arguments["shard"], seed=self.arguments["seed"], every=every, slow=self.slow())
+        state = DistributedFit(model, communicator, reduction, patches, **options).state
+        state.share_layer_states(self.where)
+        state.take_from_rank_0()
+        if model.compiled:
+            state.trace_again()
+        if record := recording():
+            verify_mode.add(model, record)
+
+
+def _facts(model: Any, arguments: dict[str, Any]) -> dict[str, str]:
+    """Return {name: text} of everything that must be equal on all ranks."""
+    facts = {v.path: f"{tuple(v.shape)} {v.dtype}" for v in model.variables}
+    config = {"optimizer": "; ".join(f"{type(x).__name__} {x.get_config()}" for x in optimizers_of(model))}
+    return {"keras": keras.__version__, "backend": keras.backend.backend(), **facts, **config} | {
+        f"hk.distribute({name}=)": str(value) for name, value in arguments.items()
+    }

@@ -121,7 +121,7 @@ class Reduction:
     def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
         """Return (flat gradients, sums over ranks of: part, wish to stop, having a gradient of tensor 0, 1, ...)."""
         sent = self._communicator.allreduce_async(head, "keras.counts")
-        flats = self._exchange.join([self._own(i, g) for i, g in enumerate(dense)])
+        flats = self._exchange.join([self._as_sent(i, g) for i, g in enumerate(dense)])
         started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)
         self.stopped.assign(sums[1])
@@ -207,7 +207,7 @@ class Reduction:
             )
         return self._positions[id(variable)]
 
-    def _own(self, i: int, gradient: Any) -> Any:
+    def _as_sent(self, i: int, gradient: Any) -> Any:
         """Return a gradient as it travels; zeros where this rank has none."""
         if gradient is None:
             return keras.ops.zeros(self.variables[i].shape, self._wire[i])

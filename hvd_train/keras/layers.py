@@ -123,10 +123,10 @@ def _put(layer: Any, name: str, state: Any, where: str) -> None:
 
 
 def _finalizes(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Normalization) or _is_own(layer) and hasattr(layer, "finalize_state")
+    return isinstance(layer, keras.layers.Normalization) or _is_users(layer) and hasattr(layer, "finalize_state")
 
 
-def _is_own(layer: Any) -> bool:
+def _is_users(layer: Any) -> bool:
     """Return whether the layer's class is the user's, not one of Keras."""
     return not type(layer).__module__.startswith("keras.")
 
@@ -153,18 +153,18 @@ def _settings(layer: Any) -> dict[str, str]:
         config = {}
     left_out = (*APART, *(SENT if isinstance(layer, ADAPTED) else ()))
     shown = {k: v for k, v in config.items() if k not in left_out and "initializer" not in k}
-    return {"class": type(layer).__name__} | {k: _short(json.dumps(_told(v))) for k, v in shown.items()}
+    return {"class": type(layer).__name__} | {k: _short(json.dumps(_comparable(v))) for k, v in shown.items()}
 
 
 def _attributes(layer: Any) -> dict[str, str]:
     """{name: digest} of the numbers, texts and arrays that a layer of the user's own holds."""
-    if not _is_own(layer):
+    if not _is_users(layer):
         return {}
-    held = {k: _told(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
+    held = {k: _comparable(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}
     return {k: _digest(v) for k, v in held.items() if v is not None}
 
 
-def _told(x: Any) -> Any:
+def _comparable(x: Any) -> Any:
     """Return what can be compared of a value, in JSON's types; None: nothing."""
     if x is None or isinstance(x, bool | int | float):
         return x
@@ -173,14 +173,16 @@ def _told(x: Any) -> Any:
     if isinstance(x, bytes):
         return hashlib.sha256(x).hexdigest()
     if isinstance(x, dict):
-        return {str(k): _told(v) for k, v in x.items() if k not in (*APART, "code")}  # a lambda's, with its file's path
+        return {
+            str(k): _comparable(v) for k, v in x.items() if k not in (*APART, "code")
+        }  # a lambda's, with its file's path
     if isinstance(x, set | frozenset):
-        return sorted(json.dumps(_told(v)) for v in x)
+        return sorted(json.dumps(_comparable(v)) for v in x)
     if isinstance(x, list | tuple):
-        return [_told(v) for v in x]
+        return [_comparable(v) for v in x]
     if isinstance(x, types.FunctionType):
         closed = [cell.cell_contents for cell in x.__closure__ or ()]
-        return [x.__qualname__, _told(x.__defaults__), _told(closed)]
+        return [x.__qualname__, _comparable(x.__defaults__), _comparable(closed)]
     if isinstance(x, keras.Variable):  # which is compared and sent as a weight
         return None
     if isinstance(x, np.ndarray | np.generic) or hasattr(x, "numpy") and hasattr(x, "dtype"):

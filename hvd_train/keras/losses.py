@@ -119,7 +119,7 @@ def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
 def check(model: Any) -> None:
     """Raises ConfigError for a loss that no rank can take by itself."""
     for loss in keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None)):
-        if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _own_step(model):
+        if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _has_user_step(model):
             what = f"the loss {loss.name} has reduction=None, so that it is a vector"
             raise ConfigError(what, where="hk.distribute", fix='give it reduction="sum_over_batch_size" or "sum"')
 
@@ -225,5 +225,5 @@ def _mask(x: Any) -> Any:
     return getattr(x, "_keras_mask", None)
 
 
-def _own_step(model: Any) -> bool:
+def _has_user_step(model: Any) -> bool:
     return not str(getattr(type(model).train_step, "__module__", "")).startswith("keras.")

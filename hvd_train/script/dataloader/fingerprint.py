@@ -49,7 +49,7 @@ class Orders:
 
     def __init__(self, samples: Any) -> None:
         self._known: list[tuple[str, Any, str, list, list[int]]] = []
-        self._found: dict[str, tuple[list, str]] = {}  # last
+        self._moved: dict[str, tuple[list, str]] = {}  # last
         for name, owner in _within(samples, "data"):
             count = _length(owner)
             for attribute, x in _attributes(owner):
@@ -64,11 +64,11 @@ class Orders:
             look = _look(x) if isinstance(x, (list, *ARRAYS)) else first
             if look == first:
                 continue
-            if self._found.get(name, (None,))[0] != look:
+            if self._moved.get(name, (None,))[0] != look:
                 same = any(a == b for a, b in zip(_sums(x), sums, strict=False))
-                self._found[name] = look, _digest(x, len(x), FEWER) if same else ""
-            if self._found[name][1]:
-                digests[name] = self._found[name][1]
+                self._moved[name] = look, _digest(x, len(x), FEWER) if same else ""
+            if self._moved[name][1]:
+                digests[name] = self._moved[name][1]
         return digests
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from hvd_train.data.order import mix
 
-_own: int | None = None  # torch's seed as it was set here; another one is the script's
+_seed_set: int | None = None  # torch's seed as it was set here; another one is the script's
 _epoch: tuple[int, int] | None = None  # of the last end of an epoch: the key that draws follow from, the steps made
 _pass: int | None = None  # in a worker: the key of the pass over a stream, if it came with a batch
 
@@ -24,11 +24,11 @@ def set_apart(rank: int) -> None:
 
     Once for each seed that the script sets: data and first weights that were drawn before are the same on all ranks.
     """
-    global _own
-    if rank and torch.initial_seed() != _own:
+    global _seed_set
+    if rank and torch.initial_seed() != _seed_set:
         numpys, pythons = np.random.randint(2**63, dtype=np.int64), random.getrandbits(64)
         _set(*(mix(int(seed), rank) for seed in (torch.initial_seed(), numpys, pythons)))
-    _own = torch.initial_seed()
+    _seed_set = torch.initial_seed()
 
 
 def start_epoch(key: int, steps: int, rank: int) -> None:
@@ -53,7 +53,7 @@ def start_pass(key: int, rank: int) -> None:
 
     A resumed run does not repeat a validation, for example. A script that has seeded torch in between keeps its seed.
     """
-    if torch.initial_seed() == _own:
+    if torch.initial_seed() == _seed_set:
         resume(mix(key, -1), rank)
 
 
@@ -63,11 +63,11 @@ def resume(state: int, rank: int) -> None:
 
 
 def _set(torchs: int, numpys: int, pythons: int) -> None:
-    global _own
+    global _seed_set
     torch.manual_seed(torchs)
     np.random.seed([numpys & 0xFFFFFFFF, numpys >> 32])
     random.seed(pythons)
-    _own = torch.initial_seed()
+    _seed_set = torch.initial_seed()
 
 
 class SeededBatch(list):

@@ -72,13 +72,13 @@ class StreamShare(data.IterableDataset):
                 held += [] if self._drop_last else block
                 break
             if held:
-                yield self._own(held, digest)
+                yield self._share_of(held, digest)
             held, digest = block, _crc(block[0], digest)
         if 0 < len(held) < least:
             what = f"a stream of {len(held)} samples is too short for {self._size} ranks"
             raise DataError(what, where=WHERE, fix="start fewer ranks or workers", common=True)
         if held:
-            yield self._own(held, digest)
+            yield self._share_of(held, digest)
 
     def _blocks(self) -> Iterator[list]:
         drawing: Any = rng.CommonDraws(self.key).drawing
@@ -94,7 +94,7 @@ class StreamShare(data.IterableDataset):
                 return
             yield block
 
-    def _own(self, block: list, digest: int) -> tuple[float, int, list]:
+    def _share_of(self, block: list, digest: int) -> tuple[float, int, list]:
         places = places_of(len(block), self._whole, self._rank, self._size)
         return len(places) * self._size / len(block), digest, [block[i] for i in places]
 
@@ -114,19 +114,19 @@ class Batches:
     """A DataLoader's iterator over a ``StreamShare``; ``weight`` and ``digest`` are of the batch that it gave last."""
 
     def __init__(self, batches: Iterator) -> None:
-        self._found, self.weight, self.digest = batches, 1.0, 0
+        self._batches, self.weight, self.digest = batches, 1.0, 0
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
-        self.weight, self.digest, batch = next(self._found)
+        self.weight, self.digest, batch = next(self._batches)
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_found":
+        if name == "_batches":
             raise AttributeError(name)
-        return getattr(self._found, name)
+        return getattr(self._batches, name)
 
 
 def _crc(sample: Any, before: int) -> int:

@@ -14,7 +14,7 @@ _PLACES = {"Hook": "core.hooks", "Summary": "api", "fit": "api", "world": "launc
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for is loaded then: the command line's help must not wait for it."""
+    """Load a name of the Python API when it is first used. The command line's help must not wait for it."""
     if name == "launch":
         return import_module("hvd_train.launch")
     if name in _PLACES:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """What a file or a user's word holds must not reach a terminal as its commands."""
+    """Escape control characters, so that text of a file or a user cannot command a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 class TrainError(Exception):
-    """What went wrong, where, and what to do: ``TrainError("what", where="file or key", fix="what to do")``.
+    """An error that says what went wrong, where, and what to do.
+
+    For example ``TrainError("the file is empty", where="data.csv", fix="write it again")``.
 
     ``common``: every rank raises the same error, so that rank 0 alone need speak; ``ranks``: where it came up, if
     not on the rank that speaks.

@@ -78,7 +78,7 @@ def ours_alone(paths: Iterable[Path]) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """What was renamed in it is on the disk when this returns."""
+    """Flush a folder to the disk, with the renames in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -65,7 +65,7 @@ class Framework:
 
 @contextmanager
 def swift(hidden: tuple[str, ...]) -> Iterator[None]:
-    """What is imported meanwhile does not find these packages, and nothing looks for garbage among what is new: of
+    """Import faster: modules imported meanwhile do not find these packages, and no garbage is collected. Of
     TensorFlow's 7 s of a core, 2 and 0.5."""
     new = [package for package in hidden if package not in sys.modules]
     collects = gc.isenabled()
@@ -90,7 +90,7 @@ def register(framework: Framework) -> Framework:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; a build for CPUs alone may have another name."""
+    """Return the version of an installed package. A build for CPUs alone may have another name."""
     from importlib import metadata
 
     for name in (package, f"{package}-cpu"):

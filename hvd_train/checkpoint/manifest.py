@@ -92,7 +92,7 @@ class SampleFields(_Part):
 
 
 class Meta(_Part):
-    """Of the run; a later version may say more."""
+    """Facts about the run. Entries of later versions are kept out."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
     framework: Text | None = None
@@ -193,7 +193,7 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
 
 
 def _check(path: Path, manifest: Manifest, raw: dict[str, Any]) -> None:
-    """What holds between fields."""
+    """Check the rules that hold between fields."""
     name, file = NAME.match(path.name), path / MANIFEST
     if name and int(name.group(1)) != manifest.step:
         raise _damaged(file, f"it is of step {manifest.step}")

@@ -37,7 +37,7 @@ STALE = re.compile(r"step-[0-9]+\.(tmp|old)-[0-9a-f]+$")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a training is at a step.
+    """The whole state of a training at a step.
 
     ``model``: weights and running statistics by neutral names (protocol.FrontEnd.state); ``optimizer``: the update's
     replicated and joined entries; ``local``: what each rank has of its own; ``meta``: JSON.

@@ -59,7 +59,7 @@ class Writer:
         self._last = time.monotonic()
 
     def wait(self, seconds: float = math.inf) -> None:
-        """For its end, at most so long."""
+        """Wait for the end of the write, at most ``seconds``."""
         stop = time.monotonic() + seconds
         while self._thread and self._thread.is_alive() and not self._hangs() and time.monotonic() < stop:
             self._thread.join(min(1.0, self._limit / 4 or 1.0, seconds))
@@ -72,7 +72,7 @@ class Writer:
         return bool(self._limit) and now - self._last > self._limit
 
     def outcome(self) -> str | None:
-        """What rank 0 tells all: None while it writes, "" or NOT_KEPT when it has written, or why it could not."""
+        """Return rank 0's news for all ranks: None while it writes, "" or NOT_KEPT after that, or the error."""
         if self._thread is None or (self._thread.is_alive() and not self._hangs()):
             return None
         if self._thread.is_alive():

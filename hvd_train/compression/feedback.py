@@ -20,7 +20,7 @@ class ErrorFeedback:
         raise NotImplementedError
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
-        """What came back -> the sum over ranks (n,), of the type of ``total``."""
+        """Return the sum over ranks (n,) from the received tensors, in the type of ``total``."""
         raise NotImplementedError
 
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:

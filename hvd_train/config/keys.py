@@ -52,7 +52,7 @@ def rule(problems: list[tuple[str, str]]) -> None:
 
 
 class OneOf:
-    """As Literal, of names that may become more."""
+    """A Literal of names to which a user may add."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = names
@@ -135,7 +135,7 @@ class TransformConfig(Section):
 
     @model_serializer(mode="wrap")
     def _short(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is given, and no defaults: a list of sections is long."""
+        """Return the keys that were set, without defaults, because a list of sections is long."""
         return {key: value for key, value in dump(self).items() if value != type(self).model_fields[key].default}
 
     def listed(self, key: Literal["mean", "std"]) -> tuple[float, ...]:
@@ -246,7 +246,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def title_of(output: str, metric: str) -> str:
-    """What a metric is called in the log: of a function its own name."""
+    """Return the name of a metric in the log: of a function the function's name."""
     return f"{output}_" * bool(output) + metric.rpartition(":")[2].rpartition(".")[2]
 
 
@@ -286,7 +286,7 @@ class TaskConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """What an evaluation tells."""
+        """Return the names of the values of an evaluation."""
         return [name for name, _ in self._told]
 
     @property
@@ -436,7 +436,7 @@ class ExchangeConfig(Section):
         return getattr(self, option) != type(self).model_fields[option].default
 
     def options(self, compression: str) -> dict[str, Any]:
-        """What a compressor takes."""
+        """Return the options of the compressor."""
         return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(compression, ())}
 
 
@@ -603,7 +603,7 @@ class Config(Section):
 
     @property
     def notes(self) -> list[str]:
-        """What the user is told of the configuration, a line each."""
+        """Return the notes about the configuration for the user, a line each."""
         return self._notes
 
     def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig) -> str:

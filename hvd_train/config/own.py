@@ -79,7 +79,7 @@ def place_of(module: ModuleType, name: str) -> str:
 
 
 def handed_over(name: str, where: str) -> str:
-    """What to do about code that only a script or notebook had, at its key ``where``."""
+    """Return the advice for code that only a script or notebook had, at its key ``where``."""
     if not name.startswith("__main__:") and "<" not in name:
         return ""
     key = where.partition(":")[0]

@@ -1,4 +1,4 @@
-"""From a file, ``--set`` settings and flags to a Config; all mistakes are reported at once, with their lines."""
+"""Read a Config from a file, ``--set`` settings and flags. All mistakes are reported at once, with their lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _as_written(tag: str, pattern: re.Pattern) -> re.Pattern:
-    """Without numbers to the base of 60, which YAML 1.1 sees in 2:00:00."""
+    """Keep 2:00:00 a text: YAML 1.1 reads it as a number to the base of 60."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:)(?:{pattern.pattern})", re.VERBOSE)

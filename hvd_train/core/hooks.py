@@ -69,13 +69,13 @@ class Hook:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step, with the weights that all ranks share."""
+        """Called before the first step, with the weights that all ranks share."""
 
     def on_step(self, trainer: Trainer, taken: Taken) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step."""
 
     def on_epoch(self, trainer: Trainer, epoch: Epoch) -> None:
-        """After each epoch and its evaluation, before its checkpoint."""
+        """Called after each epoch and its evaluation, before its checkpoint."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """When rank 0 has written the checkpoint ``path``: some steps after its own, and before the next one. Not for

@@ -184,7 +184,7 @@ class Trainer:
         return self._stragglers.least_wait
 
     def _note_straggler(self, epoch: int) -> str:
-        """Into the log; what the epoch's row says of it."""
+        """Log the slow rank; return the note for the epoch's row."""
         found = self._stragglers.found
         if found is None:
             return ""
@@ -209,7 +209,7 @@ class Trainer:
         return [np.frombuffer(part) for part in self.communicator.allgather_bytes(own.tobytes(), "pending")]
 
     def _between(self) -> None:
-        """Within an evaluation, which an interrupted run does anew."""
+        """Look for a signal within an evaluation, which an interrupted run repeats."""
         self.stop_source.at("evaluation", self.progress.step)
         faults.at("evaluation")
         if self._batches.due():
@@ -418,7 +418,7 @@ class Trainer:
             self._save({**train, **(p.val if val else {})})
 
     def _of_epoch(self) -> dict[str, float]:
-        """Of the training samples of this epoch that have been counted; after a rollback there may be none."""
+        """Return the means over the training samples of this epoch; after a rollback there may be none."""
         task = self.frontend.task
         return task.results(np.array(self.progress.epoch_sums or np.zeros(task.length)))
 

@@ -17,7 +17,7 @@ WORDS = 256  # bytes at least: Horovod knows a transfer of the same length again
 
 
 class StopSource:
-    """What may ask a rank to stop. This one never does; ``launch.signals`` has one that listens to signals."""
+    """A source of requests to stop. This one never asks; ``launch.signals`` has one that listens to signals."""
 
     asked = 0  # the number of the first signal; 0: none
     job_end: float | None = None  # seconds since 1970, when the time of the batch job is over
@@ -43,12 +43,12 @@ class Meetings:
         self._turns, self._since = self._left, time.monotonic()
 
     def due(self) -> bool:
-        """After each turn, on all ranks."""
+        """Return whether the ranks sync now. Called after each turn, on all ranks."""
         self._left -= 1
         return self._left <= 0
 
     def meet(self, own: Any) -> list[Any]:
-        """What every rank says, in rank order; to be called on all of them where it is ``due``, or sooner."""
+        """Exchange what every rank reports, in rank order. Called on all ranks where it is ``due``, or sooner."""
         turns = self._turns - self._left
         began = time.monotonic()
         each = (began - self._since) / max(turns, 1)

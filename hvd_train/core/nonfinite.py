@@ -25,7 +25,7 @@ class Skips:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """Before the step."""
+        """Called before the step."""
         self._kept = self._frontend.statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:

@@ -44,12 +44,14 @@ class Stragglers:
         self._first = 0
 
     def pause(self) -> None:
-        """What follows is no step: an evaluation, a save."""
+        """Leave out the time of what follows: an evaluation or a save."""
         self._before = None
 
     def look(self, step: int, waited: Sequence[float]) -> bool:
-        """After step number ``step``; ``waited``: of each rank, from its start. Whether to name the straggler at once:
-        the first time of each rank, and of three at most."""
+        """Look for a straggler at step number ``step``; ``waited``: seconds of each rank, from its start.
+
+        Returns whether to name it at once: the first time of each rank, and of three at most.
+        """
         now, before = (step, time.monotonic(), np.array(waited)), self._before
         self._before = now
         if before is None or before[0] >= step:

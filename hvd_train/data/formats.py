@@ -281,7 +281,7 @@ def read_hdf5(path: Path, choose: Choose) -> dict[str, Any]:
 
 
 def _check_size(path: Path, name: str, item: Any) -> None:
-    """Before a row is read: HDF5 takes memory for whole chunks, and gives zeros for what was never written."""
+    """Check sizes before a row is read: HDF5 takes memory for whole chunks, and gives zeros for rows never written."""
     where, stored = f"{path}: {name}", item.id.get_storage_size()
     if item.nbytes > max(1 << 26, stored * LEAST_STORED):
         what = (

@@ -1,4 +1,4 @@
-"""From a source to padded batches: each rank fetches its own part of every global batch, in threads ahead."""
+"""Make padded batches from a source. Each rank fetches its part of every global batch, in threads ahead."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ class Table:
         return Words(codes, names)
 
     def _filled(self, name: str) -> ChunkedArray:
-        """Without rows that have no value; text trimmed."""
+        """Drop rows without a value, and trim text."""
         import pyarrow
         import pyarrow.compute as pc
 

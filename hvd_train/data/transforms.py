@@ -1,4 +1,4 @@
-"""What is done to samples on their way to the model. Random ones are drawn by (seed, epoch, index) alone, so they are
+"""Transforms of samples on their way to the model. Random ones are drawn by (seed, epoch, index) alone, so they are
 the same for every world size, in both frameworks and after a resume."""
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def doctor(verbose: bool) -> int:
 
 
 def _settings() -> list[tuple[str, str, str]]:
-    """What a rank of ``-np`` would choose: threads, binding, and the variables of Horovod, MPI and the frameworks."""
+    """List what a rank of ``-np`` would choose: threads, binding, and variables of Horovod, MPI and the frameworks."""
     rank = World(0, RANKS, 0, RANKS)
     count = threads("auto", rank)
     chosen = {k: v for framework in FRAMEWORKS for k, v in rank_settings(rank, framework, count, False).items()}

@@ -43,7 +43,7 @@ def _proof(token: str, *words: object) -> str:
 
 
 def _read_line(connection: socket.socket, seconds: float) -> bytes:
-    """Up to 256 bytes, all of them within the time."""
+    """Read up to 256 bytes, all of them within the time."""
     stop, line = time.monotonic() + seconds, b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.01, stop - time.monotonic()))

@@ -58,8 +58,10 @@ class Communicator(Protocol):
     def barrier(self) -> None: ...
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:
-        """What ended the transfers of this rank, if something did: before, or ``error``, which came out of one. It
-        stays, whoever catches it."""
+        """Return the failure that ended the transfers of this rank, if any.
+
+        It is an earlier one, or ``error``, which came out of a transfer. It stays, whoever catches it.
+        """
 
 
 class CommunicatorModule(Protocol):

@@ -102,7 +102,7 @@ class Session:
         self.communicator.close()
 
     def watch(self, seconds: float, then: str = "") -> StatusSlot | None:
-        """From here on, end all ranks of this host where one of them is stuck for ``seconds``. On all ranks.
+        """End all ranks of this host, from now on, if one of them is stuck for ``seconds``. Call it on all ranks.
 
         Returns the slot of this rank's status, or None if nobody reads it.
         """

@@ -60,7 +60,10 @@ def drop(aside: Path) -> None:
 
 
 def bring_back(run_dir: Path) -> None:
-    """What a new run set aside and did not replace; what it had begun to write goes. Also after a kill."""
+    """Bring back files that a new run set aside and did not replace, and remove what it had begun to write.
+
+    It also works after a kill.
+    """
     for gone in run_dir.glob("removed-*"):
         shutil.rmtree(gone, ignore_errors=True)
     for aside in run_dir.glob("replaced-*"):

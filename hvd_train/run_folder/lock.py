@@ -180,7 +180,7 @@ class Lock:
                     os.utime(self.path)
 
     def release(self) -> None:
-        """What the end of ``with`` does, for a process that ends sooner."""
+        """Release the lock, for a process that ends before its ``with``."""
         self._ended.set()
         with suppress(OSError):
             holder = _read(self.path)

@@ -1,4 +1,4 @@
-"""What the user sees and keeps: the terminal, metrics.jsonl, summary.json, TensorBoard events. Rank 0 alone speaks."""
+"""The log of a run: the terminal, metrics.jsonl, summary.json and TensorBoard events. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class RunLog:
         self._show(step, scalars)
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
-        """What compression did to one gradient: its cosine with the exact one, this rank's bytes with and without."""
+        """Log the error of compression: the cosine with the exact gradient, this rank's bytes with and without."""
         if self._metrics is None:
             self._early.append(lambda: self.compression_error(epoch, step, cosine, sent, plain))
             return

@@ -90,7 +90,7 @@ def _turn(sweep: Sweep) -> tuple[list[int], int | None]:
 
 
 def _become(part: Any, here: World) -> None:
-    """From here on, what the launcher's variables say is this process' place in its group. MPI has read them."""
+    """Set the launcher's variables to this process' place in its group. MPI has read them before."""
     os.environ.update(named(here.launcher).place(part.rank, part.size, part.rank, part.size))
     os.environ["HVD_TRAIN_TERMINAL"] = "0"  # a trial's output goes to a file
 

@@ -53,7 +53,7 @@ class _Joined(_BatchNorm):
         return _Normalize.apply(x, self.weight, self.bias, self)
 
     def __reduce_ex__(self, protocol) -> tuple:
-        """For pickle the layer is of its own class: a file knows no ranks."""
+        """Pickle the layer as its plain class, because a file knows no ranks."""
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), self.__dict__  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo) -> _Joined:

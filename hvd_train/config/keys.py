@@ -76,7 +76,7 @@ class ModelConfig(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     name: str = Field(
-        "mlp", description="a model of the zoo ('hvd-train models'), or your own 'package.module:function'"
+        "mlp", description="a built-in model ('hvd-train models'), or your function 'package.module:function'"
     )
 
     @property
@@ -96,21 +96,23 @@ TRANSFORMS = {
 
 class TransformConfig(Section):
     name: str = Field(
-        "", description="'hvd-train data' lists them; or your own 'package.module:function' of (sample, rng)"
+        "", description="a built-in one ('hvd-train data'), or your function 'package.module:function' of (sample, rng)"
     )
-    p: float | None = Field(None, ge=0, le=1, description="how likely it is: flips 0.5, cutout 1")
-    size: Positive | None = Field(None, description="cutout: side in pixels; random_crop: the images' own side")
+    p: float | None = Field(None, ge=0, le=1, description="its probability; default: flips 0.5, cutout 1")
+    size: Positive | None = Field(
+        None, description="cutout: side in pixels; random_crop: default the side of the images"
+    )
     padding: Positive | None = Field(None, description="random_crop: pixels put on each side first")
-    fill: float = Field(0, allow_inf_nan=False, description="random_crop, cutout: value of pixels, as it is stored")
+    fill: float = Field(0, allow_inf_nan=False, description="random_crop, cutout: value of new pixels, as stored")
     padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = Field(
-        "constant", description="random_crop: what is put on each side"
+        "constant", description="random_crop: what the padding holds"
     )
     mean: Numbers | None = Field(
-        None, description="normalize: less this; a number or one a channel, of values in [0, 1]"
+        None, description="normalize: subtracted; one number, or one a channel, for values in [0, 1]"
     )
-    std: Numbers | None = Field(None, description="normalize: over this; a number or one a channel")
-    input: str | None = Field(None, description="which of several inputs")
-    options: dict[str, Any] = Field({}, description="arguments of your own function")
+    std: Numbers | None = Field(None, description="normalize: divisor; one number, or one a channel")
+    input: str | None = Field(None, description="the input that it changes, of several")
+    options: dict[str, Any] = Field({}, description="arguments of your function")
 
     @model_validator(mode="before")
     @classmethod
@@ -169,7 +171,8 @@ ClassNames = Annotated[
 
 class DataConfig(Section):
     name: str = Field(
-        "digits", description="a data set ('hvd-train data'), or your own 'package.module:function' giving (train, val)"
+        "digits",
+        description="a built-in data set ('hvd-train data'), or your 'package.module:function' giving (train, val)",
     )
     path: str | None = free(None, description="folder or file of the data; digits, synthetic and masked_text need none")
     image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
@@ -182,7 +185,7 @@ class DataConfig(Section):
     )
     sequence_length: Positive = Field(128, description="text: bytes of a sample; masked_text: its tokens")
     vocabulary_size: int = Field(
-        8000, ge=300, description="masked_text: byte-pair tokens to learn from the text, at most; 260 of them are given"
+        8000, ge=300, description="masked_text: byte-pair tokens to learn from the text, at most; 260 of them are fixed"
     )
     vocabulary: str | None = Field(
         None, description="masked_text: a tokenizer.json (of the tokenizers library) to take instead of learning one"
@@ -192,17 +195,17 @@ class DataConfig(Section):
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     images: bool | None = Field(
         None,
-        description="arrays of your own: whether samples are images; null: bytes, and those of 1 or 3 channels",
+        description="your arrays: whether samples are images; null: bytes, and arrays with 1 or 3 channels",
     )
     classes: ClassNames = Field(
         None,
         description="words or whole numbers of the labels, or names of 0, 1, ..., in order; auto: those that occur",
     )
     target: Literal["labels", "inputs"] = Field(
-        "labels", description="what the model is to give; inputs: a sample itself, as autoencoders do"
+        "labels", description="what the model learns; inputs: to reproduce its input, as autoencoders do"
     )
-    options: dict[str, Any] = Field({}, description="arguments of your own data function")
-    transforms: list[TransformConfig] = Field([], description="what is done to each sample, in this order")
+    options: dict[str, Any] = Field({}, description="arguments of your data function")
+    transforms: list[TransformConfig] = Field([], description="transforms of each training sample, in this order")
     workers: Positive = free(1, description="threads of a rank that fetch, decode and transform ahead of the training")
 
     @model_validator(mode="after")
@@ -253,11 +256,11 @@ def title_of(output: str, metric: str) -> str:
 class TaskConfig(Section):
     loss: str | dict[str, str] = Field(
         "cross_entropy",
-        description="one of the built-in or your own 'package.module:function'; several outputs: {output: loss}",
+        description="a built-in loss, or your function 'package.module:function'; several outputs: {output: loss}",
     )
     metrics: list[str] | dict[str, list[str]] | None = Field(
         None,
-        description="built-in or your own; several outputs: {output: [...]}; null: accuracy of classes",
+        description="metrics, built in or yours; several outputs: {output: [...]}; null: accuracy of classes",
     )
     ignore_index: int = Field(-100, description="cross_entropy: the label of places that do not count")
 
@@ -351,9 +354,13 @@ class OptimConfig(Section):
         "none", description="lr times global batch / lr_reference_batch, its square root, or lr as it is"
     )
     lr_reference_batch: Positive | None = Field(None, description="global batch for which lr was chosen")
-    warmup_epochs: float = Field(0.0, ge=0, allow_inf_nan=False, description="epochs of linear warm-up (parts count)")
+    warmup_epochs: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="epochs of linear warm-up; may be a fraction"
+    )
     warmup_steps: Count = Field(0, description="steps of linear warm-up, instead of warmup_epochs")
-    schedule: Literal["constant", "step", "cosine", "exponential"] = Field("constant", description="after the warm-up")
+    schedule: Literal["constant", "step", "cosine", "exponential"] = Field(
+        "constant", description="learning rate after the warm-up"
+    )
     step_size: float = Field(30.0, gt=0, description="schedule step: epochs between two drops")
     gamma: float = Field(0.1, gt=0, le=1, description="schedule step: factor of a drop; exponential: factor per epoch")
     min_lr: float = Field(0.0, ge=0, description="the schedule's lowest learning rate")
@@ -387,24 +394,24 @@ FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 class ExchangeConfig(Section):
     compression: Literal["none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto"] = Field(
         "none",
-        description="what travels instead of the gradient; auto: the fastest here of none, fp16, powersgd, topk",
+        description="how gradients are compressed; auto: the fastest here of none, fp16, powersgd, topk",
     )
     ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
     exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")
     threshold: float = Field(0.001, ge=0, description="threshold: absolute value above which an entry travels")
     rank: Positive = Field(4, description="powersgd: rank of the approximation")
     op: Literal["average", "adasum"] = Field(
-        "average", description="how gradients are joined; adasum wants MPI and 2, 4, 8, ... ranks"
+        "average", description="how gradients are combined; adasum needs MPI and 2, 4, 8, ... ranks"
     )
     mode: Literal["allreduce", "partial", "local_sgd"] = Field(
         "allreduce",
-        description="allreduce: of gradients; partial: of a rotating part of the weights; local_sgd: of all, rarely",
+        description="average: gradients (allreduce), a rotating part of the weights (partial), all, rarely (local_sgd)",
     )
     partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
     local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
     overlap: Literal["auto"] | bool = Field(
         "auto",
-        description="exchange within backward; auto: on GPUs, over networks and where cores are spare",
+        description="exchange during backward; auto: on GPUs, over networks and with spare cores",
     )
     compression_error_every_n_steps: Count = Field(
         0,
@@ -448,15 +455,21 @@ class CheckpointConfig(Section):
     )
     save_top_k: Count = Field(1, description="keep the k best by monitor")
     save_last: bool = Field(True, description="keep the newest, and the one before it in case it gets damaged")
-    monitor: str = Field("val_loss", description="what 'best' means: val_NAME or train_NAME of the loss or a metric")
-    mode: Mode = Field("auto", description="which monitor is better; auto: the metric knows, but for your own")
+    monitor: str = Field(
+        "val_loss", description="the value that decides what is best: val_NAME or train_NAME of the loss or a metric"
+    )
+    mode: Mode = Field(
+        "auto", description="which direction is better; auto: by the metric; set it for metrics of yours"
+    )
 
 
 class EarlyStoppingConfig(Section):
-    monitor: str = Field("val_loss", description="what must improve: val_NAME or train_NAME")
+    monitor: str = Field("val_loss", description="the value that must improve: val_NAME or train_NAME")
     patience: Positive = Field(3, description="evaluations without improvement before training stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
-    mode: Mode = Field("auto", description="which monitor is better; auto: the metric knows, but for your own")
+    mode: Mode = Field(
+        "auto", description="which direction is better; auto: by the metric; set it for metrics of yours"
+    )
 
 
 def _number(value: Any) -> Any:
@@ -472,15 +485,17 @@ class SlurmConfig(Section):
     ntasks_per_node: Positive = Field(1, description="ranks on each")
     cpus_per_task: Positive | None = Field(None, description="cores of each rank")
     gpus_per_node: Word | None = Field(None, description="GPUs of each host, [TYPE:]N; a rank takes its local rank's")
-    time: Word | None = Field(None, description="limit, in Slurm's words: 30 (minutes), 2:00:00, 1-12")
-    partition: Word | None = Field(None, description="where the site has several")
-    account: Word | None = Field(None, description="who pays")
-    modules: list[Word] = Field([], description="loaded first")
+    time: Word | None = Field(None, description="time limit as Slurm writes it: 30 (minutes), 2:00:00, 1-12")
+    partition: Word | None = Field(None, description="the partition, if the site has several")
+    account: Word | None = Field(None, description="account to charge")
+    modules: list[Word] = Field([], description="modules to load first")
     lines: list[Word] = Field([], description="more options of sbatch, such as '--qos=high'")
-    container: Word | None = Field(None, description="command before each rank's, such as 'apptainer exec train.sif'")
+    container: Word | None = Field(
+        None, description="command put before each rank's, such as 'apptainer exec train.sif'"
+    )
     requeue: Positive | None = Field(
         None,
-        description="so often at most: save before the time is over or when others need the hosts, and start again",
+        description="restarts at most: save before the time is over or when others need the hosts, then continue",
     )
     save_before: Positive = Field(120, description="with requeue: seconds before the end of the time")
 
@@ -497,7 +512,7 @@ def _precision(value: Any) -> Any:
 
 
 class Config(Section):
-    framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="which front-end trains")
+    framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="the framework that trains")
     model: ModelConfig = Field(ModelConfig(), description="the model and its options")
     data: DataConfig = Field(DataConfig(), description="the data set")
     task: TaskConfig = Field(TaskConfig(), description="the loss and what is told beside it")
@@ -517,10 +532,10 @@ class Config(Section):
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
     exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
     sync_batchnorm: bool = Field(
-        False, description="batch normalization takes its statistics over the global batch, not over a rank's part"
+        False, description="batch normalization uses the global batch, not a rank's part of it"
     )
     checkpoint: CheckpointConfig = free(CheckpointConfig(), description="when to save and what to keep")
-    early_stopping: EarlyStoppingConfig | None = free(None, description="when to stop before the end; null: never")
+    early_stopping: EarlyStoppingConfig | None = free(None, description="stop before the end; null: never")
     check_val_every_n_epoch: Positive = free(1, description="evaluate after every n-th epoch, and at the end")
     limit_train_batches: Positive | None = Field(None, description="steps per epoch at most, for short trials")
     limit_val_batches: Positive | None = free(None, description="batches per evaluation and rank at most")
@@ -535,16 +550,16 @@ class Config(Section):
     watchdog_s: float = free(
         600,
         ge=0,
-        description="seconds without a step, or of a save without a byte, after which all are ended; 0: never",
+        description="seconds without a step, or a save without a byte, after which all ranks are ended; 0: never",
     )
     device: Literal["auto", "cpu", "cuda"] = free("auto", description="cuda: the GPU of the local rank")
     devices: list[Count] | None = free(None, description="GPU indices for the local ranks, in order; null: all visible")
     threads: Positive | Literal["auto"] = free("auto", description="threads per rank; auto: cores / local ranks")
-    seed: Count = Field(0, description="of first weights, sample order and dropout")
+    seed: Count = Field(0, description="seed of first weights, sample order and dropout")
     run_dir: str = free("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
     code_dir: str | None = free(
         None,
-        description="folder of your own modules, before the current one; null: the configuration file's",
+        description="folder of your modules, searched before the current one; null: the configuration file's",
     )
     agreement_every_n_steps: Count = free(
         100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"

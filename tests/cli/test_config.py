@@ -34,7 +34,7 @@ def test_explanations_are_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     lines = tables.explanations(explained("")).splitlines()
     assert len(lines) > 200 and max(map(len, lines)) <= 60
-    assert lines[0] == 'framework: pytorch | tensorflow; default "pytorch"' and lines[1].startswith("    which")
+    assert lines[0] == 'framework: pytorch | tensorflow; default "pytorch"' and lines[1].startswith("    the framework")
 
 
 def test_example_configurations_are_valid():

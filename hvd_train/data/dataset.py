@@ -99,7 +99,8 @@ def existing_path(config: DataConfig) -> Path:
         raise DataError(f"data set '{config.name}' needs a path", where="data.path", fix="say where the data lies")
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise DataError("there is no such file or folder", where=f"data.path: {path}")
+        fix = "" if path.is_absolute() else f"it starts in the current folder, {Path.cwd()}; give --set data.path=PATH"
+        raise DataError("there is no such file or folder", where=f"data.path: {path}", fix=fix)
     return path
 
 

@@ -61,7 +61,10 @@ def test_np_inside_a_launched_world_is_refused():
     ("sets", "words"),
     [
         (["data.name=digit"], "unknown data set 'digit'; data.name; did you mean 'digits'?"),
-        (["data.name=npz", "data.path=x.npz"], "there is no such file or folder; data.path: x.npz"),
+        (
+            ["data.name=npz", "data.path=x.npz"],
+            "there is no such file or folder; data.path: x.npz; it starts in the current folder, ",
+        ),
         (["data.name=npz", "data.path=cut.npz"], "cut.npz"),
         (["data.name=npz"], "data.path"),
         (["data.name=tests.own_models:bad_labels", "data.num_classes=3"], "label"),

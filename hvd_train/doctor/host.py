@@ -18,9 +18,10 @@ from hvd_train.errors import TrainError
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
-from hvd_train.launch.launchers.base import Launcher, World
+from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.launchers.installed import find_tool
 from hvd_train.launch.start import command, environment
+from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
 from hvd_train.rank.session import Session
 from hvd_train.report.tables import table

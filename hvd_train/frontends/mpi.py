@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.base import World
+from hvd_train.launch.world import World
 
 
 def can_meet(here: World) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd_train.frameworks import FRAMEWORKS, KERNELS
 from hvd_train.launch import launchers
-from hvd_train.launch.launchers.base import World
+from hvd_train.launch.world import World
 
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 from hvd_train.errors import CommunicationError, stopped_code
 from hvd_train.launch.hosts import ALIVE, SSH, Hosts, parse, travelling
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_of
 from hvd_train.launch.rendezvous.server import RendezvousServer
+from hvd_train.launch.world import World
 
 # Codes of ranks that have saved and leave, one by one.
 LEAVING = {stopped_code(number) for number in (signal.SIGTERM, signal.SIGINT)}

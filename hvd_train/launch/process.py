@@ -26,7 +26,6 @@ from hvd_train.launch.watchdog import Watchdog
 if TYPE_CHECKING:
     import psutil
 
-    from hvd_train.launch.spares import Spares
 
 GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
 PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
@@ -41,7 +40,7 @@ def run(
     launcher: Launcher = NONE,
     table: StatusTable | None = None,
     watchdog: Watchdog | None = None,
-    spares: Spares | None = None,
+    look: Callable[[StatusTable], None] | None = None,
     wait: Callable[[subprocess.Popen], object] = subprocess.Popen.wait,
 ) -> tuple[int, list[int], dict[int, float]]:
     """Start the launcher with the command ``line`` and wait for its end, which is that of all its processes.
@@ -66,7 +65,7 @@ def run(
         pumps = _pumps(child, failures)
         forwarding.attach(child)
         if table:
-            ended = _watch(child, launcher, table, watchdog, spares)
+            ended = _watch(child, launcher, table, watchdog, look)
             hung = child.poll() is None
         else:
             wait(child)
@@ -155,7 +154,11 @@ def _pump(source: IO[bytes], target: int, failures: list[TrainError]) -> None:
 
 
 def _watch(
-    child: subprocess.Popen, launcher: Launcher, table: StatusTable, watchdog: Watchdog | None, spares: Spares | None
+    child: subprocess.Popen,
+    launcher: Launcher,
+    table: StatusTable,
+    watchdog: Watchdog | None,
+    look: Callable[[StatusTable], None] | None,
 ) -> dict[int, float]:
     """Wait until the launcher ends, or has not although a rank did, or a rank is stuck. Returns each rank's end."""
     ended: dict[int, float] = {}
@@ -169,8 +172,8 @@ def _watch(
         silent = ended and not any(table.read(rank).record for rank in ended)
         if slow and silent and time.monotonic() > first + SILENCE:
             table.signal(signal.SIGKILL)
-        if spares:
-            spares.look(table)
+        if look:
+            look(table)
         for rank, descriptor in list(table.open.items()):  # a signal may come
             if descriptor not in ranks:
                 ranks[descriptor] = rank

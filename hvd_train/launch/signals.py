@@ -20,8 +20,8 @@ from hvd_train.core.meeting import StopSource
 from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.status import StatusSlot, supported
+from hvd_train.launch.world import World
 
 LEAVE_SECONDS = 60.0
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'

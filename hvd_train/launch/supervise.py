@@ -109,7 +109,7 @@ def _attempt(
     with StatusTable(num_proc) as table:
         watchdog = Watchdog(table, watchdog_s)
         env = start.environment() | {VARIABLE: table.path}
-        code, signals, ended = process.run(line, env, launcher, table, watchdog, spares)
+        code, signals, ended = process.run(line, env, launcher, table, watchdog, spares.look if spares else None)
         statuses = [table.read(rank) for rank in range(num_proc)]
         well = all(one.record.get("code") == 0 for one in statuses) or not any(one.pid for one in statuses)
         cause = None if code == 0 and well else _cause(table, ended, code)

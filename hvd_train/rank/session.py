@@ -18,9 +18,9 @@ from hvd_train.frontends.serial import Serial
 from hvd_train.launch import peers
 from hvd_train.launch.environment import prepare_rank, rank_settings, threads, world
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.status import StatusSlot
+from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
 
 if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract

@@ -18,9 +18,9 @@ from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers
 from hvd_train.launch.environment import STALL, world
 from hvd_train.launch.exit import exit_rank, exit_with_error, rank_tag
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.status import SCRIPT
 from hvd_train.launch.watchdog import VARIABLE
+from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator, Handle, Tensor
 from hvd_train.rank.session import Session
 

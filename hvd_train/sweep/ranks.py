@@ -19,8 +19,8 @@ from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world
 from hvd_train.jobs.fit import locked_run_folder, train
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.signals import SignalListener, listen
+from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
 from hvd_train.rank.session import Session, failures_explained
 from hvd_train.run_folder.terminal import warn

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvd_train.errors import ConfigError
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.start import environment
+from hvd_train.launch.world import World
 from tests.ranks.conftest import ROOT, world_command
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch import environment
 from hvd_train.launch.environment import bind, rank_settings, threads, world
-from hvd_train.launch.launchers.base import World
+from hvd_train.launch.world import World
 
 HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 OPEN_MPI = {
@@ -194,7 +194,7 @@ def test_a_rank_binds_all_of_its_threads():
     here = f"World({len(cores) - 1}, {len(cores)}, {len(cores) - 1}, {len(cores)}, 'mpirun')"
     program = (
         "import os, threading; from hvd_train.launch.environment import bind; done = threading.Event()\n"
-        "from hvd_train.launch.launchers.base import World\n"
+        "from hvd_train.launch.world import World\n"
         "threading.Thread(target=done.wait).start()\n"
         f"bind({here}); print([len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')]); done.set()"
     )

@@ -17,13 +17,13 @@ from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import installed, named
 from hvd_train.launch.launchers import srun as slurm
-from hvd_train.launch.launchers.base import World
 from hvd_train.launch.launchers.srun import node_names, node_of
 from hvd_train.launch.rendezvous import rank, server
 from hvd_train.launch.rendezvous.rank import Rendezvous
 from hvd_train.launch.rendezvous.secret import make_secret, read_secret
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.rendezvous.step import PORTS, Step
+from hvd_train.launch.world import World
 
 STEP = {
     "SLURM_JOB_ID": "7",

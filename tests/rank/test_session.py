@@ -9,7 +9,7 @@ import pytest
 from hvd_train.errors import CommunicationError, LostRankError
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
-from hvd_train.launch.launchers.base import World
+from hvd_train.launch.world import World
 from hvd_train.rank import session
 from hvd_train.rank.session import Session
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvd_train.errors import ConfigError
-from hvd_train.launch.launchers.base import Launcher, World
+from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.launchers.foreign import Flux, Jsrun, Mpiexec, MpirunRsh, refuse_unknown
 from hvd_train.launch.launchers.horovodrun import Horovodrun
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.launchers.srun import Srun
+from hvd_train.launch.world import World
 
 AUTO = "auto"
 NONE = Launcher()  # of a process that was started alone

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hvd_train.errors import CommunicationError, ConfigError
 from hvd_train.launch.launchers import installed
+from hvd_train.launch.world import World
 
 if TYPE_CHECKING:
     from hvd_train.launch.hosts import Hosts
@@ -18,17 +19,6 @@ if TYPE_CHECKING:
 FATAL = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 LOST_FIX = "look for a crash or too little memory; --resume auto goes on from there"
-
-
-@dataclass(frozen=True)
-class World:
-    """The place of this process among the ranks. ``launcher`` is empty for a process that was started alone."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hvd_train.errors import ConfigError
-from hvd_train.launch.launchers.base import Launcher, World
+from hvd_train.launch.launchers.base import Launcher
+from hvd_train.launch.world import World
 
 # Variables with a rank but without a size: above 0 they say that this process is not the only one.
 RANK_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from hvd_train.errors import ConfigError
 from hvd_train.launch.launchers import installed
-from hvd_train.launch.launchers.base import Launcher, Layout, World, number
+from hvd_train.launch.launchers.base import Launcher, Layout, number
+from hvd_train.launch.world import World
 
 if TYPE_CHECKING:
     from hvd_train.launch.rendezvous.step import Step

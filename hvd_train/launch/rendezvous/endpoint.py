@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_train.launch.launchers.base import World
+from hvd_train.launch.world import World
 
 ANSWER_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"

@@ -20,11 +20,12 @@ from typing import Any
 from hvd_train.errors import CommunicationError, ConfigError, TrainError
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
-from hvd_train.launch.launchers.base import World, number
+from hvd_train.launch.launchers.base import number
 from hvd_train.launch.rendezvous.endpoint import ANSWER_SECONDS, LOOPBACK, Endpoint, interface_of
 from hvd_train.launch.rendezvous.secret import SECRET, make_secret, read_secret
 from hvd_train.launch.rendezvous.server import LAST_WORDS_SECONDS, START, RendezvousServer
 from hvd_train.launch.rendezvous.step import PORT, TRIES, Step
+from hvd_train.launch.world import World
 
 START_SECONDS = 600
 PARTING_SECONDS = 1.0

@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from hvd_train.compression.table import COMPRESSORS
+from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.metrics.table import LOSSES, METRICS
 
@@ -384,15 +386,12 @@ class OptimConfig(Section):
         return self
 
 
-COMPRESSION_OPTIONS = {"topk": ("ratio", "exact"), "threshold": ("threshold",), "powersgd": ("rank",)}
-
-
 # Keys of earlier configurations and checkpoints, which are taken still -> what they are called now.
 FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
 
 class ExchangeConfig(Section):
-    compression: Literal["none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto"] = Field(
+    compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
         "none",
         description="how gradients are compressed; auto: the fastest here of none, fp16, powersgd, topk",
     )
@@ -403,8 +402,8 @@ class ExchangeConfig(Section):
     op: Literal["average", "adasum"] = Field(
         "average", description="how gradients are combined; adasum needs MPI and 2, 4, 8, ... ranks"
     )
-    mode: Literal["allreduce", "partial", "local_sgd"] = Field(
-        "allreduce",
+    mode: Annotated[str, OneOf(MODES)] = Field(
+        ALLREDUCE,
         description="average: gradients (allreduce), a rotating part of the weights (partial), all, rarely (local_sgd)",
     )
     partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
@@ -421,18 +420,18 @@ class ExchangeConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> ExchangeConfig:
-        owners = {option: name for name, options in COMPRESSION_OPTIONS.items() for option in options}
+        owners = {option: name for name, row in COMPRESSORS.items() for option in row.options}
         problems = [
             (option, f"belongs to compression: {owner}, not {self.compression}")
             for option, owner in owners.items()
             if self.compression not in (owner, "auto") and self._given(option)
         ]
-        for option, owner in (("partial_fraction", "partial"), ("local_steps", "local_sgd")):
-            if self.mode != owner and self._given(option):
-                problems.append((option, f"belongs to mode: {owner}, not {self.mode}"))
-        if self.compression != "none" and self.mode != "allreduce":
+        for owner, row in MODES.items():
+            if row.option and self.mode != owner and self._given(row.option):
+                problems.append((row.option, f"belongs to mode: {owner}, not {self.mode}"))
+        if self.compression != "none" and self.mode != ALLREDUCE:
             problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
-        if self.op == "adasum" and (self.compression != "none" or self.mode != "allreduce"):
+        if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):
             problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
         if self.compression_error_every_n_steps and self.compression == "none":
             problems.append(("compression_error_every_n_steps", "needs a compression to look at"))
@@ -444,7 +443,8 @@ class ExchangeConfig(Section):
 
     def options(self, compression: str) -> dict[str, Any]:
         """Return the options of the compressor."""
-        return {option: getattr(self, option) for option in COMPRESSION_OPTIONS.get(compression, ())}
+        row = COMPRESSORS.get(compression)  # auto has none
+        return {option: getattr(self, option) for option in (row.options if row else ())}
 
 
 class CheckpointConfig(Section):

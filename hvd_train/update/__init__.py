@@ -1,13 +1,12 @@
-"""Everything between the backward pass and new weights. ``exchange.mode`` is a keyword and a file for each way."""
+"""Everything between the backward pass and new weights. ``exchange.mode`` is a file and a row of ``config/modes``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from hvd_train.config.keys import ExchangeConfig
+from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.protocol import Communicator, Exchange, FrontEnd, Update
-from hvd_train.update.local_sgd import LocalSGD
-from hvd_train.update.partial import Partial
 from hvd_train.update.replicated import Replicated
 
 
@@ -18,8 +17,8 @@ def make_update(
 
     ``build`` makes the exchange over a communicator; ``alone`` is one of this rank alone, for gradients that stay.
     """
-    if options.mode == "partial":
-        return Partial(frontend, build(alone), options.partial_fraction)
-    if options.mode == "local_sgd":
-        return LocalSGD(frontend, build(alone), options.local_steps)
-    return Replicated(frontend, build(frontend.communicator), local_gradients=options.op == "adasum")
+    if options.mode == ALLREDUCE:
+        return Replicated(frontend, build(frontend.communicator), local_gradients=options.op == "adasum")
+    row = MODES[options.mode]
+    settings = [getattr(options, row.option)] if row.option else []
+    return row.update_class(frontend, build(alone), *settings)

@@ -44,7 +44,19 @@ config = Config.model_validate(keys)
 assert config.mode_of(config.checkpoint) == "max"
 print(hvd_train.fit(keys).val_explained_variance)
 """
-EXAMPLES = {"A metric": A_METRIC}
+AN_UPDATE = """
+import json
+import subprocess
+import sys
+
+sets = ["data.name=digits", "model.name=mlp", "model.hidden=[8]", "max_steps=10", "tensorboard=false", "precision=64"]
+sets += ["exchange.mode=doubling", "check_val_every_n_epoch=9", "run_dir=run"]
+words = [word for one in sets for word in ("--set", one)]
+subprocess.run([sys.executable, "-m", "hvd_train", "fit", "-np", "2", *words], check=True, timeout=100)
+summary = json.load(open("run/summary.json"))
+assert summary["steps"] == 10 and summary["world_size"] == 2
+"""
+EXAMPLES = {"A metric": A_METRIC, "An update": AN_UPDATE}
 
 
 def diff_of(section: str) -> str:

@@ -1,0 +1,32 @@
+"""The names of the updates. The configuration reads this table, so it imports no update."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """An update: the value of ``exchange.mode``.
+
+    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``option``: the key of ``exchange`` that belongs
+    to it and that the class is called with, if there is one.
+    """
+
+    made_by: str
+    option: str = ""
+
+    @property
+    def update_class(self) -> Any:
+        file, name = self.made_by.split(":")
+        return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
+
+
+ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
+MODES = {
+    ALLREDUCE: Row("replicated:Replicated"),
+    "partial": Row("partial:Partial", "partial_fraction"),
+    "local_sgd": Row("local_sgd:LocalSGD", "local_steps"),
+}

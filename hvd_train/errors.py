@@ -7,12 +7,18 @@ at run time, ``6`` a non-finite loss, ``75`` stopped by a signal and saved.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
     """Escape control characters, so that text of a file or a user cannot command a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks in a message: ``rank 1``, or ``ranks 0, 2``."""
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 class TrainError(Exception):

@@ -1,4 +1,4 @@
-"""Which frameworks there are: one record of each, in words alone, so that whoever asks loads nothing."""
+"""The frameworks: one record of each, in text alone, so that reading it loads nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Framework:
         return all(find_spec(package) for package in self.packages)
 
     def has(self, model: str) -> bool:
-        """Whether the zoo has this model; a user's own is of the framework that the user names."""
+        """Return whether this is a built-in model. A user's model belongs to the framework that the user names."""
         return bool(self.zoo and model.isidentifier() and find_spec(f"{self.zoo}.{model}"))
 
 

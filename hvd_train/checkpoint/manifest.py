@@ -33,7 +33,7 @@ FileName = Annotated[str, Field(pattern=r"^(weights|optimizer|rank-[0-9]{1,6})\.
 
 @dataclass
 class Progress:
-    """Where training stands; saved with every checkpoint, equal on all ranks."""
+    """The progress of a training; saved with every checkpoint, equal on all ranks."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

@@ -276,11 +276,11 @@ class TaskConfig(Section):
 
     @property
     def own(self) -> bool:
-        """Whether it names functions of the user's own."""
+        """Return whether it names functions of the user."""
         return any(":" in name for loss, metrics in self.terms.values() for name in (loss, *metrics))
 
     def classes(self, label: str, alone: bool) -> bool:
-        """Whether this label is one of 0, 1, ...; ``alone``: there is no other."""
+        """Return whether this label is one of 0, 1, ...; ``alone``: there is no other."""
         loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
         return loss == "cross_entropy"
 
@@ -660,7 +660,7 @@ class Config(Section):
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a step is taken only where the gradients of all ranks are finite."""
+        """Return whether a step is taken only where the gradients of all ranks are finite."""
         return self.precision == "16-mixed" or self.on_nonfinite == "skip"
 
     def global_batch(self, world_size: int) -> int:

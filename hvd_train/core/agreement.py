@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from hvd_train import errors
-from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError
+from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError, name_ranks
 from hvd_train.protocol import Communicator
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether ranks of a script compare their weights after this many steps: every so often (0: never), and early."""
+    """Return whether ranks of a script compare weights after this many steps: every so often (0: never), and early."""
     return bool(every) and (step % every == 0 or step in EARLY)
 
 
@@ -75,7 +75,7 @@ def agree_on_weights(
     everyone = communicator.allgather_bytes(hashlib.blake2b(own, digest_size=8).digest() + bytes([finite]), "weights")
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
-        what = f"the training loss of {_ranks(broken)} is not finite"
+        what = f"the training loss of {name_ranks(broken)} is not finite"
         raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=True, ranks=broken)
     # Most ranks are right; of two that differ nobody knows which.
     right = Counter(everyone).most_common(1)[0][0]
@@ -83,19 +83,15 @@ def agree_on_weights(
     if apart:
         told = [json.loads(part) for part in communicator.allgather_bytes(own, "weights")]
         first = next((name for name in sums if len({weights.get(name) for weights, _ in told}) > 1), None)
-        others = _ranks([rank for rank in range(len(everyone)) if rank not in apart])
-        what = f"the weights of {_ranks(apart)} differ from those of {others}, first in {first}"
+        others = name_ranks([rank for rank in range(len(everyone)) if rank not in apart])
+        what = f"the weights of {name_ranks(apart)} differ from those of {others}, first in {first}"
         causes = []
         for name in dict.fromkeys(key for _, table in told for key in table):
             values: dict[str | None, list[int]] = {}
             for rank, (_, table) in enumerate(told):
                 values.setdefault(table.get(name), []).append(rank)
             if len(values) > 1:
-                causes.append(f"{name}: " + " and ".join(f"{v} on {_ranks(ranks)}" for v, ranks in values.items()))
+                causes.append(f"{name}: " + " and ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in values.items()))
         if causes:
             what = f"{what if first else 'the ranks differ'} ({'; '.join(causes)})"
         raise CommunicationError(what, where=where, fix=fix, common=True, ranks=apart)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

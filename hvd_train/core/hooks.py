@@ -78,11 +78,13 @@ class Hook:
         """Called after each epoch and its evaluation, before its checkpoint."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """When rank 0 has written the checkpoint ``path``: some steps after its own, and before the next one. Not for
-        one that is gone again, as it was none of the k best."""
+        """Called when rank 0 has written the checkpoint ``path``, some steps after its own.
+
+        It comes before the next one, and not for one that is gone again, as it was none of the k best.
+        """
 
     def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
-        """When training has come to its end."""
+        """Called when training has come to its end."""
 
 
 def guarded(hook: Hook, event: str, *given: Any) -> None:

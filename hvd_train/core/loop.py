@@ -170,7 +170,7 @@ class Trainer:
             self._written(said[0][2])
 
     def _stop_request(self) -> int:
-        """Why this rank wants all to save and leave; 0: it does not."""
+        """Return the signal for which this rank wants all to save and leave; 0: none."""
         return INCOMPLETE if self.log.incomplete() else self.stop_source.asked or self._late()
 
     def _late(self) -> int:
@@ -233,7 +233,7 @@ class Trainer:
 
     @property
     def complete(self) -> str:
-        """Why a restored run has nothing left to train; empty where it has."""
+        """Return the reason why a restored run has nothing left to train; empty if it has."""
         if self.progress.ending or not self._finished():
             return ""
         p, c = self.progress, self.config
@@ -247,7 +247,7 @@ class Trainer:
 
     @property
     def paused(self) -> bool:
-        """Whether the run has come ``until`` where it is left, and not to its end."""
+        """Return whether the run has come ``until`` where it is left, and not to its end."""
         return self.until is not None and self.progress.epoch >= self.until and not self._finished()
 
     def _epoch(self) -> None:
@@ -371,7 +371,7 @@ class Trainer:
         self.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(found).name}")
 
     def _compression_error(self, placed: Any, scale: Scale, seed: int) -> None:
-        """How far the compressed gradient is from the exact one, and what it saves; on the step's last micro-batch."""
+        """Measure how far the compressed gradient is from the exact one, on the last micro-batch of the step."""
         dot, exact, decoded, sent, plain = map(
             float, self.frontend.ops.to_numpy(self.frontend.compression_error(placed, scale, seed))
         )

@@ -29,8 +29,10 @@ class StopSource:
 
 
 class Meetings:
-    """Which of a loop's turns end with a meeting: all ranks take the same ones, about ``SECONDS`` apart by the clock of
-    rank 0, first after one turn, then at most twice as many each time."""
+    """The turns of a loop that end with a meeting, the same on all ranks.
+
+    They are about ``SECONDS`` apart by the clock of rank 0: first after one turn, then at most twice as many each time.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

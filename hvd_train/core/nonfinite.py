@@ -29,7 +29,7 @@ class Skips:
         self._kept = self._frontend.statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
-        """Whether the step was left out, and all is as it was before. ``sums``: this rank's, of each micro-batch."""
+        """Return whether the step was left out and undone. ``sums``: this rank's, of each micro-batch."""
         if finite:
             self._in_a_row = 0
             return False

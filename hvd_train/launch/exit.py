@@ -1,4 +1,4 @@
-"""How a rank ends when something went wrong: one line on stderr, the exit code, and no other rank left waiting."""
+"""End a rank after an error: one line on stderr, the exit code, and no other rank left waiting."""
 
 from __future__ import annotations
 

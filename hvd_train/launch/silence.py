@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_train.errors import name_ranks
 from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
@@ -51,7 +52,7 @@ class Host:
 
     @property
     def words(self) -> str:
-        return f"host {self.name} ({_ranks(self.ranks)})"
+        return f"host {self.name} ({name_ranks(self.ranks)})"
 
 
 class HostsWatchdog(Watchdog):
@@ -181,7 +182,3 @@ def gone_hub(hub: Host, limit: float) -> Callable[[Sequence[Sequence[Any]], str]
 
 def _answers(count: int) -> str:
     return "does not answer" if count == 1 else "do not answer"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

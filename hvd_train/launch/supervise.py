@@ -29,8 +29,10 @@ FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job ended: the first thing that went wrong. ``rank`` None: its launcher did. ``silent``: the rank could not
-    say anything; ``kept``: the file with its traceback."""
+    """The cause of a job's end: the first thing that went wrong.
+
+    ``rank`` None: its launcher did. ``silent``: the rank could not say anything; ``kept``: the file with its traceback.
+    """
 
     what: str
     place: str

@@ -34,7 +34,7 @@ def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
 
 
 def goes_on(run_dir: Path, resume: str | None) -> bool:
-    """Whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
+    """Return whether ``resume`` names the run that this folder holds, or a checkpoint of it."""
     if resume in (None, "auto", "last", "best"):
         return resume is not None
     named = Path(str(resume)).resolve()

@@ -63,7 +63,7 @@ def _job() -> str:
 
 
 def ticks(pid: int) -> int | None:
-    """When the process began; None: there is none. proc(5): the name in brackets may hold anything."""
+    """Return the start time of a process, or None without one. proc(5): the name in brackets may hold anything."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

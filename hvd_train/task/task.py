@@ -78,7 +78,7 @@ class Task:
 
     @property
     def weighted_by_data(self) -> bool:
-        """Whether the W of some loss depends on the data, and must be added over ranks before the step."""
+        """Return whether the W of some loss depends on the data, and must be added over ranks before the step."""
         return any(objective.weighted_by_data for objective in self.objectives)
 
     @property

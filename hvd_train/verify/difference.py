@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_train.errors import name_ranks
 from hvd_train.protocol import Tree
 from hvd_train.verify.record import Record
 
@@ -147,11 +148,7 @@ def _weights_apart(runs: Runs, stage: str, verb: str) -> list[str]:
     if not apart:
         return []
     tensor = min(key for tree in apart.values() for key in tree)
-    return [f"the ranks {verb} with different weights: {_ranks(apart)} against rank 0, first in {tensor}"]
-
-
-def _ranks(apart: dict[int, Tree]) -> str:
-    return f"rank{'s' * (len(apart) > 1)} {', '.join(map(str, sorted(apart)))}"
+    return [f"the ranks {verb} with different weights: {name_ranks(sorted(apart))} against rank 0, first in {tensor}"]
 
 
 def _first_weights(a: Runs, b: Runs, tolerance: float) -> list[str]:
@@ -198,7 +195,8 @@ def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
         return []
     apart = b.gradient.differing
     if apart["last"] and not apart["first"]:
-        return [f"the gradient of step 1 differs between ranks ({_ranks(apart['last'])} against rank 0): no exchange"]
+        ranks = name_ranks(sorted(apart["last"]))
+        return [f"the gradient of step 1 differs between ranks ({ranks} against rank 0): no exchange"]
     one, two = a.first_gradient(), b.first_gradient()
     beyond = [row for row in _trees(one, two) if not row.difference <= tolerance]
     if not beyond:

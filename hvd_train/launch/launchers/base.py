@@ -23,7 +23,7 @@ LOST_FIX = "look for a crash or too little memory; --resume auto goes on from th
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks are to start, and where: on ``hosts`` (None: on this one), or on so many ``nodes`` of an
+    """The number of ranks to start, and their place: on ``hosts`` (None: on this one), or on so many ``nodes`` of an
     allocation with ``ranks_per_node`` each (None: as its scheduler decides)."""
 
     num_proc: int | None

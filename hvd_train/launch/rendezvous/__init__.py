@@ -1,1 +1,1 @@
-"""How ranks that no launcher brings together find one another: without ssh, without MPI, without PMIx."""
+"""The rendezvous of ranks that no launcher brings together: without ssh, without MPI, without PMIx."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hvd_train.errors import CommunicationError
+from hvd_train.errors import CommunicationError, name_ranks
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK, proof
 
 START = "HOROVOD_START_TIMEOUT"  # horovodrun's name: seconds for all ranks to come
@@ -99,7 +99,7 @@ class RendezvousServer(ThreadingHTTPServer):
             if self.ended:
                 self._fail(*next(iter(self.ended.items())))
             elif missing:
-                ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                ranks = name_ranks(missing)
                 fix = f"look for what ended or held them; {START} sets the time"
                 failed = f"{ranks} did not come within {seconds} s"
                 self._verdict = {"failed": failed, "fix": fix, "code": CommunicationError.exit_code}

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 HELLO_SECONDS = 5.0  # for a connection to show the token, from its first byte to the last
 LARGE_BYTES = 64 << 10
+SMALL_SEGMENT = 536  # bytes of TCP that every network carries (RFC 879): no MTU swallows what reports a rank
 
 
 def listener(ports: Sequence[int]) -> socket.socket:
@@ -19,6 +20,20 @@ def listener(ports: Sequence[int]) -> socket.socket:
         with suppress(OSError):
             return socket.create_server(("", port), backlog=1024)
     raise OSError("no free port")
+
+
+def connect(address: str, port: int, seconds: float, small: bool) -> socket.socket:
+    """Connect by IPv4. ``small``: both sides send small packets alone. Raises OSError."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if small:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
+        connection.settimeout(seconds)
+        connection.connect((address, port))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def echo(connection: socket.socket) -> None:

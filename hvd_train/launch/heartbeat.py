@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hvd_train.launch.handshake import LARGE_BYTES, echo, greet, introduce, listener, read_exactly
+from hvd_train.launch.handshake import LARGE_BYTES, connect, echo, greet, introduce, listener, read_exactly
 from hvd_train.launch.local_ranks import LocalRanks
 from hvd_train.launch.silence import Host, HostsWatchdog, gone_hub
 from hvd_train.launch.status import StatusTable
@@ -226,7 +226,7 @@ class Leaf:
         while not self._local.ended:
             for address in self._job.addresses:
                 with suppress(OSError):
-                    connection = socket.create_connection((address, self._job.port), CONNECT_SECONDS)
+                    connection = connect(address, self._job.port, CONNECT_SECONDS, small=kind == "small")
                     try:
                         introduce(connection, self._job.token, self._job.here, kind)
                     except OSError:

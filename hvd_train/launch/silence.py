@@ -11,7 +11,7 @@ from hvd_train.errors import name_ranks
 from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
-LARGE_LATE_SECONDS = 10.0  # without a large message, while small ones come
+LARGE_LATE_SECONDS = 7.0  # without a large message, of which one is sent every 4 s, while small ones come
 DEAD = "-"  # in the place of the kernel's letter of a process' state
 
 
@@ -134,7 +134,7 @@ class HostsWatchdog(Watchdog):
         dead = [rank for host in self._hosts for rank in host.died]
         if dead and not stopped:
             return {rank: ("has ended, and the others wait for it", "") for rank in dead}
-        late = [host for host in self._hosts[1:] if not host.left and host.large > min(LARGE_LATE_SECONDS, self._limit)]
+        late = [host for host in self._hosts[1:] if not host.left and host.large > LARGE_LATE_SECONDS]
         if late and not stopped:
             ways = " and ".join(host.name for host in late)
             self._line = (
@@ -144,6 +144,7 @@ class HostsWatchdog(Watchdog):
                 f"no step for {self._limit:g} s; {statuses[0].place}; set the MTU of their interfaces to what "
             )
             self._line += "the network carries (ip link set DEVICE mtu 1400)"
+            return dict.fromkeys(range(len(statuses)), ("", ""))  # no stack says more
         return super()._culprits(statuses, stopped)
 
     def verdict(self, goes_on: str) -> str:

@@ -85,12 +85,15 @@ def ended(network: Network) -> None:
 def drop_large(host: str) -> None:
     rules = "type filter hook input priority 0; policy accept;\niifname lo accept\nmeta length > 1000 drop\n"
     table = f"table inet only_small {{\nchain input {{\n{rules}}}\n}}\n"
+    # Else the kernel hands on many packets of a connection as one.
+    subprocess.run(["ip", "-n", host, "link", "set", "eth0", "gso_max_segs", "1"], check=True)
     subprocess.run(["ip", "netns", "exec", host, "nft", "-f", "-"], input=table, text=True, check=True)
 
 
 def pass_all(host: str) -> None:
     line = ["ip", "netns", "exec", host, "nft", "delete", "table", "inet", "only_small"]
     subprocess.run(line, check=True)
+    subprocess.run(["ip", "-n", host, "link", "set", "eth0", "gso_max_segs", "65535"], check=True)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,18 @@ def test_large_packets_that_are_lost(clock):
     assert job.line.startswith("large packets do not pass between host a and host c, small ones do: no step for 20 s; ")
 
 
+def test_large_packets_that_are_lost_with_a_short_limit_and_no_stack_is_asked_for(clock):
+    """The last large message came back just before: it is 9 s old when ranks have stood still for 10 s."""
+    job = Job(clock)
+    job.watchdog = HostsWatchdog(job.hosts, 10, lambda: pytest.fail("stacks travel in large packets"))
+    job.beat(5, steps="abc")
+    for second in range(40):
+        job.large["c"] = max(0.0, second - 2)
+        if job.beat(1):
+            break
+    assert second == 10 and job.line.startswith("large packets do not pass between host a and host c, small ones do: ")
+
+
 def test_which_rank_was_lost_first(clock):
     job = Job(clock)
     assert job.watchdog.lost() == []

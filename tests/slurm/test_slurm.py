@@ -82,7 +82,8 @@ def test_every_rank_knows_its_place(cluster):
 
 
 def test_a_step_of_one_task_is_one_rank(cluster):
-    done = srun(cluster, "-n", "1", "python", str(HERE / "meet.py"))
+    # Without a name it is the second node, where Slurm still ends the step of the test before on the first.
+    done = srun(cluster, "-w", "node1", "-n", "1", "python", str(HERE / "meet.py"))
     assert done.code == 0 and json.loads(done.out) == {"launcher": "", "node": "node1"}
 
 

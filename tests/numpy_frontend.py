@@ -14,7 +14,7 @@ import numpy as np
 from hvd_train.config import TaskConfig
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
-from hvd_train.protocol import Field, Packing, Sample, TensorSpec
+from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
 from hvd_train.update.state import Cell
 
@@ -208,11 +208,12 @@ class NumpyFrontEnd(StateTree):
 
     packing = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
 
-    def __init__(self, communicator, input_size, num_classes, momentum=0.9, poison_at=None, checks=False):
-        self.communicator, self.ops, self.momentum = communicator, NumpyOps(), momentum
+    def __init__(self, ranks, input_size, num_classes, momentum=0.9, poison_at=None, checks=False):
+        self.groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
+        self.ops, self.momentum = NumpyOps(), momentum
         label = Field((), "int64", classes=num_classes)
         self.task = Task(TaskConfig(), Sample({"input": Field((input_size,), "float32")}, {"label": label}), self.ops)
-        rng = np.random.default_rng(communicator.rank)  # different on purpose: rank 0's must win
+        rng = np.random.default_rng(self.groups.world.rank)  # different on purpose: rank 0's must win
         self.w = {"w": rng.normal(size=(input_size, num_classes)), "b": rng.normal(size=num_classes)}
         self.layouts = {n: Layout.of(x.shape, (n, None, None, x.shape)) for n, x in self.w.items()}
         self.layouts["mean"] = Layout.of((1,), ("norm.mean", None, None, (1,)))
@@ -335,8 +336,8 @@ def configure(threads):
     pass
 
 
-def open_frontend(config, communicator, sample):
-    return NumpyFrontEnd(communicator, math.prod(sample.input_shape), sample.num_classes, config.optim.momentum)
+def open_frontend(config, groups, sample):
+    return NumpyFrontEnd(groups, math.prod(sample.input_shape), sample.num_classes, config.optim.momentum)
 
 
 def make_communicator(expected_size):

@@ -223,7 +223,7 @@ class Lines(Hook):
         local = self.local(trainer)
         self.pending.clear()
         task = trainer.frontend.task
-        sums = ordered_sum(local, trainer.communicator)
+        sums = ordered_sum(local, trainer.groups.data)
         if task.weighted_by_data:
             task.check(sums, sums[task.length :])
             trainer.counts, sums = np.zeros(len(task.objectives)), sums[: task.length]
@@ -247,11 +247,11 @@ class Agreement(Hook):
             self.compare(trainer)
 
     def compare(self, trainer: Trainer) -> None:
-        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.communicator.size == 1:
+        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.groups.data.size == 1:
             return
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._lines.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
-        agree_on_weights(trainer.communicator, trainer.frontend.checksums(), where, finite=finite)
+        agree_on_weights(trainer.groups.data, trainer.frontend.checksums(), where, finite=finite)
 
 
 class EarlyStopping(Hook):

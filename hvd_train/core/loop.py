@@ -72,8 +72,8 @@ class Trainer:
         self.stop_source = stop_source or StopSource()
         self.config, self.frontend, self.update, self.log, self.run_dir = config, frontend, update, log, run_dir
         self.compression = compression  # what ``auto`` took; a resumed run keeps to it
-        self.communicator = frontend.communicator
-        rank, size = self.communicator.rank, self.communicator.size
+        self.groups, self.communicator = frontend.groups, frontend.groups.world
+        rank, size = self.groups.data.rank, self.groups.data.size
         self.global_batch = config.global_batch(size)
         self.accumulate = config.accumulate_grad_batches
         self.train_loader, self.val_loader = (
@@ -307,9 +307,7 @@ class Trainer:
             scale = self._shares(step)
         rate = self._rate(p.consumed // self.global_batch, p.step)
         *earlier, last = step.micro_batches
-        seeds = [
-            forward_seed(c.seed, p.step, micro, self.communicator.rank) for micro in range(len(step.micro_batches))
-        ]
+        seeds = [forward_seed(c.seed, p.step, micro, self.groups.data.rank) for micro in range(len(step.micro_batches))]
         placed = self.frontend.to_device(last)
         if self._skips:
             self._skips.begin()
@@ -340,7 +338,7 @@ class Trainer:
         if not self.update.local_gradients:
             # A rank that waits here must owe no step: the others may have begun it, and wait for its gradients.
             self.frontend.run_queued()
-            counts = ordered_sum(counts, self.communicator)
+            counts = ordered_sum(counts, self.groups.data)
         return [self.progress.loss_scale / count if count else 0.0 for count in counts.tolist()]
 
     def _rate(self, place: int, step: int) -> float:
@@ -516,7 +514,7 @@ def start_agreement(config: Config, frontend: FrontEnd, facts: dict[str, str]) -
     """Model, data, configuration and versions are compared before the first collective that could hang."""
     specs = json.dumps([(s.name, s.shape, s.dtype) for s in frontend.specs()])
     digest = hashlib.sha256(specs.encode()).hexdigest()[:12]
-    agree(frontend.communicator, {**facts, "model": f"{config.model.name}, {len(frontend.specs())} tensors, {digest}"})
+    agree(frontend.groups.world, {**facts, "model": f"{config.model.name}, {len(frontend.specs())} tensors, {digest}"})
 
 
 def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Generator[Batch, None, None]:

@@ -35,7 +35,7 @@ class Skips:
             return False
         self._frontend.put_back(self._kept)
         own = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
-        parts = self._frontend.communicator.allgather_bytes(bytes([own]), "finite")
+        parts = self._frontend.groups.world.allgather_bytes(bytes([own]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]
         what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
         # Overflows alone are the search for a loss scale, which ends by itself.

@@ -13,7 +13,7 @@ from hvd_train.core.mean import differing, mean
 from hvd_train.frontends.named_arrays import NamedArrays
 from hvd_train.protocol import (
     Batch,
-    Communicator,
+    Groups,
     Ops,
     Sample,
     Scale,
@@ -36,7 +36,7 @@ class StateTree(NamedArrays):
 
     ops: Ops
     task: Task
-    communicator: Communicator
+    groups: Groups
     queued: Sequence[Any] = ()
 
     def run_queued(self) -> None:
@@ -47,7 +47,7 @@ class StateTree(NamedArrays):
         return True
 
     def waited(self) -> float:
-        return self.communicator.waited
+        return self.groups.data.waited
 
     def counts(self, batch: Batch) -> np.ndarray:
         return self.ops.to_numpy(self.task.counts(*self._judged(batch)))
@@ -120,7 +120,8 @@ class StateTree(NamedArrays):
         self._average([key for key in self._keys() if key.startswith("statistics/")])
 
     def _average(self, keys: Collection[str]) -> None:
-        if self.communicator.size > 1:
-            apart = differing(self._views(keys), self.communicator)
+        data = self.groups.data
+        if data.size > 1:
+            apart = differing(self._views(keys), data)
             if apart:
-                self._assign(mean(self._arrays(apart), self.communicator, self.ops))
+                self._assign(mean(self._arrays(apart), data, self.ops))

@@ -14,17 +14,17 @@ from hvd_train.update.exchange import Exchange
 
 def connect(job: Job, compression: str) -> tuple[Update, str]:
     """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``."""
-    config, frontend, communicator = job.config, job.frontend, job.communicator
+    config, frontend, groups = job.config, job.frontend, job.frontend.groups
     options, specs = config.exchange, frontend.specs()
 
     def compressor(name: str) -> Compressor:
-        return make(name, communicator.size, **options.options(name))
+        return make(name, groups.data.size, **options.options(name))
 
     if options.op == "adasum":
-        _check_adasum(communicator)
+        _check_adasum(groups.data)
     if compression == "auto":
-        compression, seconds = auto.choose(specs, frontend.packing, compressor, communicator, frontend.ops)
-        if communicator.rank == 0 and seconds:
+        compression, seconds = auto.choose(specs, frontend.packing, compressor, groups.data, frontend.ops)
+        if groups.world.rank == 0 and seconds:
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
             print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
 
@@ -37,7 +37,7 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
             frontend.ops,
             Clip(config.gradient_clip_val, config.gradient_clip_algorithm),
             op="adasum" if options.op == "adasum" else "sum",
-            world=communicator,
+            world=groups.world,
         )
 
     return make_update(options, frontend, build, Serial()), compression

@@ -37,13 +37,13 @@ class Job:
         return self.session.communicator
 
     def loader(self, split: str) -> Loader:
-        c, communicator = self.config, self.communicator
+        c, ranks = self.config, self.session.groups.data
         return Loader(
             self.data.parts[split],
-            global_batch=c.global_batch(communicator.size),
+            global_batch=c.global_batch(ranks.size),
             accumulate=c.accumulate_grad_batches,
-            rank=communicator.rank,
-            size=communicator.size,
+            rank=ranks.rank,
+            size=ranks.size,
             seed=c.seed,
             workers=c.data.workers,
         )
@@ -63,14 +63,14 @@ def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iter
 
 def build_job(config: Config, session: Session, data: DataSet, split: str = "val") -> Job:
     """Build the model on every rank, and compare over the ranks all that training rests on."""
-    communicator = session.communicator
-    frontend = collectively(communicator, lambda: session.module.open_frontend(config, communicator, data.sample))
+    groups = session.groups
+    frontend = collectively(groups.world, lambda: session.module.open_frontend(config, groups, data.sample))
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     user_config, config = config, with_classes(config, data.sample)
     facts = {
         "config": digest(config),
         "data": f"{data.name}, {sizes} samples, {data.fingerprint}",
-        "global batch": str(config.global_batch(communicator.size)),
+        "global batch": str(config.global_batch(groups.data.size)),
         **versions(config),
     }
     start_agreement(config, frontend, facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hvd_train.errors import TrainError
@@ -14,7 +15,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # among the ranks of this host, whatever part of the world this is: GPUs and cores are the host's
     local_size: int
     mpi: bool  # whether MPI carries the transfers
     waited: float  # seconds within transfers, of those that this rank itself waits for
@@ -62,6 +63,23 @@ class Communicator(Protocol):
 
         It is an earlier one, or ``error``, which came out of a transfer. It stays, whoever catches it.
         """
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that this rank works with: all of the job, and those among which samples are divided.
+
+    ``world`` writes checkpoints, stops on signals and compares what a job starts with. ``data`` holds the same weights:
+    it has the loader's ranks, the global batch, the mean of gradients and the sums of metrics.
+    """
+
+    world: Communicator
+    data: Communicator
+
+    @classmethod
+    def of(cls, world: Communicator) -> Groups:
+        # All ranks hold the whole model. With pipeline stages, ``data`` will be the ranks of one stage.
+        return cls(world, data=world)
 
 
 class CommunicatorModule(Protocol):

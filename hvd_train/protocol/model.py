@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_train.protocol.communicator import Communicator
+from hvd_train.protocol.communicator import Groups
 from hvd_train.protocol.data import Batch, Sample
 from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
@@ -28,7 +28,7 @@ class FrontEnd(Protocol):
 
     ops: Ops
     task: Any  # task.task.Task
-    communicator: Communicator
+    groups: Groups
     packing: Packing
 
     @property
@@ -107,7 +107,7 @@ class FrontEndModule(Protocol):
     def configure(self, threads: int) -> None:
         """Take this rank's share of the cores; before the first tensor."""
 
-    def open_frontend(self, config: Any, communicator: Communicator, sample: Sample) -> FrontEnd:
+    def open_frontend(self, config: Any, groups: Groups, sample: Sample) -> FrontEnd:
         """``config``: a ``Config``, which itself asks what frameworks there are."""
 
     def cpu_ops(self) -> Ops: ...

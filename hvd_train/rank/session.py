@@ -21,7 +21,7 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.status import StatusSlot
 from hvd_train.launch.world import World
-from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule
+from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule, Groups
 
 if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
     from hvd_train.frontends.pytorch import communicator, model
@@ -91,6 +91,10 @@ class Session:
             self.settings = self.settings | {"ranks": size}
         self.communicator = communicator
         return communicator
+
+    @property
+    def groups(self) -> Groups:
+        return Groups.of(self.communicator)
 
     @contextmanager
     def opened(self) -> Iterator[Communicator]:

@@ -18,7 +18,7 @@ def make_update(
     ``build`` makes the exchange over a communicator; ``alone`` is one of this rank alone, for gradients that stay.
     """
     if options.mode == ALLREDUCE:
-        return Replicated(frontend, build(frontend.communicator), local_gradients=options.op == "adasum")
+        return Replicated(frontend, build(frontend.groups.data), local_gradients=options.op == "adasum")
     row = MODES[options.mode]
     settings = [getattr(options, row.option)] if row.option else []
     return row.update_class(frontend, build(alone), *settings)

@@ -131,14 +131,14 @@ def prepared(
     from hvd_train.data.loader import Loader
     from hvd_train.frameworks import FRAMEWORKS
     from hvd_train.frontends.serial import Serial
-    from hvd_train.protocol import one_or_all
+    from hvd_train.protocol import Groups, one_or_all
 
     config = Config.model_validate(settings(framework, work, {}))
     data = open_data(config.data, config.task)
     held.append(data)  # as a loader of theirs would
     module = FRAMEWORKS[framework].load()
     module.configure(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    frontend = module.open_frontend(config, Serial(), data.sample)
+    frontend = module.open_frontend(config, Groups.of(Serial()), data.sample)
     loader = Loader(data.train, global_batch=config.global_batch(RANKS), rank=rank, size=size, seed=config.seed)
     batches = []
     for step in loader.epoch(0):

@@ -24,13 +24,13 @@ from hvd_train.core.loop import Trainer, forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Entry, Placement
+from hvd_train.protocol import Entry, Groups, Placement
 from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import read, training_state
-from tests.numpy_frontend import NumpyFrontEnd, run_ranks
+from tests.numpy_frontend import NumpyFrontEnd, Threads, World, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
 rng = np.random.default_rng(0)
@@ -81,10 +81,10 @@ def config(**keys):
     return Config.model_validate(settings | keys)
 
 
-def trainer(
-    communicator, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=None, **options
-):
-    frontend = NumpyFrontEnd(communicator, FEATURES, CLASSES, **options)
+def trainer(ranks, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=None, **options):
+    """``ranks``: a communicator of all ranks, or the groups."""
+    groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
+    frontend, communicator = NumpyFrontEnd(groups, FEATURES, CLASSES, **options), groups.data
     exchange = Exchange(
         frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
     )
@@ -92,7 +92,7 @@ def trainer(
         kind(frontend, exchange) if kind else make_update(c.exchange, frontend, lambda over: exchange, communicator)
     )
     made = Trainer(c, frontend, update, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
-    found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and communicator.rank == 0 else None
+    found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and groups.world.rank == 0 else None
     made.restore(found)
     return made
 
@@ -140,6 +140,23 @@ def test_n_ranks_equal_one(tmp_path, batch, accumulate):
         for key, array in one[1].items():
             if not key.startswith("statistics/"):  # those of a rank's own samples: their mean is another number
                 np.testing.assert_allclose(tree[key], array, rtol=1e-10, atol=1e-12)
+
+
+def test_ranks_that_share_the_data_are_a_group_of_their_own(tmp_path):
+    """Two groups of two ranks train twice as two ranks do: samples, gradients and sums are divided by two, not four."""
+    c = config(max_epochs=2)
+    groups = [World(2), World(2)]
+
+    def work(communicator):
+        part = Threads(groups[communicator.rank // 2], communicator.rank % 2)
+        made = trainer(Groups(communicator, data=part), c, tmp_path / "4")
+        assert (made.communicator.size, made.train_loader.size, made.train_loader.rank) == (4, 2, part.rank)
+        return made.fit(), whole(made)
+
+    summary, tree, _, _ = final(2, c, tmp_path / "2")
+    for of_rank, state in run_ranks(4, work):
+        assert of_rank == summary | {"world_size": 4, "samples_per_second": of_rank["samples_per_second"]}
+        assert same(state, tree)
 
 
 def test_one_rank_is_plain_gradient_descent(tmp_path):
@@ -326,7 +343,7 @@ class Parts(Replicated):
     """Each rank says that it has a part of each slot."""
 
     def state(self):
-        rank, size = self.frontend.communicator.rank, self.frontend.communicator.size
+        rank, size = self.frontend.groups.data.rank, self.frontend.groups.data.size
         return [
             Entry(
                 entry.name,

@@ -16,7 +16,7 @@ from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Field
+from hvd_train.protocol import Field, Groups
 from tests.frontends.test_contract import FRAMEWORKS, module
 from tests.own_models import noisy
 
@@ -171,7 +171,7 @@ def test_normalizing_on_the_device_has_numpys_bits(framework, kind):
     data = opened({"name": "normalize", "mean": mean, "std": std}, inputs=images, labels=np.arange(6))
     (batch,) = Loader(data.train, global_batch=6).evaluation()
     config = Config(framework=framework, model={"name": "mlp", "hidden": [2]}, device="cpu")
-    frontend = module(framework).open_frontend(config, Serial(), data.sample)
+    frontend = module(framework).open_frontend(config, Groups.of(Serial()), data.sample)
     placed = frontend.to_device(batch)[0]["input"]
     if framework == "pytorch":
         placed = placed.permute(0, 2, 3, 1)

@@ -11,7 +11,7 @@ from hvd_train.compression import make
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch
+from hvd_train.protocol import Batch, Groups
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from tests.frontends.test_contract import (
@@ -111,7 +111,7 @@ def ranks_train(size, sync, counts):
     def work(communicator):
         communicator = TorchThreads(communicator.world, communicator.rank) if size > 1 else Serial()
         with lock:
-            frontend = module("pytorch").open_frontend(config, communicator, sample_of(SHAPE, CLASSES))
+            frontend = module("pytorch").open_frontend(config, Groups.of(communicator), sample_of(SHAPE, CLASSES))
         Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), communicator, frontend.ops))
         for k, count in enumerate(counts):
             whole = batch(k, count, count, SHAPE)

@@ -15,7 +15,7 @@ from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch, Field, Placement, Sample
+from hvd_train.protocol import Batch, Field, Groups, Placement, Sample
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
@@ -60,8 +60,8 @@ def opened(
     else:
         settings = {"framework": framework, "model": model or {"name": "mlp", "hidden": [5]}, "optim": optim}
         config = Config.model_validate({"precision": 64, "device": "cpu"} | settings | keys)
-        frontend = module(framework).open_frontend(config, Serial(), sample_of(shape, CLASSES))
-    parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.communicator, frontend.ops
+        frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample_of(shape, CLASSES))
+    parts = frontend.specs(), frontend.packing, compressor or make("none"), frontend.groups.data, frontend.ops
     if connect:
         Replicated(frontend, wrap(Exchange(*parts, small=0)))
     return frontend
@@ -664,7 +664,7 @@ def two_inputs(dtype="int32", names=("tokens", "image")):
 
 def open_two(framework, sample, **options):
     settings = {"framework": framework, "model": {"name": TWO[framework]} | options, "precision": 64, "device": "cpu"}
-    frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
+    frontend = module(framework).open_frontend(Config.model_validate(settings), Groups.of(Serial()), sample)
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
@@ -692,7 +692,7 @@ def test_images_come_out_as_they_went_in():
     for framework in FRAMEWORKS:
         settings = {"framework": framework, "model": {"name": "autoencoder", "hidden": [5]}, "task": {"loss": "mse"}}
         config = Config.model_validate(settings | {"precision": 64, "device": "cpu"})
-        frontend = module(framework).open_frontend(config, Serial(), sample)
+        frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample)
         Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
         found.append(frontend.predict(frontend.to_device(one)))
         loss = frontend.task.results(frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(one))))["loss"]
@@ -706,7 +706,7 @@ def open_plain(framework, field, model, label=None, **keys):
     sizes = {"thin": {"depth": 2}, "mlp": {"hidden": [5]}, "autoencoder": {"hidden": [5]}}
     named = {"name": model} | sizes.get(model, {})
     settings = {"framework": framework, "model": named, "precision": 64, "device": "cpu"}
-    frontend = module(framework).open_frontend(Config.model_validate(settings | keys), Serial(), sample)
+    frontend = module(framework).open_frontend(Config.model_validate(settings | keys), Groups.of(Serial()), sample)
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     return frontend
 
@@ -824,10 +824,10 @@ def test_a_checkpoint_needs_no_pretrained_file(monkeypatch, tmp_path, framework)
         )
         config = config.restoring() if restores else config
         if fix is None:
-            module(framework).open_frontend(config, Serial(), sample_of(SHAPE, CLASSES))
+            module(framework).open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
             continue
         with pytest.raises(ConfigError, match=fix) as caught:
-            module(framework).open_frontend(config, Serial(), sample_of(SHAPE, CLASSES))
+            module(framework).open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
         assert "the model cannot be built: [Errno 2]" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -868,7 +868,7 @@ def task_run(framework, task, kind):
         "device": "cpu",
         "task": task,
     }
-    frontend = module(framework).open_frontend(Config.model_validate(settings), Serial(), sample)
+    frontend = module(framework).open_frontend(Config.model_validate(settings), Groups.of(Serial()), sample)
     Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
     load(
         frontend,

@@ -10,7 +10,7 @@ from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch import model as pt
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Packing
+from hvd_train.protocol import Groups, Packing
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from tests.frontends.test_contract import CLASSES, ROWS, SHAPE, batch, close, sample_of
@@ -32,8 +32,8 @@ def trained(overlap, model="tests.own_models:checkpointed", packing=pt.PyTorchFr
     exchange = {"overlap": overlap}
     settings = {"framework": "pytorch", "model": {"name": model}, "optim": {"lr": 0.1}, "exchange": exchange}
     config = Config.model_validate({"precision": 64, "device": "cpu"} | settings)
-    frontend = pt.open_frontend(config, Hosts(), sample_of(SHAPE, CLASSES))
-    Replicated(frontend, Exchange(frontend.specs(), packing, make("none"), frontend.communicator, frontend.ops))
+    frontend = pt.open_frontend(config, Groups.of(Hosts()), sample_of(SHAPE, CLASSES))
+    Replicated(frontend, Exchange(frontend.specs(), packing, make("none"), frontend.groups.data, frontend.ops))
     early = []
     sent = frontend._sent
     start = sent._start

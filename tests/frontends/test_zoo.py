@@ -13,7 +13,7 @@ from hvd_train.compression import make
 from hvd_train.config import Config, TaskConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
-from hvd_train.protocol import Batch
+from hvd_train.protocol import Batch, Groups
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
@@ -40,8 +40,8 @@ def opened(framework, model, shape, classes, **keys):
     config = Config.model_validate(settings | keys)
     tokens = model["name"] == "gpt"
     sample = sample_of(shape, classes, "int32", shape) if tokens else sample_of(shape, classes)
-    frontend = module(framework).open_frontend(config, Serial(), sample)
-    parts = frontend.specs(), frontend.packing, make("none"), frontend.communicator, frontend.ops
+    frontend = module(framework).open_frontend(config, Groups.of(Serial()), sample)
+    parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
     Replicated(frontend, Exchange(*parts))
     return frontend
 

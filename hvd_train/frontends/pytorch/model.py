@@ -27,6 +27,7 @@ from hvd_train.protocol import (
     Batch,
     Communicator,
     Field,
+    Groups,
     Packing,
     Sample,
     Scale,
@@ -56,9 +57,9 @@ def lazy(model: torch.nn.Module) -> list[str]:
 class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
-    def __init__(self, config: Config, communicator: Communicator, sample: Sample) -> None:
-        self.config, self.communicator, self._sample = config, communicator, sample
-        self.device = _device(config, communicator)
+    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+        self.config, self.groups, self._sample = config, groups, sample
+        self.device = _device(config, groups.world)
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
@@ -72,7 +73,7 @@ class PyTorchFrontEnd(StateTree):
         self.model, self._channels_last = model.to(self.device, self.dtype), False
         if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
             self._take_shapes()
-        self._batchnorm = batchnorm.prepare(model, communicator, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm)
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
@@ -183,7 +184,7 @@ class PyTorchFrontEnd(StateTree):
         if self.config.checks_gradients:
             return False
         gpu = self.device.type == "cuda"
-        return overlaps(self.config.exchange.overlap, self.communicator, gpu, torch.get_num_threads())
+        return overlaps(self.config.exchange.overlap, self.groups.data, gpu, torch.get_num_threads())
 
     def _arrived(self, i: int) -> None:
         """Gradient ``i`` is final; the last one of a bucket starts the exchange."""
@@ -200,7 +201,7 @@ class PyTorchFrontEnd(StateTree):
     def _decide(self) -> None:
         """Choose overlap or not after the first step's backward, on all ranks alike."""
         repeated = bytes([max(self._arrivals.values(), default=0) > 1])
-        self._overlapping = not any(part[0] for part in self.communicator.allgather_bytes(repeated))
+        self._overlapping = not any(part[0] for part in self.groups.data.allgather_bytes(repeated))
 
     def _start(self, bucket: int) -> Any:
         return self.update.start(bucket, self._gradient(bucket))
@@ -358,8 +359,8 @@ def configure(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> PyTorchFrontEnd:
-    return PyTorchFrontEnd(config, communicator, sample)
+def open_frontend(config: Config, groups: Groups, sample: Sample) -> PyTorchFrontEnd:
+    return PyTorchFrontEnd(config, groups, sample)
 
 
 def cpu_ops() -> TorchOps:

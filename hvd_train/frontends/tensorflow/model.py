@@ -29,6 +29,7 @@ from hvd_train.protocol import (
     Batch,
     Communicator,
     Field,
+    Groups,
     Packing,
     Sample,
     Scale,
@@ -67,10 +68,10 @@ class _Later:
 
 
 class TensorFlowFrontEnd(StateTree):
-    def __init__(self, config: Config, communicator: Communicator, sample: Sample) -> None:
-        self.config, self.communicator = config, communicator
-        self.packing, self._sample = packing(communicator), sample
-        self._device = _device(config, communicator)
+    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+        self.config, self.groups = config, groups
+        self.packing, self._sample = packing(groups.data), sample
+        self._device = _device(config, groups.world)
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
@@ -91,7 +92,7 @@ class TensorFlowFrontEnd(StateTree):
         if found != self.dtype:
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
             raise ConfigError(f"the model's weights are {found}", where=f"precision: {config.precision}", fix=fix)
-        self._batchnorm = batchnorm.prepare(self.model, communicator, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
@@ -137,7 +138,7 @@ class TensorFlowFrontEnd(StateTree):
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         wanted = self.config.exchange.overlap
-        self._overlap = overlaps(wanted, self.communicator, self._device != "/CPU:0", threads)
+        self._overlap = overlaps(wanted, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
             optimizer = VariableOptimizer(self.config.optim, self._trainable, self.layouts, update.exchange.split)
             self._accumulated = [
@@ -324,7 +325,7 @@ class TensorFlowFrontEnd(StateTree):
         self.update.step(reduced, learning_rate)
 
     def _awaited(self, gradients, transfer: Callable[[], Any]) -> Any:
-        return transfer() if self.communicator.size == 1 else awaited(self._waits, gradients, transfer)
+        return transfer() if self.groups.data.size == 1 else awaited(self._waits, gradients, transfer)
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
@@ -369,8 +370,8 @@ def configure(threads: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def open_frontend(config: Config, communicator: Communicator, sample: Sample) -> TensorFlowFrontEnd:
-    return TensorFlowFrontEnd(config, communicator, sample)
+def open_frontend(config: Config, groups: Groups, sample: Sample) -> TensorFlowFrontEnd:
+    return TensorFlowFrontEnd(config, groups, sample)
 
 
 def cpu_ops() -> TensorFlowOps:

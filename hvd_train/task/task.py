@@ -58,6 +58,8 @@ class Task:
             for k, objective in enumerate(self.objectives)
             for name, metric in objective.metrics.items()
         ]
+        # Whether the W of some loss depends on the data, and must be added over ranks before the step.
+        self.weighted_by_data = any(objective.weighted_by_data for objective in self.objectives)
         end = sum(1 + objective.weighted_by_data for objective in self.objectives)
         self._means: list[Entry[Mean]] = []
         for k, title, metric in titled:
@@ -75,11 +77,6 @@ class Task:
                 self._others.append(Entry(title, k, metric, [*range(end, end + metric.length)]))
                 end += metric.length
         self.length = end
-
-    @property
-    def weighted_by_data(self) -> bool:
-        """Return whether the W of some loss depends on the data, and must be added over ranks before the step."""
-        return any(objective.weighted_by_data for objective in self.objectives)
 
     @property
     def entries(self) -> list[tuple[int, int]]:

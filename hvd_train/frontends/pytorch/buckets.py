@@ -33,13 +33,16 @@ class Flat:
         self.weight = self.aligned(torch.cat(values))
         self._parameters = parameters
         self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
+        # Kept, because to cut 200 layers' buckets into views anew takes 0.5 ms of each step.
+        self._places = [] if self._joined is None else self.views(self._joined)
         for p, w in zip(parameters, self.views(self.weight), strict=True):
             p.data, p.grad = w, None
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """The gradient of all parameters, zeros where backward reached none; flat, for this step alone."""
-        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self._parameters]
+        gradients = [p.grad for p in self._parameters]
+        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         if self._joined is None:
             (alone,) = gradients
             if alone is None:
@@ -47,13 +50,11 @@ class Flat:
             lent = users(alone) == 1  # before there is a view of it
             flat = self._stored(alone).reshape(-1)
             return flat if lent else flat.clone()
-        pairs = list(zip(self.views(self._joined), gradients, strict=True))
-        there = [(view, g) for view, g in pairs if g is not None]
+        there = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
+        if len(there) < len(gradients):
+            self._joined.zero_()
         if there:
-            torch._foreach_copy_(*map(list, zip(*there, strict=True)))
-        for view, g in pairs:
-            if g is None:
-                view.zero_()
+            torch._foreach_copy_([place for place, _ in there], [g for _, g in there])
         return self._joined
 
     def forget(self) -> None:

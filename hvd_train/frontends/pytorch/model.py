@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from hvd_train.update.overlap import Overlap
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
+IN_TRAINING = attrgetter("training")
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
@@ -168,6 +170,7 @@ class PyTorchFrontEnd(StateTree):
         self._flats = [
             Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align) for b in update.buckets
         ]
+        self._layers = list(self.model.modules())
         self._sent, self._last = Overlap(update, self._start), False  # within a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
         self._finite = True
@@ -256,10 +259,12 @@ class PyTorchFrontEnd(StateTree):
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         inputs, labels, weights = placed
-        self.model.train()
+        # ``train()`` walks through the tree of layers, which takes 1 ms of each step for 200 of them.
+        if not all(map(IN_TRAINING, self._layers)):
+            self.model.train()
         self._seed(seed)
         self._batchnorm.take(weights)
-        loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale).tolist())
+        loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale))
         loss.backward()
         return sums
 

@@ -67,6 +67,7 @@ def ordered_sum(own: np.ndarray, communicator: Communicator, name: str = "sums")
 
 # By the kind of a type; only numbers of 64 bits without a sign stay without one.
 WIDE = {"b": np.int64, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
+NUMBERS = ("int64", "float64")
 
 
 def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) -> list[np.ndarray]:
@@ -82,7 +83,9 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
     everyone = communicator.allgather_bytes(packed, name)
     ends = [8 + int.from_bytes(part[:8], "little") for part in everyone]
     heads = [json.loads(part[8:end]) for part, end in zip(everyone, ends, strict=True)]
-    if any(other != heads[0] for other in heads):
+    # One number may be whole on a rank and not on another, as a total that begins with 0: it is none on all of them.
+    kinds = [[["number" if not shape and kind in NUMBERS else kind, shape] for kind, shape in each] for each in heads]
+    if any(other != kinds[0] for other in kinds):
         if all(not shape for own in heads for _, shape in own):
             what = f"{', '.join(str(len(own)) for own in heads)} numbers on rank 0, 1, ..."
         else:
@@ -91,8 +94,11 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
         fix = "call the same on all ranks"
         raise CommunicationError(f"the ranks diverged: {name} got {what}", fix=fix, common=True)
     totals, at = [], 0
-    for x in wide:
-        parts = [np.frombuffer(part, x.dtype, x.size, end + at) for part, end in zip(everyone, ends, strict=True)]
+    for k, x in enumerate(wide):
+        sources = zip(everyone, ends, heads, strict=True)
+        parts = [np.frombuffer(part, head[k][0], x.size, end + at) for part, end, head in sources]
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.astype(np.float64) for part in parts]
         totals.append(functools.reduce(np.add, parts[1:], parts[0].copy()).reshape(x.shape))
         at += x.nbytes
     return totals

@@ -23,7 +23,7 @@ from hvd_train.script.record import recording
 from hvd_train.script.rng import Draws
 
 WHERE = "hk.shard"
-WIRE = ("float16", "float32", "float64", "int32", "int64")  # what Horovod can add of what Keras has
+WIRE = ("float16", "float32", "float64", "int64")  # types that travel as they are
 CURE = 'hk.reduce(total, op="sum") gives all ranks the sum'
 # Calls of reduce in each graph: named by them, as one rank may trace a step once more for a batch of another length.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -47,10 +47,13 @@ def _steps() -> int:
 
 
 class Batches:
-    """Each ``for`` gives an epoch of this rank's batches. Another order comes after an optimizer's step or when one has
-    been gone through to its end: a look at a batch shifts nothing, on one rank or on all, and a loop that is left early
-    does not begin with the same samples again. A batch counts in the mean over ranks by its samples. At the end of an
-    epoch with steps running statistics are averaged; one rank alone may go through others."""
+    """This rank's batches: each ``for`` gives an epoch of them.
+
+    Another order comes after an optimizer's step, or when one has been gone through to its end. So a look at a batch
+    shifts nothing, on one rank or on all, and a loop that is left early does not begin with the same samples again. A
+    batch counts in the mean over ranks by its samples. At the end of an epoch with steps running statistics are
+    averaged; one rank alone may go through an epoch without steps.
+    """
 
     def __init__(self, epoch: Callable[[int], Iterable], steps: int | None, batch_size: int) -> None:
         self._epoch, self._steps, self._batch_size = epoch, steps, batch_size
@@ -83,15 +86,15 @@ def shard(
     x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int, world: Communicator
 ) -> Any:  # fmt: skip
     """See ``hvd_train.keras.shard``."""
-    draws, own_seed = Draws(world), pass_seed(seed, 0) if shuffle else None
+    draws, order_seed = Draws(world), pass_seed(seed, 0) if shuffle else None
     arguments, facts = collectively(
-        world, lambda: divide_training(x, y, sample_weight, batch=batch_size, steps=None, seed=own_seed, draws=draws)
+        world, lambda: divide_training(x, y, sample_weight, batch=batch_size, steps=None, seed=order_seed, draws=draws)
     )
     agree(world, facts)
     parts = arguments["x"]
     size = int(facts[BATCH_SIZE]) * (record.together if (record := recording()) else 1)
     if kind_of(parts) == "dataset":
-        return _heard(parts, size)
+        return _followed_dataset(parts, size)
     if not isinstance(parts, Epochs):  # a sharded DataLoader
 
         def loaded(number: int) -> Iterable:
@@ -108,7 +111,7 @@ def shard(
     return Batches(epoch, len(parts), size)
 
 
-def _heard(parts: Any, batch_size: int) -> Any:
+def _followed_dataset(parts: Any, batch_size: int) -> Any:
     """Return a tf.data.Dataset of this rank's batches, over which a Python loop does what one over ``Batches`` does."""
     import tensorflow as tf
 
@@ -133,6 +136,7 @@ def _heard(parts: Any, batch_size: int) -> Any:
             Reduction.counts(len(tf.nest.flatten(batch)[0]) / batch_size)
             return batch
 
+        # A subclass, not a generator: the script may ask for what TensorFlow's iterator has.
         batches.__class__ = type(iterator.__name__, (iterator,), {"__next__": following})
         return batches
 
@@ -157,12 +161,20 @@ def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1
         name += f"{_calls[graph]}"
-    leaves = [keras.ops.stop_gradient(keras.ops.convert_to_tensor(x)) for x in keras.tree.flatten(values)]
-    sent = []
-    for k, x in enumerate(leaves):
+    sent, kinds = [], []
+    for k, value in enumerate(keras.tree.flatten(values)):
+        # Python's whole numbers have no 32 bits.
+        x = keras.ops.convert_to_tensor(value, "int64" if type(value) is int else None)
+        x = keras.ops.stop_gradient(x)
         kind = keras.backend.standardize_dtype(x.dtype)
+        # All whole numbers travel in 64 bits: a batch's length may be a number in one rank's graph, and a tensor in
+        # another's.
         wire = kind if kind in WIRE else "float32" if "float" in kind else "int64"
         wire = "float64" if op == "mean" and "int" in wire else wire
+        kinds.append(kind)
         sent.append(world.allreduce_async(keras.ops.copy(keras.ops.cast(x, wire)), f"{name}.{k}"))
     sums = [world.synchronize(handle) for handle in sent]
-    return keras.tree.pack_sequence_as(values, [x / world.size for x in sums] if op == "mean" else sums)
+    if op == "mean":
+        return keras.tree.pack_sequence_as(values, [x / world.size for x in sums])
+    sums = [keras.ops.cast(x, kind) if kind == "int32" else x for x, kind in zip(sums, kinds, strict=True)]
+    return keras.tree.pack_sequence_as(values, sums)

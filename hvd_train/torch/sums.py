@@ -18,6 +18,15 @@ def has_several(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray)) and tuple(value.shape) != (1,) * value.ndim
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether one number, also in a tensor or an array, is a whole one of 64 bits or a truth value."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biu"
+    return isinstance(value, int) and abs(value) < 2**63
+
+
 def as_array(value: Any) -> np.ndarray:
     """Return a value of the script as an array. Raises ConfigError where it is no number, tensor or array."""
     if isinstance(value, torch.Tensor):
@@ -26,16 +35,18 @@ def as_array(value: Any) -> np.ndarray:
             value = (value if value.layout == torch.strided else value.to_dense()).cpu()
             value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     try:
-        return value if has_several(value) and value.dtype.kind in WIDE else np.array(float(value))
+        if has_several(value) and value.dtype.kind in WIDE:
+            return value
+        return np.array(int(value) if is_whole(value) else float(value))
     except (TypeError, ValueError) as error:
         fix = "give numbers, tensors or arrays of numbers"
         raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error
 
 
-def as_given(value: Any, total: np.ndarray) -> Any:
+def like_input(value: Any, total: np.ndarray) -> Any:
     """Return the sum in the kind of ``value``: a number, a tensor or an array."""
     if not has_several(value):
-        return float(total)
+        return total.item()  # an int, if the number is whole on all ranks
     narrow = value.dtype in (torch.float32, np.float32, torch.complex64, np.complex64)
     half = value.dtype in (torch.float16, torch.bfloat16, np.float16)
     if narrow or half:
@@ -46,11 +57,13 @@ def as_given(value: Any, total: np.ndarray) -> Any:
 def add_up(values: Sequence[Any]) -> Any:
     """Return the sums of ``values`` over the ranks, see ``ht.sum``; on all ranks together."""
     arrays = [as_array(value) for value in values]
+    # An error may have ended a pass here: it must be exchanged first, or it would cross this sum.
     if backward.current_pass() < 0:
         backward.after_failure()
     communicator = registry.communicator()
     if communicator.size > 1:
+        # Other ranks may still be in the parts of a batch, and wait for this one's gradients.
         registry.part_sync().arrive(uneven_parts.SUM)
     registry.unshared_sums().shared()
-    totals = [as_given(value, x) for value, x in zip(values, sums(arrays, communicator, "ht.sum"), strict=True)]
+    totals = [like_input(value, x) for value, x in zip(values, sums(arrays, communicator, "ht.sum"), strict=True)]
     return totals[0] if len(values) == 1 else totals

@@ -220,7 +220,9 @@ def test_rank_0_alone_prints_and_shows_progress(cases, world):
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_sums(cases, world):
     size, facts = world[0], cases(*world)[1]
-    expected = [3.0 * size + sum(range(size)), 10.0 * size, float(np.sum([0.1] * size))]
+    whole = [["int", 3 * size + sum(range(size))], ["int", 10 * size]]
+    exact = [["int", (2**53 + 1) * size], ["int", size], ["float", 0.5], ["float", 2.0 * size]]
+    expected = [*whole, ["float", float(np.sum([0.1] * size))], *exact]
     assert all(own["sums"] == expected for own in facts)
 
 

@@ -63,6 +63,10 @@ def main_rank():
         for _ in range(3):
             told.append(len([w for w in warned if "made no step" in str(w.message)]))
             list(batches)
+    # Whole numbers in, whole numbers out, exact beyond 2^53; a tensor keeps its type.
+    whole = hk.reduce([2**53 + 1, keras.ops.convert_to_tensor(np.int32(3))], op="sum")
+    assert [int(x) for x in whole] == [(2**53 + 1) * hk.size(), 3 * hk.size()]
+    assert [keras.backend.standardize_dtype(x.dtype) for x in whole] == ["int64", "int32"]
     return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": told}
 
 

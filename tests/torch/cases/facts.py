@@ -247,8 +247,11 @@ def broadcast():
 
 
 def sums():
+    """Whole numbers in, whole numbers out, exact beyond 2^53; one that is whole on some ranks only gives a float."""
     correct, count = ht.sum(torch.tensor(3) + ht.rank(), 10)
-    return [correct, count, ht.sum(0.1)]
+    mixed = ht.sum(0 if ht.rank() else 0.5)
+    totals = [correct, count, ht.sum(0.1), ht.sum(2**53 + 1), ht.sum(np.array([True])), mixed, ht.sum(2.0)]
+    return [[type(x).__name__, x] for x in totals]
 
 
 def sums_of_tensors():
@@ -416,7 +419,7 @@ def alone():
 
 def parts_told():
     """What is said of parts that travel by themselves, where a run of them has said nothing so far."""
-    registry.part_sync()._told = False
+    registry.part_sync()._warned = False
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         in_parts()()

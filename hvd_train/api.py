@@ -81,6 +81,7 @@ def fit(
         lock = stack.enter_context(locked_run_folder(config, resume, overwrite))
         look_in(config.code_dir)
         user_data = None if isinstance(data, str) else data
+        # Before the session: bad data are named before any rank waits for another.
         opened = open_data(config.data, config.task, user_data)
         session = Session.prepare(config.framework, config.threads, verbose, user_process=True)
         session.module.configure(session.threads)
@@ -98,6 +99,7 @@ def _whole_config(
     config: Mapping[str, Any] | str | Path | Config, model: Any, data: Any, loss: Any, metrics: Any
 ) -> Iterator[Config]:
     """Name the caller's objects in the configuration, and find them by these names for the time of a block."""
+    # A configuration is text: it is written to the run folder and to checkpoints, and compared between ranks.
     if isinstance(config, str | Path):
         config = load_config(Path(config))
     base = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)

@@ -18,7 +18,12 @@ def printable(text: str) -> str:
 def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks in a message: ``rank 1``, or ``ranks 0, 2``."""
     names = [str(rank) for rank in ranks]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
+    return f"{'ranks' if len(names) > 1 else 'rank'} {', '.join(names)}"
+
+
+def amount(count: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 class TrainError(Exception):

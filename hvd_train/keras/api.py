@@ -11,7 +11,8 @@ from hvd_train.frameworks import KERNELS
 from hvd_train.frontends.devices import gpu_index
 from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 
-os.environ.update(KERNELS | os.environ)  # too late once TensorFlow is there
+# TensorFlow reads both while it loads; what the user has set stands. Level 1 leaves out notes, not warnings and errors.
+os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "1"} | os.environ)
 
 import keras
 
@@ -34,7 +35,7 @@ BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
 
 def distribute(
     model: Any,
-    *given_optimizers: Any,
+    *user_optimizers: Any,
     shard: bool = True,
     lr_scaling: str = "none",
     seed: int = 0,
@@ -62,17 +63,20 @@ def distribute(
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
     backend = BACKENDS[keras.backend.backend()]()
     communicator = open_session(backend.framework).communicator
-    collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
+    # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
+    collectively(communicator, lambda: _check(model, user_optimizers, lr_scaling, compression))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
-    patches = Patches(model._loss_tracker, before.fits if before else 0, given_optimizers)
+    # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
+    patches = Patches(model._loss_tracker, before.fits if before else 0, user_optimizers)
     if before:
         before.undo()
     patches.put(model, MARK, patches)
     optimizers = optimizers_of(model)
     for x in optimizers:
         patches.put(x, MARK, patches)
+    # Also in a world of one, whose epochs must have the same orders.
     loop.follow(optimizers)
     if communicator.size == 1 and not recording():
         return model
@@ -82,6 +86,7 @@ def distribute(
     if is_built(model):
         start.begin()
     else:
+        # Weights are needed to plan the buckets: wait for the first batch.
         build_at_first(model, communicator, patches, start.begin)
     keep_memory()
     return model
@@ -104,7 +109,8 @@ def shard(
 def reduce(values: Any, op: str = "mean") -> Any:
     """Return the mean over ranks of tensors, arrays or numbers, in lists or dicts, or their sum with op="sum".
 
-    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits.
+    Eagerly and within a ``tf.function``; on all ranks. Whole numbers have a mean in 64 bits, and a whole sum, which is
+    exact: of 64 bits for Python's numbers, for arrays and tensors of their type.
     """
     world, backend = _opened()
     return loop.reduce(values, op, world, backend.graph())
@@ -169,6 +175,7 @@ def _check(model: Any, user_optimizers: Any, lr_scaling: str, compression: str) 
     schedule, rates = keras.optimizers.schedules.LearningRateSchedule, with_rates(optimizers)
     if lr_scaling == "linear" and any(isinstance(getattr(x, "_learning_rate", None), schedule) for x in rates):
         raise _error("lr_scaling cannot multiply a LearningRateSchedule", "multiply it yourself by hk.size()")
+    # An optimizer from a checkpoint may hold a rate that was multiplied before it was saved.
     if lr_scaling == "linear" and world().size > 1 and any(int(x.iterations) for x in set(rates) - set(scaled)):
         fix = "multiply it yourself by hk.size() where it is not, without lr_scaling"
         raise _error("the optimizer has made steps before, perhaps with a learning rate that is multiplied", fix)
@@ -199,6 +206,7 @@ def _share_cores() -> None:
             tf.config.threading.set_inter_op_parallelism_threads(threads("auto", here))
             if gpus:
                 tf.config.set_visible_devices(gpus[gpu_index(len(gpus), here.local_rank, None)], "GPU")
+        # TensorFlow refuses to change threads once it has run an operation.
         except RuntimeError:
             warnings.warn(
                 "import hvd_train.keras before TensorFlow's first operation: threads stay as they are", stacklevel=2

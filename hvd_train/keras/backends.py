@@ -26,6 +26,7 @@ class OnTensorFlow:
 
         self.tf, self._awaited = tf, awaited
         if OnTensorFlow._waits is None:
+            # A variable of no graph: the first model may be distributed while one is traced.
             with tf.init_scope():
                 OnTensorFlow._waits = seconds_waited()
         self.ops: Ops = TensorFlowOps()
@@ -33,39 +34,40 @@ class OnTensorFlow:
         self.lifted = tf.init_scope  # out of the graph that is traced
 
     def untouched(self, function: Callable) -> Callable:
-        """Not rewritten by AutoGraph when a user's own tf.function reaches it."""
+        """Return a function that AutoGraph does not rewrite when a tf.function of the script reaches it."""
         return self.tf.autograph.experimental.do_not_convert(function)
 
     def eager(self) -> bool:
         return self.tf.executing_eagerly()
 
     def graph(self) -> Any:
-        """That is traced; None: operations run at once."""
+        """Return the graph that is traced; None where operations run at once."""
         return None if self.eager() else self.tf.compat.v1.get_default_graph()
 
     def after_step(self, reduction: Reduction) -> None:
-        """Count a step of a loop of the script.
-
-        A graph counts its steps; Python asks with the next batch (Reduction.count_graph_steps): a
-        transfer that Python starts within a graph would wait for the thread that it keeps."""
+        """Count a step of a loop of the script."""
+        # A graph counts its steps, and Python asks with the next batch (Reduction.count_graph_steps): a transfer that
+        # Python starts within a graph would wait for the thread that it keeps.
         if self.eager():
             reduction.stepped(1)
         else:
+            # A part of the graph, so that it counts whenever the graph runs.
             reduction.steps.value.assign_add(1)
             Reduction.traced.add(reduction)
 
     def draw_apart(self) -> None:
-        """The graph that is traced here draws other numbers on each rank."""
+        """Let the graph that is traced here draw other numbers on each rank."""
         graph = self.tf.compat.v1.get_default_graph()
         if not self.eager() and graph.seed is not None:
+            # The golden ratio of 2^32: seeds of neighbouring ranks lie far apart.
             self.tf.random.set_seed((graph.seed + world().rank * 0x9E3779B9) % (1 << 31))  # of this graph alone
 
     def dense(self, gradients: list[Any]) -> list[Any]:
-        """Tensors of IndexedSlices. On a CPU none is sent before all are there: the thread that carries a transfer
-        would take the time from those that compute."""
+        """Return tensors in place of IndexedSlices; on a CPU, once all of them are there."""
         gradients = [None if g is None else self.tf.convert_to_tensor(g) for g in gradients]
         if self.tf.config.get_visible_devices("GPU"):
             return gradients
+        # On a CPU the thread that carries a transfer would take the time from those that compute.
         with self.tf.control_dependencies([g for g in gradients if g is not None]):
             return [None if g is None else self.tf.identity(g) for g in gradients]
 
@@ -85,6 +87,8 @@ class OnTensorFlow:
 
 
 class OnTorch:
+    """Keras on PyTorch: every operation runs at once."""
+
     framework = "pytorch"
 
     def __init__(self) -> None:

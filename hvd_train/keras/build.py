@@ -38,7 +38,9 @@ def build_at_first(model: Any, world: Communicator, patches: Patches, begin: Cal
     def first(name: str, *args: Any, **kwargs: Any) -> Any:
         agree(world, {"call": f"model.{name}"})
         call = inspect.signature(getattr(type(model), name)).bind(model, *args, **kwargs).arguments
+        # A batch that one rank cannot build from must not leave the others waiting in ``begin``.
         collectively(world, lambda: _build(model, call, f"model.{name}"))
+        # Before ``begin``, which puts the distributed methods in the same places.
         stubs.undo()
         begin()
         return getattr(model, name)(*args, **kwargs)
@@ -65,6 +67,7 @@ def _build(model: Any, call: dict[str, Any], where: str) -> None:
         batch = x[0] if kind == "sequence" else first_batch(x)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if keras.backend.backend() == "tensorflow":
+        # As tf.data hands batches to train_step.
         inputs = keras.tree.lists_to_tuples(inputs)
 
     def symbolic(leaf: Any) -> Any:

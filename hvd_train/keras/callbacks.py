@@ -62,13 +62,16 @@ class SyncCallback(keras.callbacks.Callback):
         elif self.model.stop_training:
             self._rank.reduction.stop.assign(1.0)
             self.model.stop_training = False
+        # From the first batch on: with ``steps_per_epoch`` Keras may begin the next pass within this epoch.
         if self._batch < 0:
             self._number(self._epoch + 1)
+        # With steps_per_execution Keras calls this once for several batches.
         steps, self._batch = batch - self._batch, batch
-        self._rank.taken += steps
+        self._rank.dataset_steps += steps
         self._rank.trained(steps, "model.fit")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Also a wish that was sent with no step after it.
         wish = self.model.stop_training or float(to_numpy(self._rank.reduction.stop)) > 0
         self.model.stop_training = self._rank.stops(wish)
         self._rank.compare(f"model.fit, epoch {epoch + 1}")

@@ -52,6 +52,7 @@ class EvalWindow:
         """
         x = keras.ops.cast(value, "float64")
         w = keras.ops.ones_like(x) if weight is None else keras.ops.cast(weight, "float64")
+        # before, after (3,): samples, weight, loss times weight of the window until this batch, and with it
         samples, before, after = self._add(w, x * w)
 
         def total(sums: Any) -> Any:
@@ -66,6 +67,7 @@ class EvalWindow:
         samples = keras.ops.cast(self.samples, "float64")
         _, before, after = self._add(samples * value, keras.ops.ones_like(value))
         begins = keras.ops.cast(tensor_of(self._place) == 0, "float64")
+        # A window counts once, in its first batch; later batches correct its mean.
         means = [keras.ops.divide_no_nan(x[1], x[0]) for x in (before, after)]
         return means[1] - means[0], begins
 
@@ -77,6 +79,7 @@ class EvalWindow:
         sums = self._sums[self._losses]
         self._losses += 1
         samples = keras.ops.cast(self.samples, "float64")
+        # The first batch of a window begins with zeros, whatever the last window left.
         before = keras.ops.where(tensor_of(self._place) > 0, tensor_of(sums), keras.ops.zeros((3,), "float64"))
         after = before + keras.ops.stack([samples, *values])
         sums.assign(after)

@@ -59,12 +59,13 @@ class DistributedFit:
         self._probed = False  # losses of the user's own
         self._steps, self._slow = 0, slow
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, APART_FIX)
+        # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
         Reduction.moved.clear()  # models of before would live on in it
         self._scoring: EvalShard | None = None  # what is scored while evaluate runs
         self._validation = EvalShard((None, None, None))
         self._order_digest: BatchOrderDigest | None = None  # of the tf.data.Dataset that fit goes through
-        self.taken = 0  # batches of it
+        self.dataset_steps = 0  # batches of it
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._logs = GlobalLogs(model, world)
         self._on_batch = model.train_on_batch
@@ -81,11 +82,13 @@ class DistributedFit:
         call = _bound(self._fit, args, kwargs)
         self._check("model.fit")
         self._begin("model.fit")
-        batch, self._order_digest, self.taken = call["batch_size"], None, 0
+        batch, self._order_digest, self.dataset_steps = call["batch_size"], None, 0
+        # Divided on each rank by itself; what must be equal is compared before anything is trained.
         training, validation, facts = collectively(self.world, lambda: self._training(call))
         facts |= {"epochs": f"{call['initial_epoch']} to {call['epochs']}", "validation": str(validation is not None)}
         agree(self.world, facts)
         self.reduction.batch.assign(float(facts.get(BATCH_SIZE, BATCH)))
+        # After the checks: a call that was refused must not shift the order of the next one.
         self.patches.fits += 1
         passed = call["x"]
         call |= training
@@ -94,11 +97,11 @@ class DistributedFit:
             parts = keras.utils.unpack_x_y_sample_weight(validation)
             batch = call["validation_batch_size"] or batch
             order_digest = BatchOrderDigest() if kind_of(parts[0]) == "dataset" else None
-            self._validation = scored = self._divided(
+            self._validation = eval_shard = self._divided(
                 parts, batch, call["validation_steps"], self._uncut(), order_digest
             )
-            call["validation_data"] = keras.utils.pack_x_y_sample_weight(*scored.data)
-            call |= {"validation_batch_size": scored.batch, "validation_steps": scored.limit}
+            call["validation_data"] = keras.utils.pack_x_y_sample_weight(*eval_shard.data)
+            call |= {"validation_batch_size": eval_shard.batch, "validation_steps": eval_shard.limit}
         call["callbacks"] = callbacks_of(call["callbacks"], self.world.rank == 0, SyncCallback(self, call["x"]))
         if isinstance(call["x"], ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
@@ -107,6 +110,7 @@ class DistributedFit:
         if kept and self.model.run_eagerly and self.world.rank == 0:
             what = "over a tf.data.Dataset a step that runs eagerly draws the same on all ranks"
             warnings.warn(f"{what} from random, numpy.random and tf.random; use keras.random there", stacklevel=3)
+        # A tf.data pipeline draws the same on all ranks: its shuffle is cut into the ranks' parts.
         with warnings.catch_warnings(), self.draws.apart(self.patches.fits, kept):
             if self.shard and call["steps_per_epoch"] is None:
                 # A tf.data.Dataset whose last batch may have fewer samples than ranks: no one can say how many steps.
@@ -119,22 +123,24 @@ class DistributedFit:
         return history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        # Keras sets it where ``fit`` validates: the data are divided already, and were checked there.
         if kwargs.get("_use_cached_eval_dataset", False):
-            call, scored = dict(kwargs), self._validation
+            call, eval_shard = dict(kwargs), self._validation
         else:
             call = _bound(self._evaluate, args, kwargs)
             self._check("model.evaluate")
             self._begin("model.evaluate")
             self._probe(call)
-            scored = self._scored("model.evaluate", call, self._uncut())
+            eval_shard = self._put_eval_shard("model.evaluate", call, self._uncut())
             call["callbacks"] = callbacks_of(call["callbacks"], self.world.rank == 0)
             call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
-        self._scoring = scored
-        self.reduction.window.begin(scored.window, 1 if self.shard else self.world.size)
+        self._scoring = eval_shard
+        # Undivided data (shard=False): all ranks score parts of one global batch at once.
+        self.reduction.window.begin(eval_shard.window, 1 if self.shard else self.world.size)
         try:
             results = self._evaluate(**call)
-            if scored.order_digest is not None:
-                self._same_order(scored.order_digest.last(), "model.fit, validation_data")
+            if eval_shard.order_digest is not None:
+                self._same_order(eval_shard.order_digest.last(), "model.fit, validation_data")
             return results
         finally:
             self._scoring = None
@@ -151,7 +157,8 @@ class DistributedFit:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         call = _bound(self._predict, args, kwargs)
         self._begin("model.predict")
-        part = self._scored("model.predict", call, uncut=False).part
+        part = self._put_eval_shard("model.predict", call, uncut=False).part
+        # ``_put_eval_shard`` adds y and sample_weight, which predict does not take.
         call = {name: call[name] for name in inspect.signature(self._predict).parameters}
         call["callbacks"] = callbacks_of(call["callbacks"], self.world.rank == 0)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0
@@ -166,6 +173,7 @@ class DistributedFit:
         if not scoring:
             self.state.average_statistics()
         whole = bool(scoring and not scoring.part)  # on each rank, which may draw samples of its own
+        # All ranks scored the same samples: one of them counts, or sums would be N times too large.
         counts = self.world.rank == 0 if whole else not scoring or scoring.counts
         return self._logs.of_all_ranks(logs, counts, whole)
 
@@ -187,11 +195,12 @@ class DistributedFit:
     def compare(self, where: str) -> None:
         """Raise the same error on all ranks where their weights, learning rates or orders of samples differ."""
         if self._order_digest is not None:
-            self._same_order(self._order_digest.order(self.taken), where)
+            self._same_order(self._order_digest.order(self.dataset_steps), where)
         self._check_weights.compare(where)
 
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
+        # Two layers may have one name, and so two weights one path.
         for k, v in enumerate(self.model.trainable_variables):
             sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
         return sums
@@ -220,7 +229,7 @@ class DistributedFit:
     def pause(self) -> None:
         """Leave out of the report of slow ranks what follows: it is not a step."""
         if self._order_digest is not None:  # the last execution of several steps may have had fewer
-            self.taken = min(self.taken, len(self._order_digest))
+            self.dataset_steps = min(self.dataset_steps, len(self._order_digest))
         self._slow.pause()
 
     def _begin(self, where: str) -> None:
@@ -250,6 +259,7 @@ class DistributedFit:
         """Return (what ``fit`` gets instead, data to validate on, what must be equal on all ranks)."""
         x, y, weight = call["x"], call["y"], call["sample_weight"]
         validation, batch = call["validation_data"], call["batch_size"]
+        # Keras' own limit for debugging, KERAS_MAX_STEPS_PER_EPOCH, holds as well.
         limits = [n for n in (call["steps_per_epoch"], keras.config.max_steps_per_epoch()) if n]
         steps = min(limits, default=None)
         new: dict[str, Any] = {"shuffle": False, "validation_split": 0.0, "batch_size": None}
@@ -303,7 +313,7 @@ class DistributedFit:
         agree(self.world, shard.facts)
         return shard
 
-    def _scored(self, where: str, call: dict[str, Any], uncut: bool) -> EvalShard:
+    def _put_eval_shard(self, where: str, call: dict[str, Any], uncut: bool) -> EvalShard:
         """Put this rank's part of the data into the call."""
         data = (call["x"], call.get("y"), call.get("sample_weight"))
         shard = self._divided(data, call["batch_size"], call["steps"], uncut)

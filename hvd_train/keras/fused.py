@@ -16,6 +16,7 @@ import tensorflow as tf
 
 def fuse(optimizer: Any) -> None:
     """Changes this instance's ``update_step``. An optimizer of another class, or with amsgrad, stays as it is."""
+    # LossScaleOptimizer calls its inner optimizer, whose update it is.
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     step = {
         keras.optimizers.SGD: _sgd,
@@ -48,6 +49,7 @@ def _adam(optimizer: Any) -> Callable:
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         kind = variable.dtype
         betas = [tf.constant(beta, kind) for beta in (optimizer.beta_1, optimizer.beta_2)]
+        # ``iterations`` counts finished steps; Adam's first correction is beta^1.
         count = keras.ops.cast(optimizer.iterations + 1, kind)
         powers = [keras.ops.cast(beta, kind) ** count for beta in (optimizer.beta_1, optimizer.beta_2)]
         tf.raw_ops.ResourceApplyAdam(

@@ -30,9 +30,12 @@ WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types tr
 
 
 class Reduction:
-    """Joins the gradients of ``variables``. ``count``: this rank's samples of the step, set while its ``train_step``
-    runs (None: every rank counts alike). ``batch``: their usual number, the same on all ranks. ``stop`` travels along:
-    after a step ``stopped`` > 0 on all ranks if any rank had set it before."""
+    """The gradients of ``variables``, averaged over the ranks.
+
+    ``count``: this rank's samples of the step, set while its ``train_step`` runs (None: every rank has equal weight).
+    ``batch``: their usual number, the same on all ranks. ``stop`` travels along: after a step ``stopped`` > 0 on all
+    ranks if any rank had set it before.
+    """
 
     _numbers = itertools.count()
     traced: weakref.WeakSet[Reduction] = weakref.WeakSet()  # whose steps are made in graphs
@@ -53,6 +56,7 @@ class Reduction:
         self._communicator, self._size, self._backend, self.eager = named, communicator.size, backend, backend.eager
         self.ops: Ops = backend.ops
         self._whole = isinstance(compressor, Uncompressed)
+        # What is compressed has its share of all samples before it is packed (``_joined``), and is added up.
         op = "average" if self._whole else "sum"
         packing = backend.packing(communicator)
         self._exchange = Exchange(specs, packing, compressor, named, backend.ops, op=op)
@@ -62,7 +66,7 @@ class Reduction:
         ]
         self.count: Any = None
         self.stepped: Callable[[int], None] = lambda steps: None  # after steps of a loop of the user's own
-        self._graph_steps_counted = 0  # of the steps that graphs count
+        self._graph_steps_reported = 0  # of the steps that graphs count
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
@@ -79,8 +83,8 @@ class Reduction:
     def count_graph_steps(cls) -> None:
         """Count the steps that were made in graphs; on all ranks at the same place of their loops."""
         for reduction in sorted(cls.traced, key=lambda each: each.number):
-            steps = int(reduction.steps.numpy()) - reduction._graph_steps_counted
-            reduction._graph_steps_counted += steps
+            steps = int(reduction.steps.numpy()) - reduction._graph_steps_reported
+            reduction._graph_steps_reported += steps
             if steps:
                 reduction.stepped(steps)
 
@@ -107,7 +111,9 @@ class Reduction:
         part = tensor_of(Reduction.part)
         if self.count is not None:
             part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+        # (variables,) float64: 1 where this rank has a gradient
         used = keras.ops.convert_to_tensor(np.array([g is not None for g in local], np.float64))
+        # (2 + variables,) float64: part, wish to stop, used
         head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*local, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
@@ -120,8 +126,10 @@ class Reduction:
 
     def _joined(self, dense: list[Any], head: Any, part: Any) -> tuple[list[Any], Any]:
         """Return (flat gradients, sums over ranks of: part, wish to stop, having a gradient of tensor 0, 1, ...)."""
+        # First, so that the few numbers are there when the gradients are.
         sent = self._communicator.allreduce_async(head, "keras.counts")
         flats = self._exchange.join([self._as_sent(i, g) for i, g in enumerate(dense)])
+        # Whole gradients leave at once, weighted by n_r / b; see the top of this file.
         started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)
         self.stopped.assign(sums[1])
@@ -140,6 +148,7 @@ class Reduction:
         def of(variables: list[Any]) -> Reduction:
             key = tuple(id(v) for v in variables)
             if key not in made:
+                # Its variables must outlive the graph in which the optimizer makes its first step.
                 with self._backend.lifted():
                     made[key] = Reduction(variables, compressor, communicator, self._backend)
                 made[key].batch, made[key].stop, made[key].stopped = self.batch, self.stop, self.stopped
@@ -161,6 +170,7 @@ class Reduction:
         name = f"keras.loss{self.losses}"
         self.losses += 1
         total = self._communicator.synchronize(self._communicator.allreduce_async(sent, name))
+        # total, local (1 or 2,): samples, and the weight if there is one
         factor = total[0] / local[0]
         if weight is not None:
             factor = factor * keras.ops.divide_no_nan(local[1], total[1])
@@ -191,6 +201,7 @@ class Reduction:
         full, present = keras.ops.convert_to_tensor(float(self._size), "float64"), tensor_of(self.present)
         whole = keras.ops.where(present > 0, present, full)  # no optimizer's step: nobody knows
         part = keras.ops.cast(self.count, "float64") / tensor_of(self.batch)
+        # What was added so far is part / full of each mean; its share is part / whole.
         more = part / whole - part / full
         for add, value in self._means:
             add(value * more, more)
@@ -241,6 +252,7 @@ def connect(optimizer: Any, reduction: Reduction, backend: Any, patches: Patches
     The instance alone is changed, its class is not: what is saved is a plain Keras optimizer.
     """
     backend.fuse(optimizer)
+    # ``apply`` and not ``apply_gradients``: every way to a step goes through it.
     apply = optimizer.apply
 
     def apply_reduced(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -261,7 +273,7 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patch
     def samples(data: Any) -> Any:
         return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))[0]
 
-    def counted_step(data: Any) -> Any:
+    def distributed_train_step(data: Any) -> Any:
         backend.draw_apart()
         reduction.begin_step(samples(data))
         try:
@@ -271,7 +283,7 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patch
         finally:
             reduction.count = None
 
-    def scored_step(data: Any) -> Any:
+    def distributed_test_step(data: Any) -> Any:
         reduction.window.begin_batch(samples(data))
         try:
             logs = score(data)
@@ -280,5 +292,5 @@ def count_samples(model: Any, reduction: Reduction, backend: Any, patches: Patch
         finally:
             reduction.window.samples = None
 
-    patches.put(model, "train_step", backend.untouched(counted_step))
-    patches.put(model, "test_step", backend.untouched(scored_step))
+    patches.put(model, "train_step", backend.untouched(distributed_train_step))
+    patches.put(model, "test_step", backend.untouched(distributed_test_step))

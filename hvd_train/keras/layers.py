@@ -32,10 +32,14 @@ SHORT = 60  # characters of a setting that a message shows whole
 
 
 def agree_on_settings(model: Any, world: Communicator) -> None:
-    """Raises ConfigError on all ranks where layers have other settings; on all ranks together. Attributes of the user's
-    own layers that differ are told by a warning on rank 0."""
+    """Raise ConfigError on all ranks where layers have other settings; on all ranks together.
+
+    Where attributes of the user's layers differ, rank 0 warns.
+    """
     layers = model._flatten_layers()
+    # Rank 0's names: Keras numbers layers by how many a process made before, which may differ.
     names = json.loads(world.broadcast_bytes(json.dumps([x.name for x in layers]).encode()))
+    # The number first: the settings below are compared layer by layer.
     agree(world, {"layers of the model": f"{len(layers)}"})
     facts: dict[str, str] = {}
     for name, layer in zip(names, layers, strict=True):
@@ -62,14 +66,15 @@ class LayerStates:
         self._read: dict[int, tuple[Any, Any]] = {}  # by layer: a table, and the vocabulary that was read from it
 
     def finalize(self) -> None:
-        """Variables have got rank 0's values: layers make the constants anew that they compute with."""
+        """Let layers make the constants anew that they compute with, from the variables that rank 0 has sent."""
         for layer in self._finalized:
             layer.finalize_state()
 
     def share(self, where: str) -> bool:
-        """Gives all ranks rank 0's states; whether any had another one. On all ranks together."""
+        """Give all ranks rank 0's states; return whether any had another one. On all ranks together."""
         if not self._layers:
             return False
+        # Hashes travel first: a vocabulary may have megabytes, and is the same on all ranks as a rule.
         digests = [_digest(self._state(x)) for x in self._layers]
         everyone = [json.loads(part) for part in self._world.allgather_bytes(json.dumps(digests).encode(), "layers")]
         differing = [k for k, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
@@ -93,6 +98,7 @@ class LayerStates:
 
     def _state(self, layer: Any) -> Any:
         if isinstance(layer, keras.layers.Normalization):
+            # Given mean and variance are settings, compared there.
             adapted = layer.built and layer.input_mean is None
             return {v.name: _plain(v) for v in (layer.adapt_mean, layer.adapt_variance)} if adapted else None
         if isinstance(layer, keras.layers.Discretization):
@@ -132,7 +138,7 @@ def _is_users(layer: Any) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    """Lists of Python's own numbers or texts."""
+    """Return ``x`` as lists of Python's numbers or texts, which JSON can hold."""
     values = keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) or isinstance(x, keras.Variable) else x
     return np.asarray(values.numpy() if hasattr(values, "numpy") else values).tolist()
 
@@ -181,6 +187,7 @@ def _comparable(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_comparable(v) for v in x]
     if isinstance(x, types.FunctionType):
+        # A function by its name, defaults and what it closes over: its code has no text that could be compared.
         closed = [cell.cell_contents for cell in x.__closure__ or ()]
         return [x.__qualname__, _comparable(x.__defaults__), _comparable(closed)]
     if isinstance(x, keras.Variable):  # which is compared and sent as a weight

@@ -30,6 +30,7 @@ class GlobalLogs:
         ``counts``: whether this rank's sums count. ``whole``: whether each rank has scored all samples itself, where it
         may have drawn other numbers.
         """
+        # Keras hands a dict of the user's step through, and else gives its metrics' results.
         user_step = self._logs(logs) is logs and isinstance(logs, dict)
         results = self._results() if user_step else {}
         local = {k: _numbers(x) for k, x in results.items() if k in logs}  # of this rank's samples

@@ -21,7 +21,7 @@ from hvd_train.protocol import Communicator
 
 TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # Keras' own that compare samples of a batch
 SAMPLES = 8  # that show what a loss of the user's own is
-FOUND = ("unknown", "mean", "sum", "neither")  # from the least certain on
+KINDS = ("unknown", "mean", "sum", "neither")  # from the least certain on
 
 
 class _Ones(keras.losses.Loss):
@@ -45,6 +45,7 @@ class DistributedLoss:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         values, value = self._observed(y_true, y_pred, sample_weight)
+        # A number, or nothing to be seen: the loss has reduced by itself.
         opaque = values is None or tuple(values.shape) == ()
         masked = not opaque and (_mask(y_pred) is not None or _mask(values) is not None)
         by_weight = self.loss.reduction == "mean_with_sample_weight"
@@ -73,24 +74,25 @@ class DistributedLoss:
         self._warned = True
 
     def _observed(self, *batch: Any) -> tuple[Any, Any]:
-        """(what the loss has before Keras reduces it, or None where it reduces by itself; what it gives)."""
-        seen: list[Any] = []
+        """Return (the loss' values before Keras reduces them, None where it reduces by itself; what it gives)."""
+        unreduced: list[Any] = []
         call = self.loss.call
 
         def observed(*args: Any) -> Any:
-            seen.append(call(*args))
-            return seen[-1]
+            unreduced.append(call(*args))
+            return unreduced[-1]
 
+        # In the instance, so that the class' ``call`` is found again when it is deleted.
         self.loss.call = observed
         try:
             value = self.loss(*batch)
         finally:
             del self.loss.call
-        return (seen[0] if len(seen) == 1 else None), value
+        return (unreduced[0] if len(unreduced) == 1 else None), value
 
 
 def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
-    """Puts ``DistributedLoss`` in place of the model's losses."""
+    """Put ``DistributedLoss`` in place of the model's losses."""
     owner = model._compile_loss
     if owner is None:
         return
@@ -117,7 +119,7 @@ def share_losses(model: Any, reduction: Reduction, patches: Patches) -> None:
 
 
 def check(model: Any) -> None:
-    """Raises ConfigError for a loss that no rank can take by itself."""
+    """Raise ConfigError for a loss that no rank can take by itself."""
     for loss in keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None)):
         if isinstance(loss, keras.losses.Loss) and loss.reduction in (None, "none") and not _has_user_step(model):
             what = f"the loss {loss.name} has reduction=None, so that it is a vector"
@@ -129,6 +131,7 @@ def uncut(model: Any) -> bool:
     owner = model._compile_loss
     built = owner is not None and owner.built
     losses = [entry.loss for entry in owner._flat_losses] if built else []
+    # Before the first batch Keras has not built them: then what ``compile`` was given.
     all_losses = [x.loss for x in losses] or keras.tree.flatten(getattr(owner, "_user_loss", None))
     reductions = {getattr(x, "reduction", None) for x in all_losses}
     return (
@@ -156,8 +159,10 @@ def needs_probe(model: Any) -> bool:
 
 
 def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any, Any]:
-    """Finds by trying on samples of ``batch`` whether losses are means or sums over samples; on all ranks. What is
-    neither is told by a warning on rank 0. Gives these samples' labels, predictions and weights."""
+    """Find out, by samples of ``batch``, whether losses are means or sums over samples; on all ranks together.
+
+    Rank 0 warns of a loss that is neither. Returns these samples' labels, predictions and weights.
+    """
     x, y, weight = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:SAMPLES]), batch)
     )
@@ -177,7 +182,8 @@ def probe(model: Any, batch: Any, communicator: Communicator) -> tuple[Any, Any,
     messages = communicator.allgather_bytes(json.dumps([s.kind for s in losses]).encode())
     everyone = [json.loads(part) for part in messages]
     for loss, kinds in zip(losses, zip(*everyone, strict=True), strict=True):
-        loss.kind = max(kinds, key=FOUND.index)
+        # Ranks saw other samples: the surest answer holds, and mean against sum is neither.
+        loss.kind = max(kinds, key=KINDS.index)
         if {"mean", "sum"} <= set(kinds):
             loss.kind = "neither"
         if loss.kind == "neither" and communicator.rank == 0:

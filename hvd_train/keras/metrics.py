@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from hvd_train.keras.gradients import Reduction
-from hvd_train.keras.losses import FOUND, kind_over_samples
+from hvd_train.keras.losses import KINDS, kind_over_samples
 from hvd_train.keras.patches import Patches
 from hvd_train.protocol import Communicator
 
@@ -47,7 +47,7 @@ class BatchMean:
 
 
 def share_means(model: Any, reduction: Reduction, patches: Patches) -> None:
-    """Changes the metrics of ``model`` that count batches, as soon as Keras has built them."""
+    """Change the metrics of ``model`` that count batches, as soon as Keras has built them."""
     losses, metrics = model._compile_loss, model._compile_metrics
 
     def put_losses() -> None:
@@ -77,18 +77,18 @@ def counts_batches(model: Any) -> bool:
         several = losses is not None and bool(losses.metrics)
     else:
         several = len(getattr(model, "outputs", None) or (None, None)) > 1  # nobody knows before the first batch
-    own_step = not str(type(model).test_step.__module__).startswith("keras.")
-    return several or own_step or len(_means(model)) > 1 or bool(functions(model))
+    user_step = not str(type(model).test_step.__module__).startswith("keras.")
+    return several or user_step or len(_means(model)) > 1 or bool(functions(model))
 
 
 def _means(model: Any) -> list[Any]:
-    """The mean of the whole loss, and those of the user's own among the model's metrics."""
+    """Return the mean of the whole loss, and the user's means among the model's metrics."""
     outputs = model._compile_loss.metrics if model._compile_loss is not None else []
     return [x for x in model.metrics if type(x) is keras.metrics.Mean and not any(x is y for y in outputs)]
 
 
 def functions(model: Any) -> list[Any]:
-    """The user's own functions among the metrics of ``compile``."""
+    """Return the user's functions among the metrics of ``compile``."""
     owner = model._compile_metrics
     names = ("_user_metrics", "_user_weighted_metrics")
     metrics = keras.tree.flatten([getattr(owner, name, None) for name in names])
@@ -98,8 +98,10 @@ def functions(model: Any) -> list[Any]:
 
 
 def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
-    """Tells by a warning on rank 0 which functions give a number for a batch that is not a mean over its samples; on
-    all ranks together. ``batch``: labels, predictions and weights of a few samples."""
+    """Warn on rank 0 of functions that give a number for a batch which is not a mean over its samples.
+
+    On all ranks together. ``batch``: labels, predictions and weights of a few samples.
+    """
     owner = model._compile_metrics
     if owner is None or not functions(model):
         return
@@ -112,10 +114,11 @@ def probe(model: Any, communicator: Communicator, *batch: Any) -> None:
     finally:
         for each in means:
             each.probing = False
+        # The probe's samples were counted: they are trained on later.
         owner.reset_state()
     everyone = [json.loads(x) for x in communicator.allgather_bytes(json.dumps([x.kind for x in means]).encode())]
     for each, kinds in zip(means, zip(*everyone, strict=True), strict=True):
-        each.kind = max(kinds, key=FOUND.index)
+        each.kind = max(kinds, key=KINDS.index)
         if each.kind in ("sum", "neither") and communicator.rank == 0:
             what = f"the metric {each.metric.name} gives one number for a batch, which is not a mean over its samples"
             warnings.warn(f"{what}: each rank takes it over its own part of a batch ({FIX})", stacklevel=2)
@@ -127,11 +130,12 @@ def _is_function(metric: Any) -> bool:
 
 
 def _tracking(tracker: Any, reduction: Reduction) -> Any:
-    """``update_state`` of the mean that Keras keeps of one output's loss. Eagerly Keras counts samples, which needs
-    nothing here. In a graph it counts samples or batches, depending on whether this rank's batches have one length."""
+    """Make ``update_state`` of the mean that Keras keeps of one output's loss."""
     update = tracker.update_state
 
     def updated(value: Any, sample_weight: Any = None) -> None:
+        # Eagerly Keras counts samples, which needs nothing here. In a graph it counts samples or batches, depending on
+        # whether this rank's batches have one length.
         if sample_weight is None or not reduction.eager():
             _add(tracker, value, reduction)
         else:
@@ -141,7 +145,7 @@ def _tracking(tracker: Any, reduction: Reduction) -> Any:
 
 
 def _of_batches(tracker: Any, reduction: Reduction) -> Any:
-    """``update_state`` of a mean, which counts a batch where it gets one number without a weight."""
+    """Make ``update_state`` of a mean, which counts a batch where it gets one number without a weight."""
     update = tracker.update_state
 
     def updated(values: Any, sample_weight: Any = None) -> None:
@@ -154,13 +158,14 @@ def _of_batches(tracker: Any, reduction: Reduction) -> Any:
 
 
 def _add(metric: Any, value: Any, reduction: Reduction) -> None:
-    """``value``: the mean over a batch."""
+    """Add ``value``, the mean over a batch, to ``metric``."""
 
     def add(total: Any, count: Any) -> None:
         metric.total.assign_add(keras.ops.cast(total, metric.dtype))
         metric.count.assign_add(keras.ops.cast(count, metric.dtype))
 
     value = keras.ops.stop_gradient(keras.ops.convert_to_tensor(value))
+    # In 64 bits: shares are added and corrected later, and must cancel.
     reduction.batch_mean(keras.ops.cast(value, "float64"), add)
 
 

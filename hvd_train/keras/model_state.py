@@ -40,6 +40,7 @@ class ModelState:
         for v, local, part in zip(variables, arrays, parts, strict=True):
             array = np.frombuffer(part, local.dtype).reshape(local.shape).copy()
             if v.path.endswith(SEED):
+                # The golden ratio of 2^32: seeds of neighbouring ranks lie far apart.
                 seed = (int(array[0]) + self._world.rank * 0x9E3779B9) % (1 << 32)
                 array[0] = np.uint32(seed).astype(array.dtype)  # int32 on PyTorch
             v.assign(array)
@@ -58,6 +59,7 @@ class ModelState:
     def average_statistics(self) -> None:
         """Average running means and variances, which each rank gathers from its local samples."""
         gathered = [*self._model.non_trainable_variables, *buffers_of(self._model)]
+        # Generators of dropout layers are among these variables; they are to differ.
         local = {str(k): v for k, v in enumerate(gathered) if not v.path.endswith(SEED)}
         arrays = ((name, keras.ops.convert_to_numpy(v)) for name, v in local.items() if "float" in v.dtype)
         apart = {name: to_numpy(local[name]) for name in differing(arrays, self._world)}

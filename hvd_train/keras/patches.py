@@ -26,6 +26,7 @@ class Patches:
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of this instance."""
+        # An attribute of the class shows again when the instance's is deleted.
         if name in vars(owner):
             self.on_undo(setattr, owner, name, vars(owner)[name])
         else:

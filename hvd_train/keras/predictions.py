@@ -16,6 +16,7 @@ def gather_rows(rows: np.ndarray, world: Communicator) -> np.ndarray:
     rows = np.ascontiguousarray(rows.astype("S") if texts else rows)
     head = json.dumps([list(rows.shape), rows.dtype.itemsize]).encode()
     parts = []
+    # [shape, bytes an entry] as a line of JSON, then the rows: ranks may have unequal numbers of them.
     for part in world.allgather_bytes(head + b"\n" + rows.tobytes()):
         at = part.index(b"\n") + 1
         shape, width = json.loads(part[:at])

@@ -40,8 +40,10 @@ class Start:
         """Change the model and its optimizers, and give all ranks rank 0's state; on all ranks together."""
         model, communicator, patches = self.model, self.communicator, self.patches
         optimizer, *others = self.optimizers
+        # With several optimizers nobody knows yet which variables are whose.
         if not optimizer.built and not others:
             optimizer.build(model.trainable_variables)
+        # Before anything is changed or sent: with other shapes the first broadcast would fail.
         agree(communicator, _facts(model, self.arguments))
         layers.agree_on_settings(model, communicator)
         if self.arguments["lr_scaling"] == "linear":

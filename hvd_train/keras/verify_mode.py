@@ -32,6 +32,7 @@ def add(model: Any, recording: Recording) -> None:
             if isinstance(getattr(layer, name, None), float):
                 setattr(layer, name, 0.0)
     for name in SAVING:
+        # Past Keras' own __setattr__, which would track it as a part of the model.
         object.__setattr__(model, name, lambda *args, **kwargs: None)
     recording.note("dropout and noise layers are off: what they draw depends on the rank")
     if keras.backend.backend() == "torch":
@@ -44,6 +45,7 @@ def add(model: Any, recording: Recording) -> None:
             if value.dtype.kind == "f" or v.trainable:
                 kind = "weights" if v.trainable else "statistics"
                 key = f"{kind}/{prefix}{v.path}"
+                # Two layers may have one name.
                 arrays[f"{key} {len(arrays)}" if key in arrays else key] = value
         return arrays
 

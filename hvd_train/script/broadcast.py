@@ -17,6 +17,7 @@ def broadcast_parts(communicator: Communicator, head: Any, parts: Sequence[Any])
     data = b""
     if not communicator.rank:
         about = json.dumps([head, [memoryview(part).nbytes for part in parts]]).encode()
+        # Length of the head (8 bytes), the head as JSON with each part's size, the parts.
         data = b"".join([len(about).to_bytes(8, "little"), about, *parts])
     data = communicator.broadcast_bytes(data)
     at = 8 + int.from_bytes(data[:8], "little")

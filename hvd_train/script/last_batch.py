@@ -31,6 +31,7 @@ class EvenBatches:
             what = f"{count} samples are too few for {size} ranks" + (f" of batches of {batch_size}" * drop_last)
             fix = "start fewer ranks" + ", or drop_last=False" * drop_last
             raise DataError(what, where=where, fix=fix, common=True)
+        # A rest of fewer samples than ranks would leave a rank without any: it joins the batch before.
         rest = 0 if drop_last else count % whole
         self._batches = count // whole + (rest >= size)
 
@@ -43,6 +44,7 @@ class EvenBatches:
 
     def weight(self, k: int) -> float:
         """Return this rank's samples of batch ``k``, times ranks, over the samples of the global batch."""
+        # Full batches are even. In the last one: n_r * N / n, whose mean over the N ranks is 1.
         return 1.0 if k + 1 < len(self) else len(self.places(k)) * self.size / self._samples(k)
 
     def uneven(self, k: int) -> bool:

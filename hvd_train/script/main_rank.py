@@ -38,6 +38,7 @@ class UnsharedSums:
     def __init__(self, main: bool, cure: str) -> None:
         self._main, self._cure, self._open, self._since = main, cure, False, 0
         self.count = 0  # how often something of all ranks has been joined
+        # The last pass of a script is often its test.
         atexit.register(self.begins)
 
     def passed(self, since: int | None = None) -> None:

@@ -48,7 +48,7 @@ class Recording:
     gradient: Tree = field(default_factory=dict)
     trees: list[Callable[[], Tree]] = field(default_factory=list)
     _loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    _taken: list[int] = field(default_factory=list)
+    _step_samples: list[int] = field(default_factory=list)
     _written: bool = False
 
     @property
@@ -57,29 +57,33 @@ class Recording:
         return self.ranks // world().size
 
     def model(self, tree: Callable[[], Tree]) -> None:
-        """Another model is there, with its first weights."""
+        """Add a model, with its first weights."""
         self.first |= tree()
         self.trees.append(tree)
 
     def note(self, text: str) -> None:
+        """Add a line about what was changed or cannot be compared, once."""
         self.notes += [text] * (text not in self.notes)
 
     def loss(self, value: float, weight: float) -> None:
         """Add the loss of a backward pass; a step's loss is the sum over its passes."""
         self._loss = [self._loss[0] + value * weight, weight]
 
-    def took(self, loader: int, indices: list) -> None:
+    def add_samples(self, loader: int, indices: list) -> None:
+        """Add the samples of a batch of loader number ``loader``; indices that are not numbers are left out."""
+        # Loaders are numbered in the bits above 40, so that equal indices of two loaders stay two samples.
         if all(isinstance(i, int) for i in indices):
-            self._taken += [(loader << 40) + i for i in indices]
+            self._step_samples += [(loader << 40) + i for i in indices]
 
     def step(self, rate: float, communicator: Communicator) -> None:
-        """An optimizer has made a step. The last one ends the process, on all ranks."""
+        """Record a step of an optimizer. The last one ends the process, on all ranks."""
         self.sums.append(self._loss)
         self.rates.append(rate)
-        self.samples.append(self._taken)
-        self._loss, self._taken = [0.0, 0.0], []
+        self.samples.append(self._step_samples)
+        self._loss, self._step_samples = [0.0, 0.0], []
         if len(self.rates) == self.steps:
             self.write()
+            # All ranks have written before one of them ends, which a launcher may take for the end of all.
             communicator.barrier()
             communicator.close()
             sys.stdout.flush()
@@ -102,12 +106,13 @@ class Recording:
 
 @functools.cache
 def recording() -> Recording | None:
-    """None: the script runs by itself."""
+    """Return the record that ``hvd-train verify`` wants; None where the script runs by itself."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
     options: dict[str, Any] = json.loads(text)
     started = Recording(Path(options["folder"]), options["ranks"], options["steps"])
+    # torch and Keras set theirs in verify_mode, once they are loaded.
     random.seed(SEED)
     np.random.seed(SEED)
     atexit.register(started.write)  # a script may end before

@@ -26,6 +26,7 @@ class _Python:
         return random.getstate()
 
     def set(self, state: Any) -> None:
+        # JSON has made lists of the tuples that random wants.
         version, words, gauss = state
         random.setstate((version, tuple(words), gauss))
 
@@ -111,7 +112,7 @@ class _Keras:
 
 
 def generators() -> dict[str, Any]:
-    """All that this process has loaded."""
+    """Return the generators of all libraries that this process has loaded, by name."""
     loaded: dict[str, Any] = {}
     if "keras" in sys.modules:
         loaded["keras"] = _Keras()
@@ -142,6 +143,7 @@ class Draws:
         """
         self._generators = {name: each for name, each in generators().items() if name not in keep}
         local = self._states()
+        # Rank 0's states, by name: {generator: state}
         common = json.loads(self.world.broadcast_bytes(json.dumps(local).encode()))
         self._common = {name: state for name, state in common.items() if name in local}  # not all may have loaded torch
         equal = {name for name, state in local.items() if state == self._common.get(name)}  # torch's need not be
@@ -149,6 +151,7 @@ class Draws:
         try:
             yield
         finally:
+            # What was equal on all ranks stays equal: later draws of the order must be.
             self._set({name: self._common[name] if name in equal else state for name, state in local.items()})
             self._common = None
 
@@ -163,12 +166,14 @@ class Draws:
         try:
             yield
         finally:
+            # The next ``common`` goes on where this one ended.
             self._common = self._common if keep else self._states()
             self._set(local)
 
     def _apart(self, name: str, state: Any, number: int) -> Any:
         if state is None:
             return None
+        # Of the state as well: a script that seeds otherwise draws otherwise.
         digest = hashlib.sha256(f"{json.dumps(state)} {self.world.rank} {number}".encode()).digest()
         return self._generators[name].seeded(int.from_bytes(digest[:4], "big") >> 1)
 

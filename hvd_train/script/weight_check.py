@@ -28,6 +28,7 @@ class WeightCheck:
 
     def due(self, before: int, after: int) -> bool:
         """Return whether a comparison is due in steps ``before`` + 1 to ``after``."""
+        # One execution of Keras may make several steps.
         return any(due(step, self.every) for step in range(before + 1, after + 1))
 
     def compare(self, where: str) -> None:

@@ -43,6 +43,7 @@ def open_session(framework: str, session: Session | None = None) -> Session:
         sys.excepthook = _end
         session = session or Session.prepare(framework, verbose=True, user_process=True)
         communicator = session.open()
+        # Alone no transfer can hang.
         slot = session.watch(_watchdog_s()) if communicator.size > 1 else None
         if slot:
             slot.at(SCRIPT, 0)
@@ -89,6 +90,7 @@ def exchange_options(where: str, compression: str, options: dict[str, Any], over
         raise ConfigError(what, where=where, fix=fix)
     values = {"compression": compression, "overlap": overlap, **options}
     try:
+        # The command line's reader has the types, ranges and messages of these keys.
         return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in values.items()]).exchange
     except ConfigError as error:
         raise ConfigError(re.sub(r"--set \S+: exchange\.", "", error.what), where=where) from error
@@ -100,6 +102,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if isinstance(error, KeyboardInterrupt):
         exit_rank(130)
+    # The communicator knows whether an error of Horovod means that another rank was lost.
     known = isinstance(error, EndedRankError | LostRankError)  # which say what this rank did
     exit_with_error(error if known or not _sessions else _sessions[0].communicator.failure(error) or error)
 

@@ -67,6 +67,7 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = gpu_index(torch.cuda.device_count(), registry.communicator().local_rank, None)
+    # From here on "cuda" without a number is this GPU, in the script as in its libraries.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -75,9 +76,10 @@ def sum(*values: Any) -> Any:
     """Add up over all ranks, in 64 bits and in rank order: one sum for one value, a list for several.
 
     ``correct, count = ht.sum(correct, count)``, then ``correct / count``, is exact however samples lie on ranks. A
-    number, or a tensor of one, gives a float. A tensor or NumPy array of several, as a confusion matrix, gives one of
-    its shape, on its device: of int64 for whole numbers and truth values, float32 for floats of 16 bits, else of its
-    type. On all ranks; raises CommunicationError on all of them where shapes differ.
+    number, or a tensor of one, gives an int where it is whole on all ranks, else a float. A tensor or NumPy array of
+    several, as a confusion matrix, gives one of its shape, on its device: of int64 for whole numbers and truth values,
+    float32 for floats of 16 bits, else of its type. On all ranks; raises CommunicationError on all of them where shapes
+    differ.
     """
     return add_up(values)
 
@@ -122,14 +124,17 @@ def distribute(
     further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
     optimizers = others[len(further) :]
     models = [unwrapped(x) for x in (model, *further)]
+    # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
     collectively(communicator, lambda: check_models(models, sync_batchnorm))
     whole = torch.nn.ModuleList(models) if further else models[0]
     if record := recording():
+        # Before types are checked and compared: all floats become 64 bits.
         verify_mode.prepare_models(models, record)
     collectively(communicator, lambda: check(whole, optimizers))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = trainable(whole)
     words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
+    # Before the first transfer: with other shapes the broadcast would fail on every rank but 0, and 0 would go on.
     agree(communicator, facts(whole, optimizers) | {"options": words})
     broadcast(communicator, whole, optimizers)
     warn_of_plain_tensors(communicator, whole)
@@ -139,6 +144,7 @@ def distribute(
     plan.start(parameters)
     if record:
         verify_mode.add(whole, record)
+    # After all that is drawn alike: data and first weights.
     rng.set_apart(communicator.rank)
     registry.optimizers.update(optimizers)
     keep_memory()
@@ -180,13 +186,16 @@ def shard(loader: DataLoader) -> DataLoader:
     collectively(communicator, lambda: shares.check(loader))
     agree(communicator, shares.facts(loader))
     seed = loader.generator.initial_seed() if loader.generator else torch.initial_seed()
+    # Rank 0's: the ranks' shares must be parts of one order.
     seed = json.loads(communicator.broadcast_bytes(json.dumps(seed).encode()))
     number, registry.loaders = registry.loaders, registry.loaders + 1
     key = mix(seed, number) if number else seed  # two loaders of one length must not give the same order
     passes.unshared = registry.unshared_sums()
 
+    # A stream has no length to compare before; ranks that read different streams show at its end.
     def ended(batches: int) -> None:
         agree(communicator, {"batches of the stream": str(batches)}, "ht.shard.end_of_stream")
+        # Models that were distributed together have one reducer.
         for reducer in {id(reducer): reducer for _, reducer in registry.distributed if reducer}.values():
             reducer.compare()
 
@@ -195,6 +204,7 @@ def shard(loader: DataLoader) -> DataLoader:
     return passes.shared(loader, key, *place, ended=ended, number=number, together=together)
 
 
+# On import: before the script makes a model or draws a number.
 if _recording := recording():
     verify_mode.prepare(_recording)
 # For all optimizers, also those that are made later.

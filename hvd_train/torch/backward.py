@@ -32,7 +32,7 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def join(member: Member) -> None:
+def register(member: Member) -> None:
     """Have ``member.finish()`` called when this backward pass ends, or the outermost one around it."""
     _enter()
     _waiting.append(member)
@@ -46,17 +46,19 @@ def enter() -> None:
 
 def _enter() -> None:
     global _task
+    # Autograd numbers passes. A nested one has its own number, but its gradients belong to the pass around it.
     task = current_pass()
     if task == _task or (_task is not None and _nested()):
         return
     after_failure()
     _task = task
+    # Autograd calls it after the last node of the pass, before backward() returns.
     torch.autograd.Variable._execution_engine.queue_callback(_end)
 
 
 def after_failure() -> None:
     """End the last pass, if an error ended it: members still wait, and no pass runs, or a new one."""
-    members = _taken()
+    members = _pop_members()
     if members and before:
         before(members)
     for member in members:
@@ -64,16 +66,17 @@ def after_failure() -> None:
 
 
 def _end() -> None:
-    members = _taken()
+    members = _pop_members()
     if before:
         before(members)
     for member in members:
         member.finish()
 
 
-def _taken() -> list[Member]:
+def _pop_members() -> list[Member]:
     """Return the members of the pass, which is over, in the same order on every rank."""
     global _task
+    # Hooks run in the order in which gradients are ready, which may differ between ranks; transfers must not.
     members, _task = sorted(_waiting, key=lambda member: member.number), None
     _waiting.clear()
     return members
@@ -84,6 +87,7 @@ def _nested() -> bool:
         return True
     frame = sys._getframe()
     while frame is not None:
+        # The backward of a torch.autograd.Function in Python, which has called backward() itself.
         if frame.f_code is BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]

@@ -14,7 +14,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     if x.layout != torch.strided:
         x = x.to_dense()
+    # (bytes,) uint8
     memory = x.contiguous().reshape(-1).view(torch.uint8)
+    # torch views bytes as int64 only from an offset that eight divides.
     if memory.storage_offset() % 8:
         memory = memory.clone()
     whole = len(memory) // 8 * 8

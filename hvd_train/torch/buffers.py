@@ -26,11 +26,11 @@ class Buffers:
     def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
         norms = {id(layer) for layer in model.modules() if isinstance(layer, _NormBase)}
-        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        running_stats = ("running_mean", "running_var", "num_batches_tracked")
         places: dict[Any, tuple[torch.nn.Module, str]] = {}
         for layer in model.modules():
             for name, x in layer._buffers.items():
-                if not (id(layer) in norms and name in statistics):
+                if not (id(layer) in norms and name in running_stats):
                     # One that is None may be made of the first batch; several layers may have the same tensor.
                     places.setdefault((id(layer), name) if x is None else id(x), (layer, name))
         self._places = list(places.values())
@@ -47,6 +47,7 @@ class Buffers:
 
     def _mark(self, k: int) -> tuple[int, int]:
         x = self._get(k)
+        # Inference tensors have no count of changes.
         return id(x), 0 if x is None or x.is_inference() else x._version
 
     def _sums(self) -> list[int]:
@@ -56,6 +57,7 @@ class Buffers:
         """Return, for each buffer, 1.0 if this rank knows that it changes, else 0.0."""
         marks = [self._mark(k) for k in range(len(self))]
         moved = {k for k, mark in enumerate(marks) if mark != self._marks[k]}
+        # A sum reads the whole buffer, and on a GPU waits for it: not in every pass.
         if passes in LOOKS or due(passes, every or 100):
             sums = self._sums()
             moved |= {k for k, x in enumerate(sums) if x != self._contents[k]}
@@ -65,6 +67,7 @@ class Buffers:
     @torch.no_grad()
     def share(self, changed: list[float]) -> None:
         """Take rank 0's contents of the buffers that any rank has ``changed``; on all ranks together."""
+        # ``changed`` is a sum over ranks, so that all of them keep the same set and send the same buffers.
         self._live |= {k for k, flag in enumerate(changed) if flag}
         if not self._live:
             return
@@ -74,6 +77,7 @@ class Buffers:
         if not self._communicator.rank:
             head = [[k, str(x.dtype).removeprefix("torch."), list(x.shape)] for k, x in local.items()]
             parts = [_memory_of(x) for x in local.values()]
+        # Type and shape travel along: a buffer may be new, or have grown, since the last pass.
         head, sent = broadcast_parts(self._communicator, head, parts)
         if not self._communicator.rank:
             return

@@ -47,6 +47,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             return b""
         try:
             data = Path(path).read_bytes()
+            # Only to check it: what is damaged must raise here, before the other ranks get it.
             state_bytes.unpack(data)
         except FileNotFoundError as error:
             if missing_ok:
@@ -67,6 +68,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             fix = f"it holds {', '.join(state)}"
             raise CheckpointError(f"there is no {name} in it", where=str(path), fix=fix, common=True)
         try:
+            # The same bytes on all ranks: an error here is on all of them, hence ``common``.
             _owner(part).load_state_dict(state[name])
         except (RuntimeError, ValueError, KeyError, AttributeError) as error:
             what = f"it does not fit this {name}: " + " ".join(str(error).split())
@@ -75,6 +77,7 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             lay_slots(part)
         if isinstance(part, torch.nn.Module):
             for reducer in {reducer for _, reducer in registry.distributed if reducer}:
+                # Running statistics travel as changes since the last pass: a load is none.
                 reducer.loaded(part)
     return {name: value for name, value in state.items() if name not in parts}
 
@@ -98,6 +101,7 @@ def _state_of(part: Any) -> Any:
 
 def lay_slots(optimizer: torch.optim.Optimizer) -> None:
     """Lay slots out in memory as their parameters are, as the optimizer itself makes them."""
+    # Files and broadcasts hold contiguous tensors; fused steps want weight, gradient and slot in one layout.
     for parameter, slots in optimizer.state.items():
         for name, x in slots.items():
             if isinstance(x, torch.Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():

@@ -57,14 +57,15 @@ def check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
 def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
     """Raise ConfigError for parameters and optimizers that cannot be distributed. ``model``: all models in one."""
     parameters = trainable(model)
-    outside = hidden(model)
-    if not parameters and outside:
-        refuse(not_part(outside), HIDDEN_FIX)
+    hidden_layers = hidden(model)
+    if not parameters and hidden_layers:
+        refuse(not_part(hidden_layers), HIDDEN_FIX)
     if not parameters:
         refuse("the model has no trainable parameter", "set requires_grad of a part before ht.distribute")
     check_parameters(parameters)
     if len({p.device for p in parameters.values()}) > 1:
         refuse("the model lies on several devices", "one rank drives one device: move the model to ht.device()")
+    # One optimizer may also train models that were distributed before.
     known = registry.parameters.keys() | {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -74,7 +75,7 @@ def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
             refuse("the optimizer is Horovod's DistributedOptimizer", "hand over the optimizer in it")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not held <= known:
-            names = [name for name, tensors in outside.items() if held.intersection(map(id, tensors))]
+            names = [name for name, tensors in hidden_layers.items() if held.intersection(map(id, tensors))]
             if names:
                 refuse(not_part(names), HIDDEN_FIX)
             refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")

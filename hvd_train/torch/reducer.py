@@ -49,7 +49,7 @@ class Reducer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        statistics: Sequence[tuple[torch.nn.Module, str]],
+        running_stats: Sequence[tuple[torch.nn.Module, str]],
         communicator: Communicator,
         compressor: Compressor,
         *,
@@ -75,11 +75,11 @@ class Reducer:
         self._mean, self._weight = 1.0 / communicator.size, 1.0
         self._nonfinite = False  # a gradient of this pass, which a compressor would hide
         self._names, self._parameters = list(parameters), list(parameters.values())
-        self._statistics = RunningStatistics(statistics)
+        self._running_stats = RunningStatistics(running_stats)
         first = self._parameters[0]
         self._flags = PassFlags(len(parameters), len(buffers or ()), first)
         # Buckets are planned from the last to the first: flags and statistics, complete at the end, travel last.
-        extra_tensors = [self._flags.tensor, *self._statistics.tensors]
+        extra_tensors = [self._flags.tensor, *self._running_stats.tensors]
         self._tensors: list[torch.Tensor] = [*extra_tensors, *self._parameters]
         self._first = len(extra_tensors)  # number of the first parameter
         self._numbered = list(enumerate(self._parameters, self._first))
@@ -152,7 +152,7 @@ class Reducer:
         self.begun, self._nonfinite = True, False
         self._weight = passes.weight() if self._average else 1.0
         self._overlapped.begin()
-        backward.join(self)
+        backward.register(self)
         if self.frozen:
             self.frozen.arrived()
 
@@ -197,7 +197,7 @@ class Reducer:
     def _write_extra(self, i: int) -> None:
         view = self._memory.views[i]
         if i:
-            self._statistics.write_change(i - 1, view, self._mean)
+            self._running_stats.write_change(i - 1, view, self._mean)
         else:
             torch.mul(self._flags.tensor, self._mean, out=view)
 
@@ -235,7 +235,7 @@ class Reducer:
     @torch.no_grad()
     def _end(self, failed: bool = False) -> None:
         views, flats = self._memory.views, self._memory.flats
-        self._statistics.look_up()
+        self._running_stats.look_up()
         early = {i for b in self._overlapped.started for i in self._exchange.buckets[b]}
         late = {i: g for i in early if (g := self._tensors[i].grad) is not None}
         missing = [k for k, (i, p) in enumerate(self._numbered) if p.grad is None and i not in early]
@@ -247,13 +247,16 @@ class Reducer:
         last = self._overlapped.bucket[0]  # the flags'
         gradients, state = self._overlapped.finish(last, self._send if failed else None)
         for b, gradient in enumerate(gradients):
+            # Compressed exchanges give new tensors; gradients must stay views of the flat one.
             if gradient.data_ptr() != flats[b].data_ptr():
                 flats[b].copy_(gradient)
+        # All ranks read the same sums, so that each branch below is taken by all ranks or by none.
         summary = self._flags.summary(views[0])
+        # Nothing of this pass is kept: on the rank that failed its gradients are incomplete.
         if summary.failed:
             self._check_failed(failed)
             return
-        self._statistics.add_mean_changes([views[i] for i in range(1, self._first)])
+        self._running_stats.add_mean_changes([views[i] for i in range(1, self._first)])
         if summary.nonfinite:
             for flat in flats.values():  # on some rank: all of them see it, and no residual keeps it
                 flat.fill_(torch.nan)
@@ -291,6 +294,8 @@ class Reducer:
             view = self._memory.views[i]
             if k in nowhere:
                 continue
+            # ``view`` is the ranks' mean (or sum) of what was sent. Averaging the mean again leaves it as it is; a sum
+            # is divided by the ranks first, so that adding up over them gives it back.
             if i in late:
                 view = view * self._mean + late[i] if not self._average else view + late[i]
                 p.grad = view
@@ -300,6 +305,7 @@ class Reducer:
 
     def _check_failed(self, here: bool) -> None:
         """Raise CommunicationError where some ranks' pass ended with an error, and not all: those have no gradients."""
+        # One byte a rank: 1 where the pass failed.
         everyone = self._communicator.allgather_bytes(bytes([here]))
         ranks = [rank for rank, part in enumerate(everyone) if part[0]]
         if len(ranks) < len(everyone):
@@ -315,7 +321,7 @@ class Reducer:
     def loaded(self, model: torch.nn.Module) -> None:
         """Take the statistics of ``model``, which all ranks have loaded."""
         with torch.no_grad():
-            self._statistics.take_loaded(model)
+            self._running_stats.take_loaded(model)
 
     # ---- steps
 

@@ -46,12 +46,14 @@ class ReducerPlan:
             synchronize_batchnorm(self.whole, self.communicator, TorchOps(device), self.average)
         reducer = self._make(parameters, True)
         registry.part_sync().add(reducer)
+        # Whole numbers can never be trained.
         frozen = {name: p for name, p in self.whole.named_parameters() if not p.requires_grad and p.is_floating_point()}
         reducer.frozen = Frozen(frozen, reducer, self._unfreeze)
         self._register(parameters, reducer)
 
     def _unfreeze(self, parameters: dict[str, torch.nn.Parameter]) -> Reducer:
         collectively(self.communicator, lambda: check_parameters(parameters))
+        # Their gradients would otherwise be added to those of other parameters.
         agree(self.communicator, {name: "trained from now on" for name in parameters}, "unfrozen")
         reducer = self._make(parameters, False)
         self._register(parameters, reducer)
@@ -71,6 +73,7 @@ class ReducerPlan:
             buffers=Buffers(self.whole, self.communicator) if first else None,
             model=self.whole if first else None,
             every=self.every,
+            # The same on all ranks, which distribute in one order; names of transfers carry it.
             number=len(registry.distributed),
             slow=registry.slow_rank_report(),
         )
@@ -82,6 +85,7 @@ class ReducerPlan:
 
 def statistics_of(model: torch.nn.Module, sync_batchnorm: bool) -> list[tuple[torch.nn.Module, str]]:
     """Return the places of running means and variances that each rank gathers over its batches."""
+    # Theirs are of the global batch, and so the same on all ranks.
     synchronized = _BatchNorm if sync_batchnorm else ()
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
     layers = [layer for layer in norms if not isinstance(layer, synchronized)]

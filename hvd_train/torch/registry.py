@@ -24,6 +24,7 @@ optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those 
 def communicator() -> Communicator:
     """Open the world, in which a rank computes on its share of the cores."""
     session = open_session("pytorch")
+    # The script, or the user's OMP_NUM_THREADS, may have asked for fewer.
     torch.set_num_threads(min(torch.get_num_threads(), session.threads))
     return session.communicator
 

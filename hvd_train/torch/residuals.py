@@ -23,6 +23,7 @@ class Residuals:
         self.state = list(state)
         self._before = list(state)
         self._buckets, self._sizes = buckets, sizes
+        # By bucket: members of which it is open whether their gradients are used.
         self._open: list[set[int]] = [set() for _ in buckets]
 
     def passed(self, state: Sequence[State]) -> None:
@@ -42,6 +43,7 @@ class Residuals:
             ends = {i: used[i] for i in members if i in used}
             if not ends:
                 continue
+            # A bucket whose members all ended alike keeps one of the two states; copying is for mixed ones.
             if len(ends) < len(self._buckets[b]) or len(set(ends.values())) > 1:
                 self._copy(b, ends)
             elif any(ends.values()):
@@ -87,6 +89,7 @@ class GradientUse:
         """Note weights and gradients as a pass leaves them; ``absent``: members whose gradient no rank has."""
         self._residuals.commit(dict.fromkeys(absent, False))
         pending = self._residuals.open()
+        # Parameters that an optimizer has stepped need no bit sum: its hook says when it uses them.
         self._weights = {i: int(bits(self._tensors[i])) for i in pending if i not in self._stepped}
         self._memory.note_versions(pending)
 
@@ -99,13 +102,16 @@ class GradientUse:
         ends = {}
         for i in self._residuals.open():
             view, gradient = self._memory.views[i], self._tensors[i].grad
+            # In this order: a script that updates weights itself may clear the gradient afterwards.
             moved = i in self._weights and int(bits(self._tensors[i])) != self._weights[i]
             if moved or stepping:
                 ends[i] = True
             elif gradient is view:
+                # Zeroed in place: thrown away. Else it stays open, as the next pass adds to it.
                 if self._memory.is_changed(i) and not view.any():
                     ends[i] = False
             else:
                 del gradient
+                # Set to None; used only if the script holds the tensor elsewhere, to use it later.
                 ends[i] = self._memory.is_referenced(i, 1)  # ``view`` is one more reference
         self._residuals.commit(ends)

@@ -32,12 +32,14 @@ class RunningStatistics:
     def add_mean_changes(self, views: Sequence[torch.Tensor]) -> None:
         """Add the mean change of each statistic, the same on all ranks."""
         for x, common, view in zip(self.tensors, self._common, views, strict=True):
+            # The mean is added to the common value, not to this rank's: so all ranks end with the same bits.
             common.add_(view)
             x.data.copy_(common)  # ``data``: a graph that the script keeps may hold the tensor
 
     def take_loaded(self, model: torch.nn.Module) -> None:
         """All ranks have loaded the same state into ``model``: its statistics are what they have in common."""
         self.look_up()
+        # Another model's statistics may still wait for their pass.
         loaded = {id(x) for x in model.buffers()}
         for x, common in zip(self.tensors, self._common, strict=True):
             if id(x) in loaded:

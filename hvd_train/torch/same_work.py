@@ -25,6 +25,7 @@ class SameWorkWarning:
         """Compare, on all ranks together; rank 0 warns after the last of the first passes."""
         bits, self._bits, self.left = self._bits % 2**64, 0, self.left - 1
         everyone = self._communicator.allgather_bytes(bits.to_bytes(8, "little"), "gradients")
+        # A sum of 0 says nothing: all gradients may be zero.
         self._equal += bits > 0 and len(everyone) > 1 and len(set(everyone)) == 1
         if self._equal == PASSES and not self._communicator.rank:
             what = "all ranks computed the same gradients: do they go through the same samples?"

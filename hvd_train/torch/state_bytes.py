@@ -31,6 +31,7 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """Return the value given to ``pack``, bit for bit, on the CPU. Raises ValueError for bytes that are not whole."""
     try:
+        # safetensors: the header's length (8 bytes), the header (JSON), the tensors.
         (length,) = struct.unpack_from("<Q", data)
         about = json.loads(data[8 : 8 + length])["__metadata__"]
         tensors = load(data)
@@ -43,6 +44,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
+    # safetensors itself has no checksum.
     total = hashlib.sha256(structure.encode())
     for key, x in sorted(tensors.items()):
         total.update(f"{key} {x.dtype} {tuple(x.shape)} ".encode() + x.reshape(-1).view(torch.uint8).numpy().tobytes())

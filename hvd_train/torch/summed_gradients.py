@@ -22,12 +22,10 @@ class SummedGradients:
         self._unused: set[int] = set()  # sums that no step has used
 
     def before(self, i: int) -> None:
-        """Note whether gradient ``i``, to which backward is about to add, is the last sum or was cleared.
-
-        Clipping changes a sum, too, so that its count of changes cannot tell.
-        """
+        """Note whether gradient ``i``, to which backward is about to add, is the last sum or was cleared."""
         if not self._arrivals.get(i) or i in self._kept:
             view = self._memory.views[i]
+            # A changed view may be a sum that was clipped, or one that was zeroed: only its contents can tell.
             kept = self._tensors[i].grad is view and (not self._memory.is_changed(i) or bool(view.any()))
             (self._kept.add if kept else self._kept.discard)(i)
 

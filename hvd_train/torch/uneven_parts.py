@@ -36,7 +36,7 @@ class PartSync:
         self._communicator = communicator
         self._reducers: dict[float, Reducer] = {}
         self._stepped = False  # in the batch in use
-        self._told = False
+        self._warned = False
         backward.before = lambda members: self.arrive(BACKWARD, [member.number for member in members])
         passes.leaving = lambda: self.arrive(NEXT)
 
@@ -51,14 +51,17 @@ class PartSync:
         """
         while shares := [p.share_of_batch for p in passes.uneven()]:
             changed = [number for number, reducer in self._reducers.items() if place != BACKWARD and reducer.changed()]
+            # Of each rank: its place, its shares' lengths, reducers that exchange next, those with changed gradients.
             message = json.dumps([place, shares, list(numbers), changed]).encode()
             everyone = [json.loads(part) for part in self._communicator.allgather_bytes(message, "parts of a batch")]
+            # All at one place: nobody is ahead, and each goes on.
             if len({there for there, *_ in everyone}) == 1:
                 self._stepped = place != NEXT and (self._stepped or place == STEP)
                 return
             self._check(everyone)
             if place == BACKWARD:
                 return
+            # This rank is through with its parts: it takes part in the others' pass and asks again.
             for number in next(numbers for there, _, numbers, _ in everyone if there == BACKWARD):
                 self._reducers[number].adopt()
 
@@ -84,8 +87,8 @@ class PartSync:
         if reason:
             fix = WHOLE if FORWARD in places or stepped or not more else ONCE
             raise CommunicationError(reason, where="ht.shard", fix=fix, common=True)
-        if not self._told and not self._communicator.rank:
+        if not self._warned and not self._communicator.rank:
             what = f"{what}: rank {more[0]} calls backward() more often than rank {less[0]}"
             fix = "this is exact where each part counts by its samples (reduction='sum', divided by the share's length)"
             warnings.warn(f"{what}; ht.shard; {fix}", stacklevel=2)
-        self._told = True
+        self._warned = True

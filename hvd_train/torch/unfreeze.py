@@ -25,6 +25,7 @@ class Frozen:
         unfreeze: Callable[[dict[str, torch.nn.Parameter]], Reducer],
     ) -> None:
         self._frozen, self._first, self._unfreeze = dict(parameters), first, unfreeze
+        # Members of a pass finish in the order of numbers: after the first reducer, before the next model's.
         self.number = first.number + 0.5
         self._hooks: dict[str, Any] = {}
         for name, p in self._frozen.items():
@@ -39,7 +40,7 @@ class Frozen:
     def arrived(self) -> None:
         """Join the pass, if some of them are trained: backward has reached a parameter of the model, on all ranks."""
         if any(p.requires_grad for p in self._frozen.values()):
-            backward.join(self)
+            backward.register(self)
 
     def finish(self) -> None:
         """Unfreeze, at the end of a backward pass."""
@@ -50,6 +51,7 @@ class Frozen:
         late = self._unfreeze(unfrozen)
         late.model_reducers = self._first.model_reducers
         late.model_reducers.append(late)
+        # It was made at the end of the pass whose gradients it exchanges.
         late.adopt()
 
     def abandon(self) -> None:

@@ -23,6 +23,7 @@ def prepare(recording: Recording) -> None:
     recording.norm_fix = "ht.distribute(model, optimizer, sync_batchnorm=True) makes it independent of the ranks"
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
+    # autocast would compute in 16 bits what is to be compared in 64.
     begin, backward = torch.autocast.__init__, torch.Tensor.backward
 
     def without_autocast(
@@ -32,19 +33,20 @@ def prepare(recording: Recording) -> None:
             recording.note("torch.autocast is off")
         begin(self, device_type, dtype, False, *rest, **more)
 
-    def seen(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def recorded_backward(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        # What backward() starts from, where it is a number, is the loss.
         if self.numel() == 1:
             recording.loss(float(self.detach()), passes.weight())
         return backward(self, *arguments, **keywords)
 
-    def taken(current: passes.Pass, batch: Any, training: bool) -> Any:
+    def widened_batch(current: passes.Pass, batch: Any, training: bool) -> Any:
         if training:
-            recording.took(current.number, current.indices())
+            recording.add_samples(current.number, current.indices())
         return widen(batch)
 
-    passes.watch = taken
+    passes.watch = widened_batch
     torch.autocast.__init__ = without_autocast
-    torch.Tensor.backward = seen
+    torch.Tensor.backward = recorded_backward
 
 
 def widen(value: Any) -> Any:
@@ -62,6 +64,7 @@ def prepare_models(models: Sequence[torch.nn.Module], recording: Recording) -> N
     """Change models of the script, before they are distributed."""
     for model in models:
         model.double()
+        # Masks depend on the rank: they would hide what is compared.
         PyTorchFrontEnd.without_dropout_in(model)
         model.register_forward_pre_hook(lambda _, xs, keys: (widen(xs), widen(keys)), with_kwargs=True)
     recording.note("dropout is off: masks depend on the rank")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, resolved_yaml
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
@@ -66,6 +66,7 @@ def verify(
                 folder = Path(temporary) / f"{framework}-{size}"
                 folder.mkdir()
                 for name, one in _plans(config, framework, num_proc, steps, folder).items():
+                    # Workers read their configurations from the folder, and leave their records in it.
                     (folder / f"{name}.yaml").write_text(resolved_yaml(one), encoding="utf-8")
                 print(f"{_title(framework, size)}: {steps} steps ...", flush=True)
                 code = launch(size, launcher, ["record", str(folder)], verbose, module)
@@ -74,7 +75,7 @@ def verify(
                 worlds[framework, size] = _read(folder, framework, size, config.precision)
     comparisons = list(_comparisons(worlds, frameworks, num_proc))
     head = (
-        f"{config.model.name} on {config.data.name}, {config.optim.name}, {steps} step{'s' * (steps > 1)}, "
+        f"{config.model.name} on {config.data.name}, {config.optim.name}, {amount(steps, 'step')}, "
         f"global batch {config.global_batch(num_proc)}"
     )
     print("\n".join(text(head, notes, comparisons, config.precision)), flush=True)
@@ -117,6 +118,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "max_steps": steps,
         "max_epochs": None,
         "precision": "64",
+        # All that changes numbers is off, and so is all that takes time or writes files.
         "exchange": {"overlap": config.exchange.overlap},
         "checkpoint": {"every_n_epochs": 0, "save_top_k": 0, "save_last": False},
         "early_stopping": None,
@@ -127,6 +129,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "tensorboard": False,
         "run_dir": str(folder),
     }
+    # One step of rate 1 without momentum: first weights - last weights is the gradient.
     plain = {"optim": {"name": "sgd", "lr": 1.0}, "gradient_clip_val": 0.0, "max_steps": 1}
     plans = {"64": data, "gradient": data | plain}
     if config.precision != "64":
@@ -140,7 +143,7 @@ def _read(folder: Path, framework: str, size: int, precision: str) -> tuple[Runs
 
 
 def _title(framework: str, size: int) -> str:
-    return f"{size} rank{'s' * (size > 1)} of {framework}"
+    return f"{amount(size, 'rank')} of {framework}"
 
 
 def _comparisons(
@@ -177,6 +180,7 @@ def text(head: str, notes: list[str], comparisons: list[Comparison], precision: 
     yield from (f"note: {note}" for note in notes)
     for comparison in comparisons:
         yield f"\n{comparison.title}"
+        # Loss, rate and samples stay on top; tensors come by how far they are apart.
         listed = sorted(zip(comparison.rows[3:], cells(comparison)[3:], strict=True), key=lambda x: -x[0].difference)
         shown = [*cells(comparison)[:3], *(row for _, row in listed[:SHOWN])]
         yield table(["compared", "where", "in 64 bits", f"in {precision}"][: len(shown[0])], shown)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_train.errors import name_ranks
+from hvd_train.errors import amount, name_ranks
 from hvd_train.protocol import Tree
 from hvd_train.verify.record import Record
 
@@ -55,6 +55,7 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):  # infinity - infinity
         distance = np.abs(a - b)
+    # A NaN on both sides is equal here, and named by ``_not_finite``.
     gap = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(distance, nan=0.0, posinf=math.inf), math.inf)
     if not gap.size or not gap.max():
         return 0.0, "-"
@@ -65,14 +66,14 @@ def farthest(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> tuple[float, s
 
 def _trees(a: Tree, b: Tree) -> list[Row]:
     """Make a row for each tensor. The floor is that of its kind: the key without its last part."""
-    largest: dict[str, float] = {}
+    scales: dict[str, float] = {}
     for key, x in a.items():
         kind = key.rpartition("/")[0]
-        largest[kind] = max(largest.get(kind, 0.0), float(np.abs(x).max(initial=0.0)))
+        scales[kind] = max(scales.get(kind, 0.0), float(np.abs(x).max(initial=0.0)))
     result = []
     for key in dict.fromkeys([*a, *b]):
         if key in a and key in b:
-            difference, place = farthest(a[key], b[key], FLOOR * largest[key.rpartition("/")[0]])
+            difference, place = farthest(a[key], b[key], FLOOR * scales[key.rpartition("/")[0]])
             result.append(Row(key, place, difference))
         else:
             result.append(Row(key, "only in one of them", math.inf))
@@ -111,6 +112,7 @@ def _samples(one: Record, two: Record) -> tuple[str, float]:
 
 def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
     """Count (samples of b beyond those of a, with repeats; samples of a that are missing in b)."""
+    # (distinct samples,); count: how often each of them comes in a and in b
     values = np.union1d(a, b)
     count = [np.bincount(np.searchsorted(values, x), minlength=len(values)) for x in (a, b)]
     more = count[1] - count[0]
@@ -122,6 +124,7 @@ def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NOR
 
     ``norm_fix``: what to do about batch normalization over each rank's own samples.
     """
+    # Causes come first: with other weights or samples the loss must differ, and says nothing more.
     lines = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)
     same_start = not lines
     lines += _which_rate(a, b, tolerance)
@@ -130,14 +133,13 @@ def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NOR
     lines += _gradient(a, b, tolerance)
     lines += _weights_apart(b, "last", "end")
     lines += _not_finite(a, b)
+    # ``not <=`` and not ``>``: a NaN is beyond, too.
     beyond = [row for row in rows(a, b) if not row.difference <= tolerance]
     state = [row for row in beyond if row.what.split("/")[0] in ("weights", "statistics", "slots")]
     if state:
         worst = max(state, key=lambda row: row.difference)
         steps = len(a.training.losses)
-        lines.append(
-            f"after {steps} step{'s' * (steps > 1)} {worst.what} differs by {worst.difference:.1e} at {worst.place}"
-        )
+        lines.append(f"after {amount(steps, 'step')} {worst.what} differs by {worst.difference:.1e} at {worst.place}")
     if beyond and not lines:
         lines.append(f"{beyond[0].what} differs by {beyond[0].difference:.1e} at {beyond[0].place}")
     return lines
@@ -201,6 +203,7 @@ def _gradient(a: Runs, b: Runs, tolerance: float) -> list[str]:
     beyond = [row for row in _trees(one, two) if not row.difference <= tolerance]
     if not beyond:
         return []
+    # Least squares: the ratio r for which r * one is nearest to two. A sum in place of a mean gives N.
     square = sum(float(np.vdot(x, x)) for x in one.values())
     ratio = sum(float(np.vdot(x, two[key])) for key, x in one.items()) / square if square else math.nan
     if all(row.difference <= tolerance for row in _trees({key: ratio * x for key, x in one.items()}, two)):

@@ -29,7 +29,10 @@ def write(
     precision: str,
     tolerance: float,
 ) -> None:
-    """``sections``: (title, rows of [compared, where, in 64 bits(, in the own precision)], what differs)."""
+    """Write the page. Raises ConfigError where it cannot be written.
+
+    ``sections``: (title, rows of [compared, where, in 64 bits(, in the configured precision)], what differs).
+    """
     failed = sum(bool(findings) for _, _, findings in sections)
     verdict = f"{failed} of {len(sections)} comparisons differ" if failed else "all comparisons are equal"
     picture = base64.b64encode(_picture(curves, precision, tolerance)).decode()
@@ -61,9 +64,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _picture(curves: Curves, precision: str, tolerance: float) -> bytes:
-    """Loss per step in 64 bits and in the own precision; below, how far each curve is from the last one's."""
+    """Draw the loss per step in 64 bits and in the configured precision; below, the distance from the last curve."""
     import matplotlib
 
+    # Without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
@@ -79,12 +83,12 @@ def _picture(curves: Curves, precision: str, tolerance: float) -> bytes:
         reference = losses[-1]
         assert reference is not None
         steps = np.arange(1, len(reference) + 1)
-        for k, (title, own) in enumerate(zip(titles, losses, strict=True)):
-            assert own is not None
+        for k, (title, curve) in enumerate(zip(titles, losses, strict=True)):
+            assert curve is not None
             # Equal curves lie on one another: the first is drawn widest, so that each stays visible.
-            axes[0, column].plot(steps, own, color=f"C{k}", linewidth=1.5 + 2.0 * (len(titles) - 1 - k), label=title)
+            axes[0, column].plot(steps, curve, color=f"C{k}", linewidth=1.5 + 2.0 * (len(titles) - 1 - k), label=title)
             if k < len(titles) - 1:
-                away = np.abs(own - reference) / np.abs(reference)
+                away = np.abs(curve - reference) / np.abs(reference)
                 axes[1, column].plot(steps, np.maximum(away, 1e-17), "o-", color=f"C{k}", markersize=3)
         axes[0, column].set(title=f"loss in {label} bits" if label.isdigit() else f"loss in {label}")
         axes[0, column].legend(fontsize=8)

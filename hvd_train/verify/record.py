@@ -25,8 +25,10 @@ STAGES = ("first", "last")
 
 
 class Recorder(Hook):
-    """Notes of each step this rank's sums, the learning rate and the samples; leaves PATH.RANK.json and, with the
-    trees before the first step and after the last, PATH.RANK.safetensors."""
+    """Record this rank's sums, learning rate and samples of each step.
+
+    Leaves PATH.RANK.json and, with the trees before the first step and after the last, PATH.RANK.safetensors.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,17 +48,19 @@ class Recorder(Hook):
     def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
         stages = zip(STAGES, (self._first, training_state(trainer.frontend, trainer.update)), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
+        # Ranks but 0 write only what differs from rank 0's, bit for bit: nothing, as a rule.
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}
         rank0 = json.loads(trainer.communicator.allgather_bytes(json.dumps(hashes).encode())[0])
         rank = trainer.communicator.rank
-        own = {key: x for key, x in trees.items() if rank == 0 or hashes[key] != rank0[key]}
-        _file(self._path, rank, "safetensors").write_bytes(pack(own))
+        kept = {key: x for key, x in trees.items() if rank == 0 or hashes[key] != rank0[key]}
+        _file(self._path, rank, "safetensors").write_bytes(pack(kept))
         _file(self._path, rank, "json").write_text(json.dumps(self._notes))
 
 
 def record(folder: Path, verbose: bool) -> int:
-    """A worker of ``hvd-train verify``: one short run per configuration in ``folder``, with its record beside it."""
+    """Be a worker of ``hvd-train verify``: make one short run per configuration in ``folder``, and its record there."""
     paths = sorted(folder.glob("*.yaml"))
+    # A launched world opens once in a process: later runs use the session and the data of the first.
     with jobs.opened_job(load_config(paths[0]), verbose) as first:
         for path in paths:
             config = load_config(path)
@@ -93,11 +97,13 @@ class Record:
 
     @classmethod
     def read(cls, path: Path, size: int) -> Record:
+        """Read what the ``size`` ranks of a world have left at ``path``."""
         notes = [json.loads(_file(path, rank, "json").read_text()) for rank in range(size)]
         parts = [stages_of(unpack(_file(path, rank, "safetensors").read_bytes()), STAGES) for rank in range(size)]
         sums = np.sum([n["sums"] for n in notes], axis=0)
         samples = samples_of([n["samples"] for n in notes])
         apart = {s: {rank: part[s] for rank, part in enumerate(parts) if rank and part[s]} for s in STAGES}
+        # sums (steps, entries): each loss has a place for its sum and one for its count.
         losses = sum(sums[:, value] / np.maximum(sums[:, count], 1e-300) for value, count in notes[0]["losses"])
         return cls(losses, np.array([n["rates"] for n in notes]), samples, parts[0], apart)
 

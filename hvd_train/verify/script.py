@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.checkpoint.arrays import unpack
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, amount
 from hvd_train.launch.environment import world
 from hvd_train.launch.start import launch
 from hvd_train.protocol import Tree
@@ -32,30 +32,31 @@ def verify_script(
     program: Sequence[str], num_proc: int, steps: int, launcher: str = "auto", report: Path | None = None,
     verbose: bool = False,
 ) -> int:  # fmt: skip
-    """Runs, compares, prints; returns 0 if all is equal, 1 if not, or the exit code of a world that failed."""
+    """Run the script on ``num_proc`` ranks and on one, compare and print.
+
+    Returns 0 if all is equal, 1 if not, or the exit code of a world that failed.
+    """
     if world().launcher:
         what = "verify starts its ranks itself"
         raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
     name = next((word for word in program if word.endswith(".py")), program[0])
     command = [sys.executable if program[0] in PYTHONS else program[0], *program[1:]]
-    runs, norm_fix, notes = (
-        [],
-        "",
-        ["ht.save and model.save write nothing, and what the script saves else is of a run in 64 bits"],
-    )
+    runs, norm_fix = [], ""
+    notes = ["ht.save and model.save write nothing, and what the script saves else is of a run in 64 bits"]
     with tempfile.TemporaryDirectory(prefix="hvd-train-verify-") as temporary:
         for size in (num_proc, 1):
             folder = Path(temporary) / str(size)
             folder.mkdir()
-            title = f"{size} rank{'s' * (size > 1)}"
+            title = amount(size, "rank")
             print(f"{name} on {title}: {steps} steps ...", flush=True)
-            told = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
-            code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: told})
+            # ``ranks`` in both: alone, the script takes the global batches of ``num_proc`` ranks.
+            options = json.dumps({"folder": str(folder), "ranks": num_proc, "steps": steps})
+            code = launch(size, launcher, [], verbose, program=command, more={VARIABLE: options})
             if code:
                 return code
-            found, own, norm_fix = _read(folder, size, title)
-            runs.append(found)
-            notes += [note for note in own if note not in notes]
+            world_runs, world_notes, norm_fix = _read(folder, size, title)
+            runs.append(world_runs)
+            notes += [note for note in world_notes if note not in notes]
     comparison = _compare(runs[1], runs[0], norm_fix)
     head = f"{name}, {len(runs[0].training.losses)} steps, the batches of {num_proc} ranks"
     print("\n".join(text(head, notes, [comparison], "64")), flush=True)
@@ -75,24 +76,26 @@ def _compare(one: Runs, many: Runs, norm_fix: str) -> Comparison:
 
 
 def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
-    """(the runs of a world, what its ranks could not tell or have changed, their cure for batch norm)."""
+    """Return (the runs of a world, notes of its ranks, their advice about batch normalization)."""
     if not all((folder / f"{rank}.json").exists() for rank in range(size)):
         what = "the script did not come to the end of a step on each rank"
         raise ConfigError(what, where=title, fix="it must call ht.distribute or hk.distribute, and train")
-    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     trees = [stages_of(unpack((folder / f"{rank}.safetensors").read_bytes()), STAGES) for rank in range(size)]
-    if not told[0]["rates"]:
+    if not records[0]["rates"]:
         raise ConfigError("the script made no step of a distributed optimizer", where=title, fix="let it train")
-    notes = list(dict.fromkeys(note for own in told for note in own["notes"]))
-    count = min(len(own["rates"]) for own in told)
-    sums = np.sum([own["sums"][:count] for own in told], axis=0)
+    notes = list(dict.fromkeys(note for each in records for note in each["notes"]))
+    # A script may end before K steps, and not on all ranks in the same one.
+    count = min(len(each["rates"]) for each in records)
+    # (steps, 2): loss times weight, weight; added up over the ranks
+    sums = np.sum([each["sums"][:count] for each in records], axis=0)
     if not sums[:, 1].all():
         notes.append("not compared: the loss of each step, which is not seen here")
     losses = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(count), where=sums[:, 1] != 0)
-    samples = samples_of([own["samples"][:count] for own in told])
+    samples = samples_of([each["samples"][:count] for each in records])
     if not any(map(len, samples)):
         notes.append("not compared: which samples a step uses (no loader with indices went through ht.shard)")
-    rates = np.array([own["rates"][:count] for own in told])
+    rates = np.array([each["rates"][:count] for each in records])
     apart = {
         stage: {rank: d for rank, tree in enumerate(trees) if (d := _other(tree[stage], trees[0][stage]))}
         for stage in STAGES
@@ -101,13 +104,13 @@ def _read(folder: Path, size: int, title: str) -> tuple[Runs, list[str], str]:
     training = Record(losses, rates, samples, first, {"first": apart["first"], "last": apart["last"]})
     gradient = trees[0]["gradient"]
     if not gradient:
-        return Runs(title, training), [*notes, "not compared: the gradient of step 1"], told[0]["norm_fix"]
+        return Runs(title, training), [*notes, "not compared: the gradient of step 1"], records[0]["norm_fix"]
     # As if a plain step of rate 1 had been made with it.
     zero = {key: np.zeros_like(x) for key, x in gradient.items()}
     step = Record(
         losses[:1], np.ones((size, 1)), [], {"first": gradient, "last": zero}, {"first": {}, "last": apart["gradient"]}
     )
-    return Runs(title, training, step), notes, told[0]["norm_fix"]
+    return Runs(title, training, step), notes, records[0]["norm_fix"]
 
 
 def _other(tree: Tree, reference: Tree) -> Tree:

@@ -29,6 +29,7 @@ class ArrayParts(Epochs):
 
     def __init__(self, parts: Any, whole: int, world: Communicator, per_epoch: int | None, seed: int | None) -> None:
         self._parts, self._world, self._n, self._global = parts, world, length(parts), whole
+        # A rest with a sample for each rank makes one more, shorter step; a smaller one is left out.
         rest = self._n % self._global
         super().__init__(self._n // self._global + (rest >= world.size), per_epoch, seed)
 
@@ -57,7 +58,7 @@ class ArrayParts(Epochs):
     def pipeline(self) -> Any:
         """Return the same as a tf.data.Dataset: one pass over the data, which begins in the epoch of its first step.
 
-        Python runs once in a pass. None where leaves are neither numbers nor texts.
+        None where leaves are neither numbers nor texts.
         """
         import tensorflow as tf
 
@@ -65,24 +66,26 @@ class ArrayParts(Epochs):
         if not all(x is None or is_ragged(x) or x.dtype.kind in "biuf" or holds_texts(x) for x in leaves):
             return None
         tensors = [leaf if leaf is None or is_ragged(leaf) else tf.constant(leaf) for leaf in leaves]
+        # ends (steps + 1,): step k takes rows[ends[k] : ends[k + 1]]
         places = [np.arange(*self._places(step)) for step in range(self.steps)]
         ends = np.cumsum([0, *map(len, places)])
 
+        # One element a pass: the rows of all its steps, and where each step begins. Python runs once.
         def one() -> Any:
             yield self.order(np.concatenate(places), self._n, self.epoch), ends
 
         def steps(rows: Any, bounds: Any) -> Any:
             return tf.data.Dataset.range(tf.size(bounds, tf.int64) - 1).map(lambda k: rows[bounds[k] : bounds[k + 1]])
 
-        def taken(rows: Any) -> Any:
+        def gathered(rows: Any) -> Any:
             return keras.tree.pack_sequence_as(self._parts, [x if x is None else tf.gather(x, rows) for x in tensors])
 
         integers = tf.TensorSpec([None], tf.int64)
         orders = tf.data.Dataset.from_generator(one, output_signature=(integers, integers))
-        counted = tf.data.experimental.assert_cardinality(self.steps)
+        sized = tf.data.experimental.assert_cardinality(self.steps)
         options = tf.data.Options()
         options.autotune.enabled = False  # its thread takes time from a filled core, and an epoch waits for its end
-        return orders.flat_map(steps).map(taken).apply(counted).prefetch(2).with_options(options)
+        return orders.flat_map(steps).map(gathered).apply(sized).prefetch(2).with_options(options)
 
 
 class UnchangedBatches(PyDatasetAdapter):
@@ -109,4 +112,5 @@ def split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[Any, Any]:
         what = f"validation_split={fraction} of {n} samples leaves one part without any"
         raise ConfigError(what, where="model.fit", fix="give more samples or another part")
     first, last = take(parts, slice(0, at)), take(parts, slice(at, None))
+    # (x, y, weight), whichever of them the call has
     return (first + (None, None))[:3], last

@@ -55,10 +55,7 @@ class BatchOrderDigest:
         self._first = len(self._passes)
 
     def watched(self, data: Any) -> Any:
-        """Return ``data`` with a step that notes a hash of each batch.
-
-        It is of the targets where there are any: inputs may be augmented with numbers that each rank draws by itself.
-        """
+        """Return ``data`` with a step that notes a hash of each batch."""
         import tensorflow as tf
 
         def number() -> Any:
@@ -70,13 +67,16 @@ class BatchOrderDigest:
             return batch_hash
 
         def noted(element: Any, number: Any) -> Any:
+            # Of targets where there are any: inputs may be augmented with numbers that each rank draws by itself.
             hashed = element[1] if isinstance(element, tuple) and len(element) > 1 else element
             leaves = [leaf for leaf in tf.nest.flatten(hashed) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+            # The first rows only, of about WATCHED values: hashing all would cost a pass over the batch.
             rows = [leaf[: max(1, WATCHED // (math.prod(d or 1 for d in leaf.shape[1:]) or 1))] for leaf in leaves]
             text = tf.strings.join([tf.io.serialize_tensor(x) for x in rows]) if rows else tf.constant("")
             tf.numpy_function(note, [number, tf.strings.to_hash_bucket_fast(text, (1 << 63) - 1)], tf.int64)
             return element
 
+        # Python numbers the passes: a Dataset does not know how often it was iterated.
         numbers = tf.data.Dataset.from_generator(number, output_signature=tf.TensorSpec([], tf.int64))
         numbers = numbers.flat_map(lambda k: tf.data.Dataset.from_tensors(k).repeat())
         watched, count = tf.data.Dataset.zip((data, numbers)).map(noted), int(data.cardinality())
@@ -123,14 +123,15 @@ def joined(data: Any, count: int) -> Any:
 
         return data.ragged_batch(count).map(merged)
 
-    def counted(*element: Any) -> Any:
+    def with_rows(*element: Any) -> Any:
         return element, rows_in(element)
 
     def one(element: Any, rows: Any) -> Any:
+        # (batches, longest): padded_batch also pads the number of samples.
         there = tf.sequence_mask(rows)
         return tf.nest.map_structure(lambda x: tf.boolean_mask(x, there), element)
 
-    whole = data.map(counted)
+    whole = data.map(with_rows)
     packed_values = tf.nest.pack_sequence_as(whole.element_spec[0], values)
     return whole.padded_batch(count, padding_values=(packed_values, tf.constant(0))).map(one)
 
@@ -171,6 +172,7 @@ def _padded_batches(data: Any) -> list[list[Any]]:
         constants = {x.name: tf.make_ndarray(x.attr["value"].tensor) for x in nodes if x.op == "Const"}
         for node in nodes:
             if node.op.startswith("PaddedBatchDataset"):
+                # Inputs of PaddedBatchDatasetV2: data set, batch size, then a shape and then a padding of each leaf.
                 leaves = len(node.attr["Toutput_types"].list.type)
                 inputs = [name.split(":")[0] for name in node.input]
                 values = [constants.get(name) for name in inputs[2 + leaves : 2 + 2 * leaves]]
@@ -181,6 +183,7 @@ def _padded_batches(data: Any) -> list[list[Any]]:
 def _graph_of(data: Any) -> Any:
     import tensorflow as tf
 
+    # IGNORE: tables and generators, which cannot be serialized, are no obstacle: the graph is only read.
     graph = data._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
     return tf.compat.v1.GraphDef.FromString(graph.numpy())
 
@@ -198,6 +201,7 @@ def dataset_parts(
         return rows_in(element)
 
     def part(*element: Any) -> Any:
+        # As data.order.share: the first ``rest`` ranks have one sample more.
         each, rest = tf.math.floordiv(count(*element), world.size), tf.math.floormod(count(*element), world.size)
         start = world.rank * each + tf.minimum(world.rank, rest)
         stop = start + each + tf.cast(world.rank < rest, tf.int32)

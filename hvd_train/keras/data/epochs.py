@@ -28,6 +28,7 @@ class Epochs(keras.utils.PyDataset):
 
     def _place(self) -> tuple[int, int]:
         """Return (the epoch in which this epoch's pass began, how many of its steps were made before)."""
+        # A pass lasts ceil(steps / per_epoch) epochs.
         before = (self.epoch - max(self._first, 0)) % -(-self.steps // self._per_epoch)
         return self.epoch - before, before * self._per_epoch
 

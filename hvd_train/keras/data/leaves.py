@@ -23,6 +23,7 @@ def kind_of(x: Any) -> str:
     """arrays | dataset (tf.data) | sequence (PyDataset) | loader (PyTorch's DataLoader) | other."""
     if isinstance(x, keras.utils.PyDataset):
         return "sequence"
+    # By name, so that neither TensorFlow nor torch is imported for it.
     if any(c.__name__ == "DatasetV2" for c in type(x).__mro__):
         return "dataset"
     if any(c.__name__ == "DataLoader" and c.__module__.startswith("torch.") for c in type(x).__mro__):
@@ -48,6 +49,7 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
             raise ConfigError(what, where="hvd_train.keras", fix="give a dense array: .toarray(), tf.sparse.to_dense")
         if getattr(leaf.dtype, "name", "") == "string" and hasattr(leaf, "numpy"):
             return leaf.numpy()
+        # A pandas series has one axis; Keras makes it a column.
         frame = hasattr(leaf, "to_numpy")
         values = leaf.to_numpy() if frame else keras.ops.convert_to_numpy(leaf) if hasattr(leaf, "device") else leaf
         values = np.asarray(values)
@@ -64,6 +66,7 @@ def columns(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
 def packed(parts: tuple[Any, ...]) -> Any:
     """Return what ``train_step`` gets for columns: a lone x as it is, a sample weight for each target."""
     x, y, weight = (*parts, None, None)[:3]
+    # (samples,) or (samples, 1): one weight for all targets of a sample
     if keras.tree.is_nested(y) and hasattr(weight, "shape"):
         if weight.shape not in ((len(weight),), (len(weight), 1)):
             what = f"sample_weight has the shape {weight.shape}, but there are several targets"
@@ -124,6 +127,7 @@ def digest(parts: Any) -> str:
             total.update(_of_ragged(leaf))
             continue
         array = np.asarray(leaf if leaf is not None else ())
+        # A sample of rows: the data may fill the memory, and each rank holds all of it.
         rows = np.unique(np.linspace(0, len(array) - 1, SAMPLED).astype(np.int64)) if array.ndim and len(array) else ...
         total.update(f"{array.shape}{array.dtype}".encode())
         chosen = array[rows]
@@ -141,6 +145,7 @@ def _of_ragged(x: Any) -> bytes:
 def concatenated(*arrays: Any) -> np.ndarray:
     """Join the rows of all arrays, with zeros at their ends where lengths differ."""
     parts = [np.asarray(a) for a in arrays]
+    # (axes - 1,): the longest of each axis but the first
     longest = np.max([a.shape[1:] for a in parts], axis=0, initial=0)
     blank: dict[str, Any] = {"O": "", "U": "", "S": b""}
     sides = [[(0, 0), *((0, int(n) - m) for n, m in zip(longest, a.shape[1:], strict=True))] for a in parts]

@@ -64,14 +64,15 @@ def divide_scoring(
     batch is one rank's. Too few samples or batches, or an unknown number of them, are scored whole on every rank.
     """
     kind, window, size = kind_of(x), world.size, world.size
-    taken = steps and -(-steps // execution) * execution
+    whole_steps = steps and -(-steps // execution) * execution
     if kind == "arrays":
         parts = columns(x, y, weight)
         count, same = length(parts), digest(parts)
         if steps and not batch:  # Keras makes that many batches of the data
             batch, window = math.ceil(count / steps), 1
+        # Samples of a global batch; in the branch below, batches of one.
         unit = (batch or BATCH) * window
-        limit, count = None, min(count, taken * unit) if taken else count
+        limit, count = None, min(count, whole_steps * unit) if whole_steps else count
     else:
         unit = size
         if kind == "dataset":
@@ -81,7 +82,7 @@ def divide_scoring(
                 x, unit, window = joined(x, size), 1, 1
                 x = x.map(lambda only: only) if alone else x
             x = x if order_digest is None else order_digest.watched(x)
-        limit = taken and taken * unit
+        limit = whole_steps and whole_steps * unit
         if kind == "dataset":
             x = x.take(limit) if limit else x
         count = (steps_of(kind, x, 1) or 0) if kind in ("sequence", "dataset") else 0
@@ -97,8 +98,10 @@ def divide_scoring(
             return (texts(take(parts, slice(start, stop))) + (None, None))[:3]
         return (SequenceRange(x, start, stop) if kind == "sequence" else x.skip(start).take(stop - start)), None, None
 
+    # Fewer pieces than ranks, or an unknown number: every rank scores all of it, and the sums count once.
     if count < size:
         return whole if not count else replace(whole, data=rows(0, count))
+    # Cut anywhere, parts differ by one sample at most; uncut, by one global batch.
     unit = unit if uncut else 1
     pieces = -(-count // unit)
     start, stop = share(max(pieces, size), size, world.rank)

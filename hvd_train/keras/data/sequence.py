@@ -29,6 +29,7 @@ class SequenceParts(Epochs):
         self._data, self._draws, self._world, self._n = data, draws, draws.world, data.num_batches
         self._size = self._world.size * together
         self._ranks = range(together) if together > 1 else [self._world.rank]
+        # Batches after the last full step; their samples are counted, since the last batch may be short.
         tail = self._n % self._size
         left = sum(length(data[i]) for i in range(self._n - tail, self._n)) if tail else 0
         workers = {
@@ -45,6 +46,7 @@ class SequenceParts(Epochs):
     def _part(self, rank: int, turn: int, step: int) -> Any:
         low = step * self._size
         places = np.arange(low, min(low + self._size, self._n))
+        # The last batch keeps its place: moved to the middle, a short one would shorten a full step.
         inner = places[places < self._n - 1]
         places[: len(inner)] = self.order(inner, self._n - 1, turn) if len(inner) else inner
         if len(places) == self._size:
@@ -66,6 +68,7 @@ class SequenceParts(Epochs):
         """
         with self._draws.common():
             self._data.on_epoch_end()
+        # The comparison reads batches, which may draw: these draws are given back.
         with self._draws.common(keep=True):
             batches = digest([self._data[i] for i in sorted({0, self._n - 1})])
         if len(set(self._world.allgather_bytes(batches.encode()))) > 1:

@@ -80,6 +80,7 @@ def divide_training(
         parts = packed(columns(x, y, weight))
         data, facts = _arrays(parts, batch, steps, per_epoch, seed, together, world)
     else:
+        # All ranks go through the whole pipeline: it must give one order.
         x = in_order(x) if kind == "dataset" else x
         known = steps_of(kind, x, batch or BATCH)
         if known is None and not steps and not ends(x):
@@ -119,6 +120,7 @@ def _sequence(
         raise ConfigError("a PyDataset without end cannot be divided", where=WHERE, fix="give it num_batches")
     first = x[0]
     size = length(first)
+    # As if all batches were as long as the first: reading them all to count would take an epoch.
     _enough(known * size, "samples", draws.world)
     return SequenceParts(x, draws, per_epoch, seed, together), _batch_facts(known, size, first)
 
@@ -138,6 +140,7 @@ def _batch_facts(known: int | None, size: int, first: Any) -> dict[str, str]:
 
 def _loader(x: Any, seed: int | None, together: int, world: Communicator) -> Division:
     """Divide a PyTorch DataLoader as ``ht.shard`` does, with the loader's shuffle, samplers and workers."""
+    # Here, and not above: it imports torch, which Keras on TensorFlow may not have.
     from hvd_train.script.dataloader import passes, shares
 
     shares.check(x)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.utils import data
 
-SPLIT = "make and split data with a seed, before ht.distribute"
-ALIKE = "sort what comes from a set or a folder, and seed what is drawn, before ht.distribute"
+SPLIT_FIX = "make and split data with a seed, before ht.distribute"
+SORT_FIX = "sort what comes from a set or a folder, and seed what is drawn, before ht.distribute"
 PROBES = 64  # rows of an array
 ENTRIES, FEWER, INNER = 4096, 256, 16  # of a list; while the script trains; of a list in it
 SHORT = 16  # from here on a list of numbers is one of samples: shorter ones are sizes, times, (rank, ranks)
 LARGEST = 2**20  # entries of what is looked at as a whole, to see that it was shuffled
-OWN = ("cache", "memo", "rank")  # in names of what a rank has by itself
+RANK_WORDS = ("cache", "memo", "rank")  # in names of what a rank has by itself
 SCALARS = (str, bytes, int, float, PurePath, np.generic)
 LISTS = (list, tuple)
 SETS = (set, frozenset)
@@ -27,17 +27,19 @@ ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def content(samples: Any) -> dict[str, str]:
-    """Hashes of what can be told without a call of the user's code: {"data: files": "0123456789ab; ..."}."""
+    """Return hashes of all that can be read without a call of user code: {"data: files": "0123456789ab; ..."}."""
     texts = {}
     for name, owner in _within(samples, "data"):
         if isinstance(owner, data.Subset):
             chosen = hashlib.sha256(np.asarray(owner.indices).astype(np.int64).tobytes()).hexdigest()[:12]
-            texts[f"{name}: indices"] = f"{chosen}; {SPLIT}"
+            texts[f"{name}: indices"] = f"{chosen}; {SPLIT_FIX}"
             continue
         count = _length(owner)
         for attribute, x in _attributes(owner):
             if digest := _digest(x, count):
-                texts[f"{name}{attribute}"] = f"{digest}; {SPLIT if type(owner) is data.TensorDataset else ALIKE}"
+                texts[f"{name}{attribute}"] = (
+                    f"{digest}; {SPLIT_FIX if type(owner) is data.TensorDataset else SORT_FIX}"
+                )
     return texts
 
 
@@ -57,10 +59,11 @@ class Orders:
                     self._known.append((f"{name}{attribute}", owner, attribute[2:], _look(x), [*_sums(x)]))
 
     def moved(self) -> dict[str, str]:
-        """{"data: files": a hash of the new order}"""
+        """Return {"data: files": a hash of the new order} of those that were shuffled."""
         digests = {}
         for name, owner, attribute, first, sums in self._known:
             x = vars(owner).get(attribute)
+            # Called at every comparison of weights: whole lists are read only where 64 entries of one have moved.
             look = _look(x) if isinstance(x, (list, *ARRAYS)) else first
             if look == first:
                 continue
@@ -72,26 +75,26 @@ class Orders:
         return digests
 
 
-def _within(samples: Any, name: str, seen: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """A data set and those in it, by name. What a stream holds is not what it gives."""
-    if isinstance(samples, data.IterableDataset) or id(samples) in seen:
+def _within(samples: Any, name: str, visited: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield a data set and those in it, by name. What a stream holds is not what it gives."""
+    if isinstance(samples, data.IterableDataset) or id(samples) in visited:
         return
     yield name, samples
     for attribute, x in list(getattr(samples, "__dict__", {}).items()):
         inner = name if isinstance(samples, data.Subset | data.ConcatDataset) else f"{name}.{attribute}"
         if isinstance(x, data.Dataset) or (isinstance(samples, data.Subset) and attribute == "dataset"):
-            yield from _within(x, inner, (*seen, id(samples)))
+            yield from _within(x, inner, (*visited, id(samples)))
         elif isinstance(x, LISTS) and isinstance(samples, data.ConcatDataset | data.StackDataset):
             for i, each in enumerate(x):
-                yield from _within(each, f"{inner}[{i}]", (*seen, id(samples)))
+                yield from _within(each, f"{inner}[{i}]", (*visited, id(samples)))
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    """Or the data set itself, where it is a list or an array."""
+    """Return the attributes of a data set by name; of a list or an array, itself."""
     if isinstance(owner, (*LISTS, *ARRAYS)):
         return [("", owner)]
     pairs = getattr(owner, "__dict__", {}).items()
-    return [(f": {name}", x) for name, x in pairs if not any(word in name.lower() for word in OWN)]
+    return [(f": {name}", x) for name, x in pairs if not any(word in name.lower() for word in RANK_WORDS)]
 
 
 def _length(x: Any) -> int:
@@ -101,7 +104,7 @@ def _length(x: Any) -> int:
 
 
 def _digest(x: Any, count: int, most: int = ENTRIES) -> str:
-    """ "": it may be this rank's own. ``count``: of samples."""
+    """Return a hash of ``x``; "" where it may belong to this rank alone. ``count``: of samples."""
     parts = list(_telling(x, count, most))
     folder = commonprefix([part for part in parts if "/" in part]).rpartition("/")[0]  # it may lie elsewhere
     parts = [part.removeprefix(folder) for part in parts]
@@ -112,6 +115,7 @@ def _telling(x: Any, count: int, most: int) -> Iterator[str]:
     if isinstance(x, dict):
         values = list(x.values())
         numbers = all(type(v) is int for v in values) and set(values) == set(range(len(x)))
+        # 0 to n - 1 in a dict: a vocabulary or class numbers, whose order matters.
         if len(x) > 1 and (numbers or len(x) == count):  # classes, words, samples
             yield from _parts(x, most)
             return
@@ -127,7 +131,7 @@ def _telling(x: Any, count: int, most: int) -> Iterator[str]:
 
 
 def _parts(x: Any, most: int) -> Iterator[str]:
-    """Texts that are the same in every process; nothing of objects, nor of what lies deep."""
+    """Yield texts that are the same in every process; nothing of objects, nor of what lies deep."""
     if isinstance(x, PurePath | str):
         yield str(x)
     elif isinstance(x, SCALARS):
@@ -146,7 +150,7 @@ def _parts(x: Any, most: int) -> Iterator[str]:
 
 
 def _less(most: int) -> int:
-    """Entries of a list in one of ``most``."""
+    """Return how many entries of a list within a list of ``most`` are read."""
     return INNER if most > INNER else most // 4
 
 
@@ -155,6 +159,7 @@ def _spread(count: int, most: int) -> np.ndarray:
 
 
 def _rows(x: Any) -> list[str]:
+    # Rows evenly spread: a whole data set in memory takes too long to hash.
     rows: Any = _spread(len(x), PROBES) if x.ndim else ...
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_meta or x.is_quantized:
@@ -169,7 +174,7 @@ def _rows(x: Any) -> list[str]:
 
 
 def _look(x: Any) -> list:
-    """Quickly: another one where it was shuffled."""
+    """Return, quickly, what is another value once ``x`` was shuffled."""
     return [id(x[i]) for i in _spread(len(x), PROBES)] if isinstance(x, list) else _rows(x)
 
 
@@ -178,8 +183,12 @@ def _entries(x: Any) -> int:
 
 
 def _sums(x: Any) -> Iterator[int]:
-    """The same in any order, the quickest first: what has one of them as before has the same entries."""
+    """Yield sums that are the same in any order, the quickest first.
+
+    A list or array that has one of them as before has the same entries.
+    """
     if isinstance(x, list):
+        # The same objects as before, in any order; equal objects made anew have equal hashes at least.
         yield sum(map(id, x))
         with suppress(TypeError):
             yield sum(map(hash, x))
@@ -190,5 +199,6 @@ def _sums(x: Any) -> Iterator[int]:
         x = x.detach().cpu().numpy()
     if not x.dtype.hasobject:
         size = x.dtype.itemsize
+        # Bits, not values: NaN and rounding would hide or fake a change.
         words = np.ascontiguousarray(x).reshape(-1).view(f"u{size}" if size in (1, 2, 4, 8) else "u1")
         yield int(words.sum(dtype=np.uint64))

@@ -37,11 +37,11 @@ def _ask() -> None:
 class Pass:
     """The iterator of a sharded loader, with a note of the batch that it gave last."""
 
-    def __init__(self, batches: Iterator, share: shares.Passes, counted: bool, plan: shares.Plan | None) -> None:
+    def __init__(self, batches: Iterator, share: shares.Passes, in_order: bool, plan: shares.Plan | None) -> None:
         self._batches, self._share = batches, share
         self._plan = plan  # None: of a stream, whose batches tell
-        self._known = counted  # whether batch k is the k-th that the share names
-        self._counted = counted  # and has an exchange of its own
+        self._known = in_order  # whether batch k is the k-th that the share names
+        self._single_exchange = in_order  # and has an exchange of its own
         self._steps, self._batch = shares.steps(), -1
         self._joined = unshared.count if unshared else 0
         self.new = self.used = False  # given since the last exchange; given before it
@@ -51,6 +51,7 @@ class Pass:
 
     def __next__(self) -> Any:
         training = torch.is_grad_enabled()
+        # Before the next batch is taken: the other ranks may still make parts of this one.
         if training and leaving and self in uneven():
             leaving()
         if training and shares.steps() > self._steps:
@@ -71,7 +72,7 @@ class Pass:
         if watch:
             batch = watch(self, batch, training)
         if training:
-            self._counted = self._counted and not self.new
+            self._single_exchange = self._single_exchange and not self.new
             self.new = True
             _open.add(self)
         return batch
@@ -96,12 +97,12 @@ class Pass:
     @property
     def weight(self) -> float:
         stream: Any = self._batches
-        return 1.0 if not self._counted else self._plan.weight(self._batch) if self._plan else stream.weight
+        return 1.0 if not self._single_exchange else self._plan.weight(self._batch) if self._plan else stream.weight
 
     @property
     def uneven(self) -> bool:
         """Return whether ranks have unequal numbers of samples of the batch that was given last."""
-        if not (self._counted and self._known):
+        if not (self._single_exchange and self._known):
             return False
         return self._plan.uneven(self._batch) if self._plan else self.weight != 1.0
 
@@ -129,6 +130,7 @@ class Pass:
                 share.ended(self._batch + 1)
             elif not self._plan:
                 _ask()
+            # An epoch ends: draws from here on are those of a run that resumes here.
             rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
         elif share.shuffle and share.repeated() and share.rank == 0:
             what = "the samples came twice in the same order, for no distributed optimizer made a step"
@@ -146,14 +148,14 @@ class Sharded(data.DataLoader):
         share.start()
         key = mix(share.seed, share.epoch)
         inner: Any = super().__iter__
-        counted = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
+        in_order = inner.__func__ is data.DataLoader.__iter__ and (self.in_order or not self.num_workers)
         # Workers' first seeds come from here, and torch's generator is left alone. Those that persist are asked once.
         first = share.seed if self.persistent_workers else key
         self.generator.manual_seed(first if isinstance(self.dataset, streams.StreamShare) else mix(first, share.rank))
         if isinstance(self.dataset, streams.StreamShare):
             self.dataset.key = key
         batches = iter(inner())
-        return Pass(batches, share, counted, share.plan if counted and isinstance(share, shares.Share) else None)
+        return Pass(batches, share, in_order, share.plan if in_order and isinstance(share, shares.Share) else None)
 
     def __len__(self) -> int:
         return self.dataset.batches() if isinstance(self.dataset, streams.StreamShare) else super().__len__()
@@ -196,6 +198,7 @@ def shared(
     seeds_workers = loader.persistent_workers or loader.worker_init_fn is None
     attributes["share"].seeds_workers = loader.num_workers > 0 and seeds_workers
     kind = type(loader)
+    # Of the user's class and ours, without __init__, which would check and replace what is set below.
     copy: Any = object.__new__(type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__}))
     # DataLoader forbids to set these one by one.
     vars(copy).update(vars(loader) | {"batch_sampler": attributes["share"]} | attributes)
@@ -205,6 +208,7 @@ def shared(
 def _share(loader: data.DataLoader, seed: int, rank: int, size: int) -> shares.Share:
     options: Any = dict(drop_last=loader.drop_last, seed=seed, rank=rank, size=size)
     sampler, batch_size = loader.sampler, loader.batch_size
+    # A subclass may make its batches otherwise: it is asked for them.
     if type(loader.batch_sampler) is not data.BatchSampler or batch_size is None:
         return user_order.UserBatches(loader.batch_sampler, seed=seed, rank=rank, size=size)
     if _plain(sampler, loader.dataset):

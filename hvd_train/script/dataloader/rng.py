@@ -25,7 +25,9 @@ def set_apart(rank: int) -> None:
     Once for each seed that the script sets: data and first weights that were drawn before are the same on all ranks.
     """
     global _seed_set
+    # A second ht.distribute must not set the generators back, unless the script has seeded again.
     if rank and torch.initial_seed() != _seed_set:
+        # NumPy and random do not show their seed: a draw stands for it.
         numpys, pythons = np.random.randint(2**63, dtype=np.int64), random.getrandbits(64)
         _set(*(mix(int(seed), rank) for seed in (torch.initial_seed(), numpys, pythons)))
     _seed_set = torch.initial_seed()
@@ -65,6 +67,7 @@ def resume(state: int, rank: int) -> None:
 def _set(torchs: int, numpys: int, pythons: int) -> None:
     global _seed_set
     torch.manual_seed(torchs)
+    # NumPy takes words of 32 bits.
     np.random.seed([numpys & 0xFFFFFFFF, numpys >> 32])
     random.seed(pythons)
     _seed_set = torch.initial_seed()
@@ -82,6 +85,7 @@ class SeededBatch(list):
         self._key = key
 
     def __reduce__(self) -> tuple:
+        # Pickled for a worker, it becomes a plain list there, and seeds on the way.
         return _arrived, (list(self), self._key)
 
 

@@ -68,7 +68,7 @@ class Passes:
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.seed, self.rank, self.size = seed, rank, size
         self._numbers, self._thread = PassNumbers(steps, 0), threading.get_ident()
-        self._aside = 0  # passes in other threads
+        self._thread_passes = 0  # passes in other threads
         self._whole = [0, 0]  # of which epoch there were how many whole passes without a step
 
     @property
@@ -85,8 +85,9 @@ class Passes:
         """Return the number of the pass that begins now, in this thread."""
         if self.at_home:
             return self.epoch
-        self._aside += 1
-        return -self._aside
+        # Negative numbers: they never meet those of this thread's passes.
+        self._thread_passes += 1
+        return -self._thread_passes
 
     def start(self) -> None:
         """Seed this rank's generators for a pass of training that begins, by its number.
@@ -111,13 +112,14 @@ class Passes:
         return self._whole[1] == 2
 
     def state_dict(self) -> dict[str, int]:
+        # ``aside``: passes in other threads, by the name that older files have.
         draws = rng.state(self.seed, steps())
-        counts = {"epoch": self.epoch, "aside": self._aside, "trained": int(self.trained)}
+        counts = {"epoch": self.epoch, "aside": self._thread_passes, "trained": int(self.trained)}
         return {"seed": self.seed, **counts, "draws": draws}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take a state, and let this rank's generators go on from there."""
-        self.seed, self._aside = state["seed"], state.get("aside", 0)
+        self.seed, self._thread_passes = state["seed"], state.get("aside", 0)
         self.renumber(state["epoch"])
         self.trained = bool(state.get("trained", 1))
         rng.resume(state.get("draws", mix(self.seed, self.epoch)), self.rank)
@@ -149,11 +151,13 @@ class Share(Passes, data.Sampler):
         self.plan = plan = self.planned(epoch)
         if not self.seeds_workers:
             return (plan.batch(k) for k in range(plan.count))
+        # Each batch brings its worker the seed of its draws, whichever worker takes it.
         key = mix(mix(self.seed, epoch), self.rank)
         return (rng.SeededBatch(plan.batch(k), mix(key, k)) for k in range(plan.count))
 
     def planned(self, epoch: int) -> Plan:
         def batch(k: int) -> list:
+            # (samples of this rank,) int64: places in the shuffled order, then indices of samples
             places = self._even.places(k)
             return (permute(places, self._even.count, self.seed, epoch) if self.shuffle else places).tolist()
 
@@ -164,6 +168,7 @@ class Joined(Share):
     """The batches of all ranks, as one process takes them."""
 
     def __init__(self, shares: Sequence[Share], seed: int) -> None:
+        # As rank 0 of 1: its order comes from the shares that it joins.
         Passes.__init__(self, seed, 0, 1)
         self._shares = shares
 
@@ -195,6 +200,7 @@ def check(loader: data.DataLoader) -> None:
         refuse(
             "the loader's batch_size is None, so its data set makes batches", "let it give samples, and a batch_size"
         )
+    # A loader that prefetches by itself has begun a pass over all samples.
     if any(isinstance(x, _BaseDataLoaderIter) for name, x in vars(loader).items() if name != "_iterator"):
         refuse(f"this {type(loader).__name__} keeps a pass that has begun", "shard a DataLoader that begins anew")
     inner = getattr(loader.batch_sampler, "sampler", loader.sampler)

@@ -66,6 +66,7 @@ class StreamShare(data.IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[float, int, list]]:
         least, digest = self._whole if self._drop_last else self._size, 0
+        # One block is held back: if fewer samples than ranks follow, they join it.
         held: list = []  # it may be the last but for a few samples
         for block in self._blocks():
             if len(block) < least and (held or self._drop_last):  # the end
@@ -73,6 +74,7 @@ class StreamShare(data.IterableDataset):
                 break
             if held:
                 yield self._share_of(held, digest)
+            # Of each block's first sample: a hash of all would cost as much as reading them.
             held, digest = block, _crc(block[0], digest)
         if 0 < len(held) < least:
             what = f"a stream of {len(held)} samples is too short for {self._size} ranks"
@@ -83,6 +85,7 @@ class StreamShare(data.IterableDataset):
     def _blocks(self) -> Iterator[list]:
         drawing: Any = rng.CommonDraws(self.key).drawing
         if worker := data.get_worker_info():
+            # A worker's generators are its own process': they are seeded once, not for each block.
             drawing = nullcontext
             rng.start_stream(worker.id)
         with drawing():

@@ -32,9 +32,10 @@ class UserOrder(Share):
         """Draw the order, once for each number unless the script has changed its sampler since."""
         if self._last is None or self._last[0] != epoch or not _same(self._last[1], _attributes(self._sampler)):
             key = mix(self.seed, epoch)
+            # The sampler may draw from the process' generators, which differ between ranks.
             with rng.CommonDraws(key).drawing():
                 self._held.seed(key)
-                plan = self.cut(list(self._sampler))
+                plan = self.plan_of(list(self._sampler))
             self._last = epoch, _attributes(self._sampler), plan
         return self._last[2]
 
@@ -45,7 +46,7 @@ class UserOrder(Share):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
-    def cut(self, order: list) -> Plan:
+    def plan_of(self, order: list) -> Plan:
         even = EvenBatches(len(order), self._batch_size, self._drop_last, self.rank, self.size, WHERE)
 
         def batch(k: int) -> list:
@@ -64,9 +65,10 @@ class UserBatches(UserOrder):
             sampler, 0, drop_last=bool(getattr(sampler, "drop_last", False)), seed=seed, rank=rank, size=size
         )
 
-    def cut(self, order: list) -> Plan:
+    def plan_of(self, order: list) -> Plan:
         n, size = len(order), self.size
         steps = [order[at : at + size] for at in range(0, n - n % size, size)]
+        # (this rank's samples, samples of the step on all ranks, whether ranks have unequal numbers)
         batches = [(list(step[self.rank]), sum(map(len, step)), len(set(map(len, step))) > 1) for step in steps]
         rest: list[Any] = [i for batch in order[n - n % size :] for i in batch]
         if len(rest) >= size and not self._drop_last:

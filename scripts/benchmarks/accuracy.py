@@ -16,7 +16,7 @@ from statistics import mean
 
 import tables
 from compare import machine
-from engines import FASHION, ROOT
+from work import FASHION, ROOT
 
 # name: the keys under exchange
 SETTINGS: dict[str, dict] = {
@@ -49,25 +49,27 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-accuracy", help="folder")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if not FASHION.exists():
         parser.error(f"there is no {FASHION}: apt install dataset-fashion-mnist")
-    given.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     about = [f"scripts/bench accuracy {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
-    found: dict[str, dict[str, list[float]]] = {}
-    for framework in given.frameworks.split(","):
-        found[framework] = {}
-        for name in given.compressions.split(","):
-            runs = [accuracy(framework, SETTINGS[name], seed, given.epochs) for seed in range(given.seeds)]
-            found[framework][name] = runs
+    results: dict[str, dict[str, list[float]]] = {}
+    for framework in options.frameworks.split(","):
+        results[framework] = {}
+        for name in options.compressions.split(","):
+            runs = [accuracy(framework, SETTINGS[name], seed, options.epochs) for seed in range(options.seeds)]
+            results[framework][name] = runs
             print(f"{framework:<12}{name:<18}" + "  ".join(f"{x:.4f}" for x in runs), flush=True)
-            (given.output / "accuracy.json").write_text(json.dumps({"about": about, "results": found}, indent=1) + "\n")
+            (options.output / "accuracy.json").write_text(
+                json.dumps({"about": about, "results": results}, indent=1) + "\n"
+            )
     rows = []
-    for framework, ways in found.items():
+    for framework, ways in results.items():
         base = mean(ways["none"]) if "none" in ways else None
         for name, runs in ways.items():
             points = "" if base is None else f"{100 * (mean(runs) - base):+.2f}"
             rows.append([framework, name, *(f"{x:.4f}" for x in runs), f"{mean(runs):.4f}", points])
-    header = ["framework", "exchange", *(f"seed {s}" for s in range(given.seeds)), "mean", "points"]
-    (given.output / "accuracy.md").write_text("\n\n".join([*about, tables.markdown(header, rows)]))
+    header = ["framework", "exchange", *(f"seed {s}" for s in range(options.seeds)), "mean", "points"]
+    (options.output / "accuracy.md").write_text("\n\n".join([*about, tables.markdown(header, rows)]))
     print(tables.markdown(header, rows))

@@ -29,13 +29,13 @@ from statistics import median
 import numpy as np
 import psutil
 import tables
-from engines import MODELS, RANKS, ROOT
+from work import MODELS, RANKS, ROOT
 
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch.launchers.installed import find_tool
 from hvd_train.launch.start import command, environment
 
-START_SECONDS, SETTLE_SECONDS = 600, 0.3
+START_SECONDS, QUIET_SECONDS = 600, 0.3
 WARM_STEPS, SLOW_WARM_STEPS = 24, 8  # a step of ResNet-18 takes up to a second
 SLOW = ("resnet", "bert", "pyramidnet")
 LARGE = {"ours", "ours again", "DDP", "MultiWorker", "copies", "one process"}  # what is asked of BERT and PyramidNet
@@ -198,7 +198,7 @@ class Running:
     def block(self, seconds: float) -> None:
         """One turn: at least ``seconds`` and ``least_steps``, counted from step end to step end."""
         self.go()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(QUIET_SECONDS)
         steps, began = self._when(lambda mark, first: mark[0] > first[0], 0.001)
         cpu = self._cpu()
         enough = lambda mark, _: mark[0] - steps >= self.least_steps and mark[1] - began >= seconds * 1e9  # noqa: E731
@@ -218,9 +218,9 @@ class Running:
             time.sleep(pause)
 
     def losses(self) -> np.ndarray | None:
-        found = [Path(f"{self.count}.{r}.losses") for r in range(self.ranks)]
-        found = [f for f in found if f.exists()]
-        return np.mean([json.loads(f.read_text()) for f in found], axis=0) if found else None
+        files = [Path(f"{self.count}.{r}.losses") for r in range(self.ranks)]
+        files = [f for f in files if f.exists()]
+        return np.mean([json.loads(f.read_text()) for f in files], axis=0) if files else None
 
     def end(self) -> None:
         """Notes the peak memory and ends every process, whatever state they are in."""
@@ -241,7 +241,7 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
 
 
-def join(running: list[Running], one: Running) -> dict[str, dict]:
+def add_when_warm(running: list[Running], one: Running) -> dict[str, dict]:
     """Puts a started engine among the others when it is warm; {its name: what went wrong} or nothing."""
     running.append(one)  # first of all: whatever happens, it is ended with the others
     problem = one.warm()
@@ -279,10 +279,10 @@ def compare(framework: str, model: str, rounds: int, seconds: float, only: list[
     """All engines of a framework on one model; {engine: figures}, in samples per second of both ranks."""
     wanted = only or (LARGE if TOGETHER[model] == 2 else None)
     ours, *others = (e for e in engines(framework, model) if not wanted or e.name in wanted)
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for first in range(0, len(others), TOGETHER[model]):  # ours is in every group, and the first one's figure stands
-        found = group([ours, *others[first : first + TOGETHER[model]]], model, rounds, seconds) | found
-    return found or group([ours], model, rounds, seconds)
+        results = group([ours, *others[first : first + TOGETHER[model]]], model, rounds, seconds) | results
+    return results or group([ours], model, rounds, seconds)
 
 
 def paired(framework: str, model: str, rounds: int, seconds: float, before: Path, only: list[str] | None) -> dict:
@@ -292,7 +292,7 @@ def paired(framework: str, model: str, rounds: int, seconds: float, before: Path
     rounds, in the one order and then the other, and a ratio is the median of such a start's rounds.
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours") and (not only or e.name in only)]
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for engine in ours:
         pair = [ours[0], engine] if engine.name == "ours again" else [engine, replace(engine, root=before)]
         orders = [pair[:: (-1) ** i] for i in range(-(-rounds // PAIRS_A_START))]
@@ -306,20 +306,20 @@ def paired(framework: str, model: str, rounds: int, seconds: float, before: Path
                 values = [median(start[name]["rates"]) for start in starts]
                 cpu = median(start[name]["cpu_seconds_per_step"] for start in starts)
                 first[name] |= {"samples_per_second": median(values), "rates": values, "cpu_seconds_per_step": cpu}
-        found = first | found
-    return {name: found[name] for name in dict.fromkeys([*(e.name for e in ours), *found])}
+        results = first | results
+    return {name: results[name] for name in dict.fromkeys([*(e.name for e in ours), *results])}
 
 
 def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict:
     """The engines in turns; ratios are against the first."""
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         running: list[Running] = []
         try:
             for engine in chosen:
                 steps = SLOW_WARM_STEPS if model in SLOW else WARM_STEPS
-                found |= join(running, Running(engine, model, Path(folder), on_this_host, steps))
-            found |= in_turns(running, rounds, seconds)
+                results |= add_when_warm(running, Running(engine, model, Path(folder), on_this_host, steps))
+            results |= in_turns(running, rounds, seconds)
         finally:
             for one in running:
                 one.end()
@@ -328,7 +328,7 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
         for one in running:
             losses = one.losses()
             ratio = interval([b / r for b, r in zip(base.rates, one.rates, strict=True)])
-            found[one.label] = {
+            results[one.label] = {
                 "samples_per_second": median(one.rates),
                 "ours_is_faster_by": ratio[0],
                 "interval": ratio[1:],
@@ -338,7 +338,7 @@ def group(chosen: list[Engine], model: str, rounds: int, seconds: float) -> dict
                 "same_losses": _same(one, losses, reference),
                 "rates": [round(r, 1) for r in one.rates],
             }
-    return found
+    return results
 
 
 def _same(one: Running, losses, reference) -> str:
@@ -361,25 +361,29 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a block, at least four steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-compare", help="folder")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all ranks, which wait for a signal
-    only = ["ours", *given.engines.split(",")] if given.engines else None
-    given.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict] = {}
+    only = ["ours", *options.engines.split(",")] if options.engines else None
+    options.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict] = {}
     words = [f"scripts/bench compare {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d"), ""]
-    for framework in given.frameworks.split(","):
-        found[framework] = {}
-        for model in given.models.split(","):
-            print(f"== {framework}, {model}: {given.rounds} rounds", flush=True)
-            size = framework, model, given.rounds, given.seconds
-            before = given.before and given.before.resolve()
-            found[framework][model] = paired(*size, before, only) if before else compare(*size, only)
-            print(tables.comparison(framework, {model: found[framework][model]}), flush=True)
-            (given.output / "compare.json").write_text(json.dumps({"about": words, "results": found}, indent=1) + "\n")
-    text = "\n\n".join([*words, tables.overview(found), *(tables.comparison(f, models) for f, models in found.items())])
-    (given.output / "compare.md").write_text(text)
-    tables.picture(found, given.output / "compare.png")
-    print(f"{given.output}: compare.json, compare.md, compare.png")
+    for framework in options.frameworks.split(","):
+        results[framework] = {}
+        for model in options.models.split(","):
+            print(f"== {framework}, {model}: {options.rounds} rounds", flush=True)
+            size = framework, model, options.rounds, options.seconds
+            before = options.before and options.before.resolve()
+            results[framework][model] = paired(*size, before, only) if before else compare(*size, only)
+            print(tables.comparison(framework, {model: results[framework][model]}), flush=True)
+            (options.output / "compare.json").write_text(
+                json.dumps({"about": words, "results": results}, indent=1) + "\n"
+            )
+    text = "\n\n".join(
+        [*words, tables.overview(results), *(tables.comparison(f, models) for f, models in results.items())]
+    )
+    (options.output / "compare.md").write_text(text)
+    tables.picture(results, options.output / "compare.png")
+    print(f"{options.output}: compare.json, compare.md, compare.png")
 
 
 def machine() -> str:

@@ -20,7 +20,7 @@ def train(framework: str) -> dict:
     resident: list[int] = []
 
     class Watching(Hook):
-        def on_step(self, trainer, taken) -> None:
+        def on_step(self, trainer, info) -> None:
             if trainer.progress.step in (400, 2400):
                 pages = int(Path("/proc/self/statm").read_text().split()[1])
                 resident.append(pages * os.sysconf("SC_PAGE_SIZE"))

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import tables
-from compare import Engine, Lines, Running, in_turns, interval, join, machine
-from engines import MODELS, RANKS, ROOT
+from compare import Engine, Lines, Running, add_when_warm, in_turns, interval, machine
+from work import MODELS, RANKS, ROOT
 
 from hvd_train.launch.launchers.installed import find_tool
 
@@ -122,20 +122,20 @@ def over_the_link(agent: Path) -> Lines:
             env = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_oob_tcp_if_include": "10.77.7.0/24"}
             passed += [w for name in os.environ if name.startswith(("HOROVOD_", "OMPI_MCA_coll")) for w in ("-x", name)]
             return [([*line, *passed, "-x", "HOROVOD_STALL_CHECK_DISABLE", "sh", "-c", place, "sh", *work], env)]
-        found, port = [], str(next(PORTS))
+        commands, port = [], str(next(PORTS))
         for rank in range(RANKS):
             env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": ADDRESSES[0]}
             env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": DEVICES[rank]}
             line = ["ip", "netns", "exec", NET[rank], "taskset", "-c", str(rank), sys.executable, *work]
-            found.append((line, env))
-        return found
+            commands.append((line, env))
+        return commands
 
     return lines
 
 
 def link(framework: str, model: str, rate: str, rounds: int, seconds: float, only: list[str] | None) -> dict:
     throttle(rate)
-    found: dict = {"gbit_per_second": [round(measured(rate), 4)]}
+    results: dict = {"gbit_per_second": [round(measured(rate), 4)]}
     steps: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         agent = Path(folder) / "agent"
@@ -146,7 +146,7 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
             for engine in engines(framework):
                 if only and engine.name.removeprefix("ours ") not in only:
                     continue
-                steps |= join(
+                steps |= add_when_warm(
                     running, Running(engine, model, Path(folder), over_the_link(agent), warm_steps=3, least_steps=2)
                 )
             steps |= in_turns(running, rounds, seconds)
@@ -154,18 +154,18 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
             for one in running:
                 ratio = interval([r / b for b, r in zip(base.rates, one.rates, strict=True)])
                 milliseconds = 1000 * RANKS * MODELS[model][2] / median(one.rates)
-                taken = [x for x in one.log.read_text(errors="replace").splitlines() if "auto takes" in x]
+                choice = [x for x in one.log.read_text(errors="replace").splitlines() if "auto takes" in x]
                 steps[one.engine.name] = {
                     "milliseconds": milliseconds,
                     "faster_than_none": ratio[0],
                     "interval": ratio[1:],
-                    **({"taken": taken[0].partition("takes ")[2].split()[0]} if taken else {}),
+                    **({"taken": choice[0].partition("takes ")[2].split()[0]} if choice else {}),
                 }
         finally:
             for one in running:
                 one.end()
-    found["gbit_per_second"].append(round(measured(rate), 4))
-    return found | {"steps": steps}
+    results["gbit_per_second"].append(round(measured(rate), 4))
+    return results | {"steps": steps}
 
 
 def main(arguments: list[str]) -> None:
@@ -177,20 +177,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least two steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-link", help="folder")
-    given = parser.parse_args(arguments)
-    only = ["none", *given.engines.split(",")] if given.engines else None
-    given.output.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    only = ["none", *options.engines.split(",")] if options.engines else None
+    options.output.mkdir(parents=True, exist_ok=True)
     about = [f"scripts/bench link {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     with two_hosts():
-        for framework in given.frameworks.split(","):
-            found[framework] = {}
-            for rate in given.rates.split(","):
-                print(f"== {framework}, {given.model}, {rate}", flush=True)
-                found[framework][rate] = link(framework, given.model, rate, given.rounds, given.seconds, only)
-                print(tables.over_link(framework, {rate: found[framework][rate]}), flush=True)
-                (given.output / "link.json").write_text(json.dumps({"about": about, "results": found}, indent=1) + "\n")
-    text = "\n\n".join([*about, *(tables.over_link(f, rates) for f, rates in found.items())])
-    (given.output / "link.md").write_text(text)
-    tables.link_picture(found, given.output / "link.png")
-    print(f"{given.output}: link.json, link.md, link.png")
+        for framework in options.frameworks.split(","):
+            results[framework] = {}
+            for rate in options.rates.split(","):
+                print(f"== {framework}, {options.model}, {rate}", flush=True)
+                results[framework][rate] = link(framework, options.model, rate, options.rounds, options.seconds, only)
+                print(tables.over_link(framework, {rate: results[framework][rate]}), flush=True)
+                (options.output / "link.json").write_text(
+                    json.dumps({"about": about, "results": results}, indent=1) + "\n"
+                )
+    text = "\n\n".join([*about, *(tables.over_link(f, rates) for f, rates in results.items())])
+    (options.output / "link.md").write_text(text)
+    tables.link_picture(results, options.output / "link.png")
+    print(f"{options.output}: link.json, link.md, link.png")

@@ -58,7 +58,7 @@ def ours(framework: str, turns: Turns) -> Callable[[], None]:
     from hvd_train.core.hooks import Hook
 
     class Paced(Hook):
-        def on_step(self, trainer, taken) -> None:
+        def on_step(self, trainer, info) -> None:
             if not turns.step("ours"):
                 raise Enough
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 from compare import SLOW_WARM_STEPS, Engine, Running, machine, on_this_host
-from engines import MODELS, ROOT
 from tables import markdown
+from work import MODELS, ROOT
 
 BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 17)}  # the C library's own: what a step frees goes back to the kernel
 ENGINES = {
@@ -76,11 +76,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", default="bert", choices=MODELS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-memory.json")
-    given = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, float]]] = {}
+    options = parser.parse_args(arguments)
+    results: dict[str, list[dict[str, float]]] = {}
     rows = []
     for name, (engine, variables) in ENGINES.items():
-        found[name] = ranks = measured(engine, variables, given.model, given.steps)
+        results[name] = ranks = measured(engine, variables, options.model, options.steps)
         columns = {key: [rank[key] for rank in ranks] for key in ranks[0]}
         rows.append(
             [name]
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
         )
         print(f"{name}: {ranks}", flush=True)
     header = ["engine", "MB, rank 0", "rank 1", "one above the other", "CPU s a step, rank 0", "rank 1"]
-    print(f"\n{given.model}, {given.steps} steps; {machine()}\n")
+    print(f"\n{options.model}, {options.steps} steps; {machine()}\n")
     print(markdown([*header, "one above the other", "utilization, rank 0", "rank 1"], rows))
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(found, indent=1) + "\n")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=1) + "\n")

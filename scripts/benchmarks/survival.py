@@ -24,8 +24,8 @@ from statistics import median, quantiles
 
 import psutil
 from compare import machine
-from engines import ROOT, settings
 from tables import markdown
+from work import ROOT, settings
 
 FRAMEWORKS, LAUNCHERS = ("pytorch", "tensorflow"), ("mpirun", "horovodrun")
 PARTS = {"saves": ("mlp", 20), "checks": ("cnn", 100)}  # model, steps of a block

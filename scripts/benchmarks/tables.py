@@ -13,8 +13,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison(framework: str, found: dict[str, dict[str, dict]]) -> str:
-    """found: {model: {engine: figures}}."""
+def comparison(framework: str, results: dict[str, dict[str, dict]]) -> str:
+    """results: {model: {engine: figures}}."""
     header = [
         "model",
         "engine",
@@ -26,7 +26,7 @@ def comparison(framework: str, found: dict[str, dict[str, dict]]) -> str:
         "same losses",
     ]
     rows = []
-    for model, engines in found.items():
+    for model, engines in results.items():
         for engine, figures in engines.items():
             if "error" in figures:
                 rows.append([model, engine, figures["error"].replace("|", "/"), "", "", "", "", ""])
@@ -47,10 +47,10 @@ def comparison(framework: str, found: dict[str, dict[str, dict]]) -> str:
     return f"### {framework}\n\n" + markdown(header, rows)
 
 
-def overview(found: dict[str, dict[str, dict[str, dict]]]) -> str:
-    """A row per framework and model: how many times as fast as each engine ours is. found: {framework: ...}."""
+def overview(results: dict[str, dict[str, dict[str, dict]]]) -> str:
+    """A row per framework and model: how many times as fast as each engine ours is. results: {framework: ...}."""
     parts = []
-    for framework, models in found.items():
+    for framework, models in results.items():
         names = [n for n in dict.fromkeys(e for engines in models.values() for e in engines) if n != "ours"]
         rows = []
         for model, engines in models.items():
@@ -70,22 +70,22 @@ def _coloured(names: list[str]) -> list[tuple[str, Any]]:
     blue = [name for name in names if name.startswith("ours")]
     grey = [name for name in names if name.startswith(("copies", "one process"))]
     orange = [name for name in names if name not in blue + grey]
-    found = []
+    colours = []
     for family, members in (("Blues", blue), ("Oranges", orange), ("Greys", grey)):
         shades = np.linspace(0.85, 0.3, len(members))
-        found += [(name, colormaps[family](shade)) for name, shade in zip(members, shades, strict=True)]
-    return found
+        colours += [(name, colormaps[family](shade)) for name, shade in zip(members, shades, strict=True)]
+    return colours
 
 
-def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
-    """One panel per framework; for each model the engines' throughput as a share of ours. found: {framework: ...}."""
+def picture(results: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
+    """One panel per framework; for each model the engines' throughput as a share of ours. results: {framework: ...}."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(found), 1, figsize=(11, 4 * len(found)), squeeze=False)
-    for axis, (framework, models) in zip(axes[:, 0], found.items(), strict=True):
+    figure, axes = plt.subplots(len(results), 1, figsize=(11, 4 * len(results)), squeeze=False)
+    for axis, (framework, models) in zip(axes[:, 0], results.items(), strict=True):
         names = _coloured(list(dict.fromkeys(e for engines in models.values() for e in engines)))
         width = 0.85 / len(names)
         for k, (name, colour) in enumerate(names):
@@ -113,21 +113,21 @@ def picture(found: dict[str, dict[str, dict[str, dict]]], path: Path) -> None:
     plt.close(figure)
 
 
-def over_link(framework: str, found: dict[str, dict]) -> str:
-    """found: {rate: {"gbit_per_second": [before, after], "steps": {engine: figures}}}; one row per engine."""
-    names = list(dict.fromkeys(name for one in found.values() for name in one["steps"]))
+def over_link(framework: str, results: dict[str, dict]) -> str:
+    """results: {rate: {"gbit_per_second": [before, after], "steps": {engine: figures}}}; one row per engine."""
+    names = list(dict.fromkeys(name for one in results.values() for name in one["steps"]))
     header = ["engine"]
-    for rate, one in found.items():
+    for rate, one in results.items():
         header += [f"{rate} (measured {one['gbit_per_second'][0]:.2g} Gbit/s): ms/step", "faster than none"]
     rows = []
     for name in names:
         row = [name]
-        for one in found.values():
+        for one in results.values():
             figures = one["steps"].get(name, {})
             if "milliseconds" in figures:
-                taken = f" ({figures['taken']})" if "taken" in figures else ""
+                choice = f" ({figures['taken']})" if "taken" in figures else ""
                 low, high = figures["interval"]
-                row += [f"{figures['milliseconds']:,.0f}{taken}"]
+                row += [f"{figures['milliseconds']:,.0f}{choice}"]
                 row += [f"{figures['faster_than_none']:.2f} ({low:.2f} to {high:.2f})"]
             else:
                 row += [figures.get("error", "-").replace("|", "/"), ""]
@@ -135,16 +135,16 @@ def over_link(framework: str, found: dict[str, dict]) -> str:
     return f"### {framework}\n\n" + markdown(header, rows)
 
 
-def link_picture(found: dict[str, dict[str, dict]], path: Path) -> None:
+def link_picture(results: dict[str, dict[str, dict]], path: Path) -> None:
     """One panel per framework and rate: milliseconds per step of each engine."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rates = list(dict.fromkeys(rate for one in found.values() for rate in one))
-    figure, axes = plt.subplots(len(found), len(rates), figsize=(4.2 * len(rates), 3.4 * len(found)), squeeze=False)
-    for row, (framework, one) in zip(axes, found.items(), strict=True):
+    rates = list(dict.fromkeys(rate for one in results.values() for rate in one))
+    figure, axes = plt.subplots(len(results), len(rates), figsize=(4.2 * len(rates), 3.4 * len(results)), squeeze=False)
+    for row, (framework, one) in zip(axes, results.items(), strict=True):
         for axis, rate in zip(row, rates, strict=True):
             steps = {
                 n: f["milliseconds"] for n, f in one.get(rate, {"steps": {}})["steps"].items() if "milliseconds" in f

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hvd_train import errors
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, TrainError, name_ranks
-from hvd_train.protocol import Communicator
+from hvd_train.protocol import Communicator, FrontEnd
 
 T = TypeVar("T")
 EARLY = (2, 10)  # steps: what sets ranks apart from the first one on is told at once
@@ -32,6 +32,13 @@ def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agr
             rows += [f"  {key:<20} rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items()]
     if rows:
         raise ConfigError("\n".join(["the ranks differ, so training would hang or be wrong:", *rows]), common=True)
+
+
+def agree_on_start(model: str, frontend: FrontEnd, facts: Mapping[str, str]) -> None:
+    """Compare model, data, configuration and versions before the first collective that could hang."""
+    specs = json.dumps([(s.name, s.shape, s.dtype) for s in frontend.specs()])
+    digest = hashlib.sha256(specs.encode()).hexdigest()[:12]
+    agree(frontend.groups.world, {**facts, "model": f"{model}, {len(frontend.specs())} tensors, {digest}"})
 
 
 def collectively(communicator: Communicator, work: Callable[[], T]) -> T:

@@ -11,7 +11,8 @@ from hvd_train import faults
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.core.agreement import collectively
-from hvd_train.core.hooks import Crowded, FewerRanks, Hook
+from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
+from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import Trainer
 from hvd_train.core.meeting import StopSource
 from hvd_train.errors import Interrupted
@@ -133,7 +134,7 @@ def _rank_check(job: Job) -> list[Hook]:
     communicator, config = job.communicator, job.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
     one_host = communicator.size == communicator.local_size
-    return [FewerRanks(job.session.threads)] if on_cpu and one_host and communicator.size > 1 else []
+    return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and communicator.size > 1 else []
 
 
 def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:
@@ -152,4 +153,4 @@ def _thread_check(job: Job) -> list[Hook]:
     by = job.session.settings.get("environment", {}).get("OMP_NUM_THREADS", {}).get("chosen_by")
     chosen = job.config.threads == "auto" and by == "hvd_train" and job.config.device != "cuda"
     alone = job.communicator.size == 1 and threads > 1 and FRAMEWORKS[job.config.framework].threads_wait
-    return [Crowded(threads)] if chosen and alone else []
+    return [OneThreadAdvice(threads)] if chosen and alone else []

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from hvd_train import __version__
 from hvd_train.config import Config, digest
 from hvd_train.config.own import look_in
-from hvd_train.core.agreement import collectively
-from hvd_train.core.loop import start_agreement
+from hvd_train.core.agreement import agree_on_start, collectively
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
@@ -73,7 +72,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         "global batch": str(config.global_batch(groups.data.size)),
         **versions(config),
     }
-    start_agreement(config, frontend, facts)
+    agree_on_start(config.model.name, frontend, facts)
     return Job(config, session, data, frontend, user_config, split)
 
 

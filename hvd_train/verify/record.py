@@ -13,8 +13,9 @@ import numpy as np
 
 from hvd_train.checkpoint.arrays import pack, unpack
 from hvd_train.config import load_config
-from hvd_train.core.hooks import Hook, Taken
+from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.loop import Trainer
+from hvd_train.core.training import Training
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
@@ -34,18 +35,18 @@ class Recorder(Hook):
         self._path = path
         self._notes: dict[str, list[Any]] = {"sums": [], "rates": [], "samples": []}
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Training) -> None:
         self._first = training_state(trainer.frontend, trainer.update)
         self._notes["losses"] = [list(entries) for entries in trainer.frontend.task.entries]
 
-    def on_step(self, trainer: Trainer, taken: Taken) -> None:
-        sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in taken.sums], axis=0)
+    def on_step(self, trainer: Training, info: StepInfo) -> None:
+        sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in info.local_sums], axis=0)
         self._notes["sums"].append(sums.tolist())
-        self._notes["rates"].append(taken.rate)
-        indices = [batch.indices for batch in taken.batch.micro_batches]
+        self._notes["rates"].append(info.learning_rate)
+        indices = [batch.indices for batch in info.batch.micro_batches]
         self._notes["samples"].append(np.concatenate(indices).tolist())
 
-    def on_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
+    def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
         stages = zip(STAGES, (self._first, training_state(trainer.frontend, trainer.update)), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
         # Ranks but 0 write only what differs from rank 0's, bit for bit: nothing, as a rule.

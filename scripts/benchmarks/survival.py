@@ -65,21 +65,22 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
 
         def on_start(self, trainer) -> None:
             self.k, self.began = 0, 0.0
-            self.on = trainer._steps, trainer._hooks, trainer.stop_source, trainer._heed
-            others = [hook for hook in trainer._hooks if hook is not trainer._agreement]
-            self.off = Never(), others, StopSource(), lambda *_: None
+            sync = trainer._sync
+            self.on = sync.turns, trainer.config, trainer.stop_source, sync._sync_all
+            unchecked = trainer.config.model_copy(update={"agreement_every_n_steps": 0})
+            self.off = Never(), unchecked, StopSource(), lambda _: None
             self.switch(trainer)
 
         def switch(self, trainer) -> None:
             if part == "checks":
-                given = self.on if len(seconds) % 2 else self.off
-                trainer._steps, trainer._hooks, trainer.stop_source, trainer._heed = given
-                trainer._stragglers.pause()
+                parts, sync = self.on if len(seconds) % 2 else self.off, trainer._sync
+                sync.turns, trainer.config, trainer.stop_source, sync._sync_all = parts
+                trainer.stragglers.pause()
 
         def on_step(self, trainer, taken) -> None:
             self.k += 1
             if part == "saves" and len(seconds) % 2 and self.k == 1:
-                trainer._save()
+                trainer._saver.save({})
             if self.k < steps:
                 return
             trainer.frontend.run_queued()
@@ -102,7 +103,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
         with suppress(Enough):
             trainer.fit()
         if job.communicator.rank == 0:
-            file.write_text(json.dumps({"seconds": seconds[2 * WARM :], "longest": trainer._writer.longest}))
+            file.write_text(json.dumps({"seconds": seconds[2 * WARM :], "longest": trainer._saver.writer.longest}))
         listener.ended = True
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_train.core.hooks import FewerRanks
+from hvd_train.core.callbacks.advice import FewerRanksAdvice
 from hvd_train.protocol import TensorSpec
 
 MLP, RESNET, BERT = 24_202_250, 11_172_810, 110_000_000  # weights
@@ -25,7 +25,7 @@ def advice(monkeypatch, share, weights, ranks=2, threads=1, load=1.9, batch=64) 
         config=SimpleNamespace(batch_size=batch),
         log=SimpleNamespace(message=messages.append),
     )
-    hook = FewerRanks(threads)
+    hook = FewerRanksAdvice(threads)
     for _ in range(20):
         hook.on_step(trainer, SimpleNamespace())
     return messages

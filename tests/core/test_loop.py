@@ -18,9 +18,12 @@ from hvd_train.checkpoint.arrays import weights_sha256
 from hvd_train.compression import make
 from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
-from hvd_train.core import loop
-from hvd_train.core.hooks import Crowded, Hook, Speed
-from hvd_train.core.loop import Trainer, forward_seed
+from hvd_train.core import saving
+from hvd_train.core.callbacks.advice import OneThreadAdvice
+from hvd_train.core.callbacks.speed import Speed
+from hvd_train.core.hooks import Hook
+from hvd_train.core.loop import Trainer
+from hvd_train.core.step import forward_seed
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError
 from hvd_train.frontends.serial import Serial
@@ -275,7 +278,7 @@ def test_stopped_by_max_steps_and_gone_on_is_the_run(tmp_path):
 
 def test_ranks_that_wait_for_a_save_meet_meanwhile(tmp_path, monkeypatch):
     """Horovod ends ranks that wait for one another for ten minutes, and a large checkpoint may take longer."""
-    monkeypatch.setattr(loop, "SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr(saving, "WAIT_SECONDS", 0.02)
     real = store.save
     monkeypatch.setattr(store, "save", lambda *given: (time.sleep(0.4), real(*given)))
     meetings = []
@@ -799,11 +802,11 @@ def test_one_thread_is_advised_where_several_wait_for_one_another(monkeypatch, l
     """Once, with the measured speeds."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    speed, log, hook = Speed(), Recorder(), Crowded(2)
+    speed, log, hook = Speed(), Recorder(), OneThreadAdvice(2)
     fake = SimpleNamespace(log=log, speeds=speed.spread)
     for step in range(100):
         speed.count(32, fast if step % 4 == 0 else slow, queued=False)
-        taken = SimpleNamespace(told=step % 10 == 9, batch=SimpleNamespace(count=32))
+        taken = SimpleNamespace(log_due=step % 10 == 9, batch=SimpleNamespace(count=32))
         hook.on_step(fake, taken)
     assert [message[: len(words)] for message, words in zip(log.messages, told, strict=True)] == told
     if told:

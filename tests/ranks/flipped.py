@@ -3,21 +3,21 @@
 import numpy as np
 
 from hvd_train.cli.main import main
-from hvd_train.core import loop
+from hvd_train.core.step import StepRunner
 
 STEP, TENSOR = 7, "weights/fc2.kernel"
-given = loop.Trainer._step
+run = StepRunner.run
 
 
 def flipped(self, step):
-    rate = given(self, step)
-    if self.progress.step == STEP and self.communicator.rank == self.communicator.size - 1:
-        weight = np.ascontiguousarray(self.frontend.state()[TENSOR])
+    made, training = run(self, step), self.training
+    if training.progress.step == STEP and training.communicator.rank == training.communicator.size - 1:
+        weight = np.ascontiguousarray(training.frontend.state()[TENSOR])
         weight.view(np.uint8).flat[0] ^= 1  # the last digit of the first number
-        self.frontend.load({TENSOR: weight})
-    return rate
+        training.frontend.load({TENSOR: weight})
+    return made
 
 
 if __name__ == "__main__":
-    loop.Trainer._step = flipped
+    StepRunner.run = flipped
     main()

@@ -20,9 +20,10 @@ import numpy as np
 
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, collectively
+from hvd_train.core.evaluation import evaluate
 from hvd_train.core.hooks import Hook
-from hvd_train.core.loop import evaluate, forward_seed
 from hvd_train.core.mean import differing, mean
+from hvd_train.core.step import forward_seed
 from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
 from hvd_train.errors import DataError, TrainError

@@ -1,19 +1,19 @@
 from hvd_train.cli.main import main
-from hvd_train.core import loop
+from hvd_train.core.step import StepRunner
 
-given = loop.Trainer._step
+run = StepRunner.run
 
 
 def summed(self, step):
     """The loss is divided by this rank's samples, the gradients are added."""
-    real = self.frontend.train_step
-    size = self.communicator.size
-    self.frontend.train_step = lambda placed, scale, *rest: real(placed, scale * size, *rest)
+    frontend, size = self.training.frontend, self.training.communicator.size
+    real = frontend.train_step
+    frontend.train_step = lambda placed, scale, *rest: real(placed, scale * size, *rest)
     try:
-        return given(self, step)
+        return run(self, step)
     finally:
-        self.frontend.train_step = real
+        frontend.train_step = real
 
 
-loop.Trainer._step = summed
+StepRunner.run = summed
 main()

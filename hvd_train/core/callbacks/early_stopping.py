@@ -1,0 +1,28 @@
+"""Early stopping."""
+
+from __future__ import annotations
+
+import math
+
+from hvd_train.config.keys import EarlyStoppingConfig
+from hvd_train.core.hooks import Epoch, Hook
+from hvd_train.core.training import Training
+
+
+class EarlyStopping(Hook):
+    """``early_stopping``; ``best`` and ``waited`` are kept in the checkpoint's progress."""
+
+    def __init__(self, rule: EarlyStoppingConfig) -> None:
+        self._rule = rule
+
+    def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
+        rule, p = self._rule, trainer.progress
+        if not epoch.complete or "val_loss" not in epoch.metrics:
+            return  # an interruption within an epoch must not change when training stops
+        value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
+        if math.isfinite(value) and (p.best is None or value < p.best - rule.min_delta):
+            p.best, p.waited = value, 0
+            return
+        p.waited += 1
+        if p.waited >= rule.patience:
+            trainer.stop(f"early stopping: {rule.monitor} has not improved for {p.waited} evaluations")

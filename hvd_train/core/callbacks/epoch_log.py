@@ -1,0 +1,23 @@
+"""The row of each epoch on the terminal."""
+
+from __future__ import annotations
+
+from hvd_train.core.callbacks.straggler_log import log_straggler
+from hvd_train.core.hooks import Epoch, Hook
+from hvd_train.core.training import Training
+
+
+class EpochLog(Hook):
+    """Log the row of an epoch; metrics that were not evaluated have an empty cell."""
+
+    def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
+        empty = {name.replace("train", "val", 1): None for name in trainer.progress.train}
+        trainer.log.epoch_line(
+            epoch=epoch.number,
+            step=trainer.progress.step,
+            values=trainer.progress.train | empty | dict(epoch.metrics),
+            lr=epoch.learning_rate,
+            samples_per_second=epoch.samples / epoch.seconds if epoch.seconds else None,
+            seconds=epoch.seconds,
+            note=log_straggler(trainer, epoch.number),
+        )

@@ -1,0 +1,75 @@
+"""The lines of the log while an epoch is trained."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.agreement import NONFINITE_FIX
+from hvd_train.core.hooks import Hook, StepInfo
+from hvd_train.core.mean import ordered_sum
+from hvd_train.core.training import Training
+from hvd_train.errors import NonFiniteError
+from hvd_train.task.task import Task
+
+
+class LossLog(Hook):
+    """Log a line for the samples since the line before it, so that lines add up by their ``samples``."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        # This rank's sums of each step since the last line, left on the device: to read one waits for its step.
+        self.pending: list[Any] = []
+        # (losses,) or (0,): this rank's samples since the last line, by which each loss is divided.
+        self._counts = np.zeros(len(task.objectives) if task.weighted_by_data else 0)
+
+    def local(self, trainer: Training) -> np.ndarray:
+        """Return this rank's sums since the last line, added in the order of the steps, and its counts: (n,) float64.
+
+        An interrupted run keeps them in its checkpoint, and goes on with the line that it left.
+        """
+        rows = [trainer.frontend.ops.to_numpy(sums) for sums in self.pending]
+        sums = np.sum(rows, axis=0) if rows else np.zeros(self._task.length)
+        return np.append(sums, self._counts)
+
+    def discard(self) -> None:
+        """Leave out the steps since the last line: their weights are gone back from."""
+        self.pending.clear()
+        self._counts = np.zeros_like(self._counts)
+
+    def on_start(self, trainer: Training) -> None:
+        """Go on with the line in which an interrupted run stopped."""
+        rows, communicator, length = trainer.progress.pending, trainer.communicator, self._task.length
+        trainer.progress.pending = []
+        row = np.zeros(0)
+        if len(rows) == communicator.size:
+            row = np.array(rows[communicator.rank])
+        elif rows and communicator.rank == 0:  # on another number of ranks one of them takes it all
+            row = np.sum(rows, axis=0)
+        if len(row) == length + len(self._counts):
+            self.pending, self._counts = [trainer.frontend.ops.from_numpy(row[:length])], row[length:]
+
+    def on_step(self, trainer: Training, info: StepInfo) -> None:
+        p = trainer.progress
+        self.pending += info.local_sums
+        if info.local_counts is not None:
+            self._counts = self._counts + info.local_counts
+        trainer.log.progress(p.epoch, p.consumed, trainer.epoch_size, trainer.samples_per_second)
+        if not info.due.log:
+            return
+        local = self.local(trainer)
+        self.pending.clear()
+        task = self._task
+        sums = ordered_sum(local, trainer.groups.data)
+        if task.weighted_by_data:
+            task.check(sums, sums[task.length :])
+            self._counts, sums = np.zeros(len(task.objectives)), sums[: task.length]
+        result = task.results(sums)
+        if result["samples"] and not math.isfinite(result["loss"]):
+            where = f"epoch {p.epoch + 1}, up to step {p.step}"
+            raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)
+        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums)]
+        if result["samples"]:  # else all steps were left out
+            trainer.log.train(p.epoch, p.step, result, info.learning_rate, trainer.samples_per_second())

@@ -1,0 +1,35 @@
+"""The comparison of the ranks' weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_train.core.agreement import agree_on_weights
+from hvd_train.core.callbacks.loss_log import LossLog
+from hvd_train.core.hooks import Hook, StepInfo
+from hvd_train.core.training import Training
+
+
+class WeightCheck(Hook):
+    """All ranks must hold the same weights, except where the averaging mode lets them differ for a while."""
+
+    def __init__(self, loss_log: LossLog) -> None:
+        self._loss_log = loss_log
+
+    def on_step(self, trainer: Training, info: StepInfo) -> None:
+        if info.due.check:
+            self.compare(trainer)
+
+    def converge(self, trainer: Training) -> None:
+        """Make one model on all ranks: before an evaluation, a checkpoint and the end."""
+        if trainer.update.diverged:
+            trainer.update.converge()
+            self.compare(trainer)
+
+    def compare(self, trainer: Training) -> None:
+        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.groups.data.size == 1:
+            return
+        # A loss that is not finite is the better message: it has spoilt the weights of this rank first.
+        finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._loss_log.pending)
+        where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
+        agree_on_weights(trainer.groups.data, trainer.frontend.checksums(), where, finite=finite)

@@ -1,0 +1,42 @@
+"""When to log, compare weights, save and sync: by the configuration and the step's number, so on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvd_train.config import Config
+
+
+class Due(NamedTuple):
+    """What follows a step. ``last``: the epoch ends here, at its last step or at ``max_steps``."""
+
+    last: bool
+    save: bool
+    snapshot: bool  # a checkpoint in memory
+    log: bool
+    check: bool  # of the weights
+    sync: bool  # the ranks agree on signals and wishes to stop
+
+
+class StepRules:
+    """The rules of ``config`` for each step; ``snapshots``: there is a folder in memory for them."""
+
+    def __init__(self, config: Config, snapshots: bool) -> None:
+        self._max_steps = config.max_steps
+        self._save_every = config.checkpoint.every_n_steps
+        self._snapshot_every = config.checkpoint.snapshot_every_n_steps if snapshots else 0
+        self._log_every = config.log_every_n_steps
+        self._check_every = config.agreement_every_n_steps
+
+    def due(self, step: int, at_end: bool, sync: bool) -> Due:
+        """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock."""
+        last = at_end or bool(self._max_steps and step >= self._max_steps)
+        # At the end of an epoch its own checkpoint follows, with its metrics.
+        save = not at_end and bool(self._save_every) and step % self._save_every == 0
+        snapshot = not (last or save) and bool(self._snapshot_every) and step % self._snapshot_every == 0
+        # Nothing is saved that was not looked at: a line shows losses that are not finite, a check other weights.
+        looks = last or save or snapshot
+        log = looks or step % self._log_every == 0
+        check = looks or bool(self._check_every and step % self._check_every == 0)
+        # A wish to stop takes effect with a line, whatever the clock says: when a run ends must not depend on clocks.
+        return Due(last, save, snapshot, log, check, sync or log)

@@ -1,0 +1,147 @@
+"""Saving: when, what is waited for, and the way back to the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.checkpoint import store
+from hvd_train.checkpoint.writer import NOT_KEPT, Writer, raise_if_failed
+from hvd_train.core import train_state
+from hvd_train.core.agreement import collectively
+from hvd_train.core.callbacks.loss_log import LossLog
+from hvd_train.core.callbacks.weight_check import WeightCheck
+from hvd_train.core.hooks import Epoch, Hook, StepInfo
+from hvd_train.core.nonfinite import MOST_IN_A_ROW
+from hvd_train.core.training import Training
+from hvd_train.errors import NonFiniteError
+
+WAIT_SECONDS = 10.0  # between two words of the rank that writes to those that wait for it
+
+
+class Saver(Hook):
+    """Save every so many steps and epochs, in the background; with ``on_nonfinite: rollback``, go back.
+
+    ``memory``: a folder for snapshots; ``announce``: called with each checkpoint that was written and kept.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        loss_log: LossLog,
+        weight_check: WeightCheck,
+        announce: Callable[[Path], None],
+        memory: Path | None,
+    ) -> None:
+        self._training, self._loss_log, self._weight_check = training, loss_log, weight_check
+        self._announce, self._memory = announce, memory
+        self.writer = Writer(training.config.watchdog_s)
+        self._last: Path | None = None  # the checkpoint that this run saved or began from
+        self._rolled_back = 0  # times since the last one
+        self._saved = False  # whether the newest checkpoint is what this run is now
+        self._metrics: Mapping[str, float] = {}  # by which the checkpoint of this step is ranked, if there is one
+
+    def resumed_from(self, snapshot: store.Snapshot | None) -> None:
+        self._last = snapshot.path if snapshot else None
+        self._metrics = snapshot.meta.get("monitor", {}) if snapshot else {}
+
+    def begin(self) -> None:
+        """Begin the run folder, where there must be room for a checkpoint."""
+        training = self._training
+        training.frontend.run_queued()
+        collectively(training.communicator, lambda: training.log.begin(train_state.size(training, self.writer)))
+        training.stop_source.begun = True
+
+    # ---- when
+
+    def on_step_end(self, trainer: Training, info: StepInfo) -> None:
+        self._saved, self._metrics = False, {}
+        if info.due.save or info.due.snapshot:
+            self.save({}, memory=self._memory if info.due.snapshot else None)
+
+    def epoch_left(self) -> None:
+        """The progress has changed: what was saved at the epoch's last step is not what the run is now."""
+        self._saved = False
+
+    def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
+        every = trainer.config.checkpoint.every_n_epochs
+        if trainer.finished or (epoch.complete and every and trainer.progress.epoch % every == 0):
+            self.save(epoch.metrics)
+
+    def keep(self) -> None:
+        """Save the run as it stands, whatever the configuration saves, so that it goes on to the same bits."""
+        while not self._saved:  # weights that may not be saved are gone back from, to those of a checkpoint
+            pending = self._gathered(self._loss_log.local(self._training))
+            self._training.progress.pending = [[float(x) for x in row] for row in pending]
+            self.save(self._metrics, keep=True)
+
+    def _gathered(self, local: np.ndarray) -> list[np.ndarray]:
+        parts = self._training.communicator.allgather_bytes(local.tobytes(), "pending")
+        return [np.frombuffer(part) for part in parts]
+
+    # ---- how
+
+    def save(self, metrics: Mapping[str, float], keep: bool = False, memory: Path | None = None) -> None:
+        """Begin to write a checkpoint. ``keep``: whatever the configuration says; ``memory``: there, as a snapshot."""
+        training, rule = self._training, self._training.config.checkpoint
+        if not (rule.save_last or rule.save_top_k or keep or memory):
+            return
+        training.stragglers.pause()
+        self.wait()
+        try:
+            self._weight_check.converge(training)
+            training.stop_source.at("saving", training.progress.step)
+            train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
+        except NonFiniteError as error:
+            self.roll_back(error)
+            return
+        self._last, self._rolled_back, self._metrics = self.writer.path, 0, metrics
+        self._saved = not memory and (rule.save_last or keep)  # else it may not be kept
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is there."""
+        if not self.writer.path:
+            return
+        training = self._training
+        training.stop_source.at("saving", training.progress.step)
+        outcome = None
+        while outcome is None:  # Horovod takes ranks that wait for one for long to have diverged
+            self.writer.wait(WAIT_SECONDS)
+            local = json.dumps(self.writer.outcome()).encode()
+            outcome = json.loads(training.communicator.broadcast_bytes(local))
+        self.written(outcome)
+
+    def written(self, outcome: str) -> None:
+        """Take rank 0's word that a write has ended; on all ranks together."""
+        path, self.writer.path = self.writer.path, None
+        raise_if_failed(outcome)
+        if path and path.parent == self._training.folder and outcome != NOT_KEPT:
+            self._announce(path)
+
+    # ---- back
+
+    def roll_back(self, error: NonFiniteError) -> None:
+        """Take the weights of the last checkpoint, with ``on_nonfinite: rollback``; the samples since are left out.
+
+        Otherwise, and when that was of no use, raise the error.
+        """
+        training = self._training
+        self._rolled_back += 1
+        if training.config.on_nonfinite != "rollback" or self._rolled_back > MOST_IN_A_ROW:
+            raise error
+        self.wait()
+        p, first = training.progress, training.communicator.rank == 0
+        path = training.communicator.broadcast_bytes(str(self._last or "").encode()).decode()
+        if not path:
+            what = f"{error.what}, and there is no checkpoint yet"
+            raise NonFiniteError(what, where=error.where, fix=error.fix, common=True)
+        snapshot = collectively(training.communicator, lambda: store.load(Path(path)) if first else None)
+        train_state.restore(training, snapshot)
+        # Weights, slots and loss scale are those of the checkpoint, the place in the data is not.
+        p.loss_scale, p.good_steps, training.progress = training.progress.loss_scale, 0, p
+        self._loss_log.discard()
+        self._saved, self._metrics = False, {}
+        training.log.message(f"step {p.step}: {error.what}; goes on with the weights of {Path(path).name}")

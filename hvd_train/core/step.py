@@ -1,0 +1,83 @@
+"""One optimizer step: scale of the loss, seeds, gradients of the micro-batches, update."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from hvd_train.core.callbacks.compression_error import CompressionErrorLog
+from hvd_train.core.mean import ordered_sum
+from hvd_train.core.nonfinite import Skips, rescale
+from hvd_train.core.training import Training
+from hvd_train.data.loader import Step
+from hvd_train.protocol import Scale
+
+
+def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
+    """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class StepRunner:
+    """Makes the steps of a training and counts them in its progress."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        config = training.config
+        self._error_log = CompressionErrorLog(config.exchange.compression_error_every_n_steps)
+        skips = config.on_nonfinite == "skip"
+        self._skips = Skips(training.frontend, training.log, training.scaled) if skips else None
+
+    def run(self, step: Step) -> tuple[float, list[Any], np.ndarray | None]:
+        """Make a step; return (learning rate, this rank's sums of each micro-batch, its counts (losses,) or None).
+
+        Sums are empty where the step was left out.
+        """
+        training = self.training
+        p, config, frontend, update = training.progress, training.config, training.frontend, training.update
+        local = sum(batch.count for batch in step.micro_batches)
+        scale: Scale = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
+        counts = None
+        if frontend.task.weighted_by_data:
+            counts, scale = self._weighted_scale(step)
+        rate = training.learning_rate(p.consumed // training.global_batch, p.step)
+        *earlier, last = step.micro_batches
+        rank = training.groups.data.rank
+        seeds = [forward_seed(config.seed, p.step, micro, rank) for micro in range(len(step.micro_batches))]
+        placed = frontend.to_device(last)
+        if self._skips:
+            self._skips.begin()
+        if self._error_log.due(p.step):
+            unscaled = np.divide(scale, p.loss_scale).tolist()  # thresholds are for gradients as they are
+            self._error_log.measure(training, placed, unscaled, seeds[-1])
+        sums = [
+            frontend.add_gradients(frontend.to_device(batch), scale, seed)
+            for batch, seed in zip(earlier, seeds, strict=False)
+        ]
+        sums.append(frontend.train_step(placed, scale, seeds[-1], rate, 1 / p.loss_scale))
+        p.step, p.consumed, p.seen = p.step + 1, step.consumed, p.seen + step.count
+        finite = not config.checks_gradients or frontend.finite()
+        if training.scaled:
+            rescale(p, finite, training.log)
+        if self._skips and self._skips.left_out(p, finite, sums):
+            sums, counts = [], None
+        update.after_step(p.step)
+        return rate, sums, counts
+
+    def _weighted_scale(self, step: Step) -> tuple[np.ndarray, list[float]]:
+        """Return this rank's counts and ``scale``, where labels tell how much counts.
+
+        Each loss is divided by its own count over all micro-batches and ranks, so that N ranks are one rank: counts
+        are added before the first micro-batch, in one small transfer a step.
+        """
+        training = self.training
+        local = np.sum([training.frontend.counts(batch) for batch in step.micro_batches], axis=0)  # (losses,)
+        total = local
+        if not training.update.local_gradients:
+            # Run queued steps first: other ranks may already be waiting for this rank's gradients.
+            training.frontend.run_queued()
+            total = ordered_sum(local, training.groups.data)
+        return local, [training.progress.loss_scale / count if count else 0.0 for count in total.tolist()]

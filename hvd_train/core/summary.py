@@ -1,0 +1,35 @@
+"""The summary of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_train.checkpoint.arrays import weights_sha256
+from hvd_train.core.training import Training
+
+
+def summary(training: Training) -> dict[str, Any]:
+    """Return what ``summary.json`` holds, equal on all ranks."""
+    p, config, names = training.progress, training.config, training.config.task.names
+    return {
+        "framework": config.framework,
+        "model": config.model.name,
+        "world_size": training.communicator.size,
+        "epochs": p.epoch,
+        **({"paused_at": p.epoch} if training.paused else {}),
+        "steps": p.step,
+        "train_samples": p.seen,
+        **({"skipped_steps": p.skipped} if config.checks_gradients else {}),
+        "val_samples": p.val.get("val_samples", 0),
+        **_numbers({f"train_{name}": p.train.get(f"train_{name}") for name in names}),
+        **_numbers({f"val_{name}": p.val.get(f"val_{name}") for name in names}),
+        "samples_per_second": training.samples_per_second(),
+        "weights_sha256": weights_sha256(training.frontend.state()),
+    }
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """None for what is no number, as JSON knows no nan."""
+    return {name: x if x is not None and math.isfinite(x) else None for name, x in values.items()}

@@ -1,0 +1,124 @@
+"""The state of a training, which the loop, its hooks and saving share; it knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hvd_train.checkpoint.compatibility import data_facts
+from hvd_train.checkpoint.manifest import Progress
+from hvd_train.config import Config
+from hvd_train.core.meeting import StopSource
+from hvd_train.core.precision import FIRST_SCALE
+from hvd_train.core.schedule import Schedule
+from hvd_train.core.straggler import Stragglers
+from hvd_train.data.loader import Loader
+from hvd_train.protocol import FrontEnd, Source, Update
+from hvd_train.run_folder.log import NullLog, RunLog
+
+
+class Training:
+    """The parts of a training, its lengths and its progress. Hooks get it as ``trainer``.
+
+    ``compression``: the compressor that ``auto`` chose; a resumed run keeps to it. ``until``: epochs after which the
+    run is left, to be resumed later.
+    """
+
+    samples_per_second: Callable[[], float]  # of all ranks; 0 before the first step
+    speeds: Callable[[], tuple[float, float]]  # see callbacks.speed.Speed.spread
+
+    def __init__(
+        self,
+        config: Config,
+        frontend: FrontEnd,
+        update: Update,
+        train: Source,
+        val: Source,
+        run_dir: Path,
+        log: RunLog | NullLog,
+        compression: str,
+        stop_source: StopSource,
+        until: int | None,
+    ) -> None:
+        self.config, self.frontend, self.update, self.log = config, frontend, update, log
+        self.compression, self.stop_source, self.until = compression, stop_source, until
+        self.run_dir, self.folder = run_dir, run_dir / "checkpoints"
+        self.groups, self.communicator = frontend.groups, frontend.groups.world
+        self.global_batch = config.global_batch(self.groups.data.size)
+        self.train_loader, self.val_loader = self._loader(train), self._loader(val)
+        self.train_size, self.val_size = len(train), len(val)
+        self.sample = train.sample.joined(val.sample)
+        self.data = data_facts(train, val)
+        self.steps_per_epoch = -(-self.train_size // self.global_batch)
+        self.limit = min(config.limit_train_batches or self.steps_per_epoch, self.steps_per_epoch)
+        self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
+        totals = [config.max_steps, config.max_epochs and config.max_epochs * self.limit]
+        total_steps = min(total for total in totals if total)
+        self.schedule = Schedule(config.optim, self.global_batch, self.limit, total_steps)
+        # A length that is given in steps, and no drop at the end of an epoch: the rate follows the step alone.
+        self._rate_by_step = total_steps == config.max_steps and config.optim.schedule in ("constant", "cosine")
+        self.scaled = config.precision == "16-mixed"
+        self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
+        self.stop_wish = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
+        self.stragglers = Stragglers()
+
+    def _loader(self, source: Source) -> Loader:
+        return Loader(
+            source,
+            global_batch=self.global_batch,
+            accumulate=self.config.accumulate_grad_batches,
+            rank=self.groups.data.rank,
+            size=self.groups.data.size,
+            seed=self.config.seed,
+            workers=self.config.data.workers,
+        )
+
+    def stop(self, why: str) -> None:
+        """End the training of all ranks, evaluated and saved as at its end, whichever rank calls this.
+
+        It ends with the epoch if called in ``on_epoch``, else with the next line of the log.
+        """
+        self.stop_wish = why
+
+    @property
+    def exchange_share(self) -> float | None:
+        """The share of the time that the exchange takes on every rank; None: not yet measured."""
+        return self.stragglers.least_wait
+
+    def learning_rate(self, place: int, step: int) -> float:
+        """Return the rate of step number ``step`` of the run (from 0), the ``place``-th of its epoch.
+
+        It follows the place in the epoch, so that it means the same after a resume on another number of ranks.
+        """
+        if self._rate_by_step:
+            return self.schedule.rate(step)
+        return self.schedule.rate(self.progress.epoch * self.schedule.steps_per_epoch + place)
+
+    # ---- whether it has ended
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training has come to its end: stopped, or at ``max_steps`` or ``max_epochs``."""
+        p, c = self.progress, self.config
+        return (
+            p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
+        )
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run has come ``until`` where it is left, and not to its end."""
+        return self.until is not None and self.progress.epoch >= self.until and not self.finished
+
+    @property
+    def complete(self) -> str:
+        """The reason why a restored run has nothing left to train; empty if it has."""
+        if self.progress.ending or not self.finished:
+            return ""
+        p, c = self.progress, self.config
+        word = "nothing is left to train"
+        if c.early_stopping and p.stopped and p.waited >= c.early_stopping.patience:
+            return f"{word}: early stopping ended the run; a larger early_stopping.patience, or none, goes on"
+        if p.stopped:
+            return f"{word}: the run was stopped before its end; --overwrite starts it anew"
+        key = "max_steps" if c.max_steps and p.step >= c.max_steps else "max_epochs"
+        return f"{word}: {key} {getattr(c, key)} is reached; a larger one goes on"

@@ -1,0 +1,66 @@
+"""The evaluation of a training, which a signal may interrupt."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Generator
+from contextlib import closing
+
+from hvd_train import faults
+from hvd_train.core.callbacks.weight_check import WeightCheck
+from hvd_train.core.evaluation import evaluate
+from hvd_train.core.meeting import Meetings
+from hvd_train.core.stopping import Interruption, StopSync
+from hvd_train.core.training import Training
+from hvd_train.protocol import Batch
+
+
+class Validation:
+    """Evaluates a training on its validation samples, every so many epochs and at its end."""
+
+    def __init__(
+        self, training: Training, weight_check: WeightCheck, sync: StopSync, interruption: Interruption
+    ) -> None:
+        self._training, self._weight_check = training, weight_check
+        self._sync, self._interruption = sync, interruption
+        self._turns = Meetings(training.communicator)  # batches
+        self._before = training.progress
+
+    def epoch_left(self) -> None:
+        """Note the progress that an interruption saves: the evaluation is repeated, and with it what follows."""
+        self._before = copy.deepcopy(self._training.progress)
+
+    def due(self, complete: bool) -> bool:
+        """Return whether to evaluate after an epoch, which is ``complete`` or was left."""
+        every = self._training.config.check_val_every_n_epoch
+        return self._training.finished or (complete and self._training.progress.epoch % every == 0)
+
+    def run(self, epoch: int, learning_rate: float) -> None:
+        """Evaluate, and log the result as that of epoch number ``epoch`` (from 0)."""
+        training = self._training
+        p = training.progress
+        training.stragglers.pause()
+        self._weight_check.converge(training)
+        training.stop_source.at("evaluation", p.step)
+        self._turns.begin()
+        batches = _limited(training.val_loader.evaluation(), training.config.limit_val_batches)
+        results = evaluate(training.frontend, batches, self._between)
+        p.val = {f"val_{name}": value for name, value in results.items()}
+        training.log.val(epoch, p.step, results, learning_rate, training.samples_per_second())
+
+    def _between(self) -> None:
+        """Look for a signal between two batches."""
+        training = self._training
+        training.stop_source.at("evaluation", training.progress.step)
+        faults.at("evaluation")
+        if self._turns.due():
+            self._sync.sync_in_evaluation(self._turns)
+            if self._sync.signal:
+                training.progress = self._before
+                self._interruption.leave()
+
+
+def _limited(batches: Generator[Batch, None, None], limit: int | None) -> Generator[Batch, None, None]:
+    with closing(batches):
+        yield from itertools.islice(batches, limit)

@@ -265,7 +265,7 @@ class NumpyFrontEnd(StateTree):
         if self.steps == self.poison_at:
             sums = sums * [np.nan, 1, 1]
         self.steps += 1
-        flats = self.update.exchange.join([x * unscale for x in self.sums.values()])
+        flats = self.update.exchange.to_buckets([x * unscale for x in self.sums.values()])
         if self.checks:
             self.failed = float(self.update.failures(flats)[0]) > 0
             if self.failed:
@@ -317,7 +317,7 @@ class NumpyMomentum(NamedArrays):
 
     def step(self, gradients, learning_rate):
         frontend = self.frontend
-        for n, gradient in zip(frontend.w, frontend.update.exchange.split(gradients), strict=True):
+        for n, gradient in zip(frontend.w, frontend.update.exchange.from_buckets(gradients), strict=True):
             self.slots[n] = frontend.momentum * self.slots[n] + gradient
             frontend.w[n] = frontend.w[n] - learning_rate * self.slots[n]
 

@@ -26,6 +26,6 @@ class ErrorFeedback:
     def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
         (residual,) = state
         total = gradient + residual
-        wire, own = self.encode(total, ops)
+        wire, local = self.encode(total, ops)
         reduced = yield wire
-        return self.decode(reduced, total, ops), (total - own,)
+        return self.decode(reduced, total, ops), (total - local,)

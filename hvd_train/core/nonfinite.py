@@ -26,14 +26,14 @@ class Skips:
 
     def begin(self) -> None:
         """Called before the step."""
-        self._kept = self._frontend.statistics()
+        self._kept = self._frontend.running_statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
         """Return whether the step was left out and undone. ``sums``: this rank's, of each micro-batch."""
         if finite:
             self._in_a_row = 0
             return False
-        self._frontend.put_back(self._kept)
+        self._frontend.restore_statistics(self._kept)
         own = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
         parts = self._frontend.groups.world.allgather_bytes(bytes([own]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]

@@ -75,11 +75,11 @@ def _gather_local(training: Training, keep: bool) -> list[Tree]:
     """Return, on rank 0, what each rank alone has; running statistics are averaged for the checkpoint."""
     frontend, communicator = training.frontend, training.communicator
     several = keep and communicator.size > 1
-    before = frontend.statistics() if several else {}
+    before = frontend.running_statistics() if several else {}
     frontend.average_statistics()
-    after = frontend.statistics() if several else {}
+    after = frontend.running_statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
-    statistics = frontend.neutral({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
+    statistics = frontend.canonical({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
     parts, local = communicator.gather_bytes(pack(statistics | _local(training))), []
     while parts:  # no two copies of all of it
         local.append(unpack(parts.pop(0)))
@@ -206,7 +206,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
 
 def _check_own(training: Training, own: Tree) -> None:
     """``load`` leaves out what it does not know: the run would go on with other statistics, and nobody be told."""
-    here = training.frontend.neutral(training.frontend.statistics())
+    here = training.frontend.canonical(training.frontend.running_statistics())
     unknown = [key for key, x in sorted(own.items()) if key not in here or here[key].shape != x.shape]
     if unknown:
         what = "the checkpoint has statistics of a rank, which this model has not"

@@ -101,7 +101,7 @@ class Arrays:
         )
         return inputs, labels
 
-    def taken(self, inputs: Any, labels: Any, rows: np.ndarray) -> tuple[Fields, Fields]:
+    def convert(self, inputs: Any, labels: Any, rows: np.ndarray) -> tuple[Fields, Fields]:
         """Check other samples of the same fields, and return them as ``fetch`` would."""
         parts = []
         for values, columns in ((inputs, self._inputs), (labels, self._labels)):

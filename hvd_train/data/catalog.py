@@ -81,7 +81,7 @@ def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str
             parts = {"train": train, "val": val, **tests}
     names = list(parts)
     for name in names[1:]:
-        _check_alike(parts, names[0], name, where)
+        _check_same_fields(parts, names[0], name, where)
     if request.split == "all":
         return {"all": next(iter(parts.values())) if len(parts) == 1 else Joined(list(parts.values()))}
     if request.split and request.split not in parts:
@@ -103,7 +103,7 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
             raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
 
 
-def _check_alike(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
+def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:
     """Check that two parts have the same fields; what classes occur may differ."""
     fields = [
         {

@@ -113,7 +113,7 @@ class Known:
             known_labels[name] = Classes(stored.classes or asked.count, names, False, "the run")
         return cls(default, known_labels, run)
 
-    def counted(self, count: int | None) -> Known:
+    def with_count(self, count: int | None) -> Known:
         """The same, with ``count`` classes where no number is known."""
 
         def one(known: Classes) -> Classes:

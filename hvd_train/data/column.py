@@ -57,16 +57,16 @@ class Column:
         where: str,
         as_stored: bool,
         images: bool | None = None,
-        beside: Sequence[Field] = (),
+        inputs: Sequence[Field] = (),
     ) -> Column:
         """Make the column of labels (n, ...) that are not classes: numbers, or images as inputs are.
 
-        ``as_stored``: a function of the user takes them; else (n, 1) is (n,). ``beside``: the inputs; a label at each
+        ``as_stored``: a function of the user takes them; else (n, 1) is (n,). ``inputs``: their fields; a label at each
         place of an image is an image, too.
         """
         kind, shape = np.dtype(values.dtype), tuple(int(k) for k in values.shape[1:])
         if len(shape) > (2 if as_stored else 1):
-            if images is None and any(field.image and field.shape[:2] == shape[:2] for field in beside):
+            if images is None and any(field.image and field.shape[:2] == shape[:2] for field in inputs):
                 images = True
             return cls.of_inputs(title, values, False, True, where, images)
         if kind.kind not in "fuib":
@@ -74,19 +74,19 @@ class Column:
         dtype = "float32" if kind.kind == "f" else "bool" if kind.kind == "b" else "int64"
         return cls(title, values, Field(() if shape == (1,) and not as_stored else shape, dtype), where)
 
-    def of(self, taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def of(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Convert some samples to the type and shape of the field; ``rows``: their places, for messages."""
         if self.lookup:
-            taken = self.lookup(taken)
+            values = self.lookup(values)
         if self.field.dtype == "float32":
             with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
-                taken = taken.astype(np.float32, copy=False)
-                finite = math.isfinite(np.sum(taken))  # cheaper than looking at each; may overflow without a fault
+                values = values.astype(np.float32, copy=False)
+                finite = math.isfinite(np.sum(values))  # cheaper than looking at each; may overflow without a fault
             if not finite:
-                self.check(np.isfinite(taken), rows, "NaN or infinity")
-        elif taken.dtype == np.uint64:
-            self.check(np.less(taken, 1 << 63), rows, "a number of more than 63 bits")
-        return taken.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
+                self.check(np.isfinite(values), rows, "NaN or infinity")
+        elif values.dtype == np.uint64:
+            self.check(np.less(values, 1 << 63), rows, "a number of more than 63 bits")
+        return values.astype(self.field.dtype, copy=False).reshape(len(rows), *self.field.shape)
 
     def check(self, entries: np.ndarray, rows: np.ndarray, what: str) -> None:
         """Check that all entries are good (True); ``what``: what a bad one is, for the message."""

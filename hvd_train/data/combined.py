@@ -42,7 +42,7 @@ class Joined:
             pieces.append((here, self._parts[k].fetch(np.asarray(indices)[here] - start)))
         back = np.argsort(np.concatenate([here for here, _ in pieces]))
         inputs, labels = (
-            {name: np.concatenate([taken[kind][name] for _, taken in pieces])[back] for name in pieces[0][1][kind]}
+            {name: np.concatenate([fetched[kind][name] for _, fetched in pieces])[back] for name in pieces[0][1][kind]}
             for kind in (0, 1)
         )
         return inputs, labels

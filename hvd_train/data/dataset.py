@@ -90,7 +90,7 @@ class DataSet:
 
 def known(config: DataConfig, request: DataRequest, count: int | None = None) -> Known:
     """Return the classes known before the data are read; ``count``: of a data set that always has so many."""
-    return Known.of(config, request.run).counted(count)
+    return Known.of(config, request.run).with_count(count)
 
 
 def existing_path(config: DataConfig) -> Path:

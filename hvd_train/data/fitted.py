@@ -36,11 +36,11 @@ class FieldMap:
         x = x if self.order is None else x[..., self.order]
         if self.lookup is None:
             return x
-        found = self.lookup(x)
-        strange = (found < 0) & (found != self.lookup.ignore)
+        numbers = self.lookup(x)
+        strange = (numbers < 0) & (numbers != self.lookup.ignore)
         if strange.any():
             raise unknown(sorted(set(x[strange].tolist())), "the run", self.names, self.where)
-        return found.astype(x.dtype)
+        return numbers.astype(x.dtype)
 
 
 class Fitted:
@@ -70,8 +70,8 @@ class Fitted:
             if name not in self._labels
         }
         return (
-            {name: taken(inputs) for name, taken in self._inputs.items()},
-            zeros | {name: taken(labels) for name, taken in self._labels.items()},
+            {name: field_map(inputs) for name, field_map in self._inputs.items()},
+            zeros | {name: field_map(labels) for name, field_map in self._labels.items()},
         )
 
 

@@ -39,7 +39,7 @@ BROKEN = (OSError, SyntaxError, ValueError, struct.error, KeyError, IndexError, 
 GRAY = ("L", "1", "LA")
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)  # EXIF: the tag, and values for which height and width change places
 LISTED = 10  # classes that a message names
-BESIDE = "beside the classes"
+NOT_IN_A_CLASS = "beside the classes"
 TOGETHER = 64  # headers that a thread reads at once
 THREADS = 8  # a network's answer takes longer than reading a header
 
@@ -130,14 +130,14 @@ class Listing:
     @property
     def note(self) -> str:
         """One line of what is not read."""
-        parts = [f"{name}: {_counted(counts)}" for name, counts in [*self.skipped.items()][:LISTED]]
+        parts = [f"{name}: {_described(counts)}" for name, counts in [*self.skipped.items()][:LISTED]]
         parts += [f"and {len(self.skipped) - LISTED} more classes"] * (len(self.skipped) > LISTED)
         parts += [f"no image in {', '.join(self.empty[:LISTED])}"] * bool(self.empty)
-        what = "images in class folders" if BESIDE in self.skipped else "images"
+        what = "images in class folders" if NOT_IN_A_CLASS in self.skipped else "images"
         return f"not read in {self.where}, as these are not {what}: {'; '.join(parts)}" if parts else ""
 
 
-def _counted(counts: Counter[str]) -> str:
+def _described(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in counts.most_common())
 
 
@@ -154,7 +154,7 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
         candidates, held = held, []
     for kind in held:
         if not kind.is_dir():
-            _skip(listing, BESIDE, kind)
+            _skip(listing, NOT_IN_A_CLASS, kind)
             continue
         listing.classes.append(kind.name)
         for file in sorted(kind.iterdir()):
@@ -185,7 +185,7 @@ def check_no_class_is_empty(listing: Listing) -> None:
     if listing.empty:
         name = listing.empty[0]
         held = listing.skipped.get(name)
-        what = f"class '{name}' has no image" + (f", but {_counted(held)}" if held else "")
+        what = f"class '{name}' has no image" + (f", but {_described(held)}" if held else "")
         fix = "add or convert its images, or remove the folder"
         raise DataError(what, where=str(listing.where / name), fix=fix)
 
@@ -275,12 +275,12 @@ class ImageFiles:
         self.names = " ".join(
             [f"{path.parent.name}/{path.name}" for path in self._paths] + [f"{turned} turned"][:turned]
         )
-        largest = max(range(len(sizes)), key=lambda k: sizes[k][0] * sizes[k][1])
-        width, height = sizes[largest]
+        most = max(range(len(sizes)), key=lambda k: sizes[k][0] * sizes[k][1])
+        width, height = sizes[most]
         what = f"an image of {width:,} x {height:,} pixels"
         fix = "store it smaller: data.image_size resizes only after it was read"
         # As decoded, up to 4 bytes a pixel, and converted.
-        check_free(width * height * (4 + self.shape[3]), what, str(self._paths[largest]), fix)
+        check_free(width * height * (4 + self.shape[3]), what, str(self._paths[most]), fix)
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -151,11 +151,11 @@ class Pairs:
     def _one(self, i: int, tokens: np.ndarray, segments: np.ndarray, words: np.ndarray) -> int:
         """Writes sample i into these rows; returns its label ``next``."""
         text, draws = self._text, stream(mix(SEED, self._start + i), np.arange(4 + 3 * self._length, dtype=U64))
-        which, other, cut, place = (int(x) for x in draws[:4])
+        which, other, boundary, place = (int(x) for x in draws[:4])
         apart = which % 2
         j = (i + 1 + other % (self._n - 1)) % self._n if apart else i
-        first, middle = int(text.firsts[self._start + i]), self._cut(i, cut)
-        begin = self._cut(j, place) if apart else middle
+        first, middle = int(text.firsts[self._start + i]), self._boundary(i, boundary)
+        begin = self._boundary(j, place) if apart else middle
         a = text.ids[first:middle]
         b = text.ids[begin : min(begin + self._length - 3 - len(a), int(text.ends[self._start + j]))]
         end = len(a) + len(b) + 3
@@ -164,7 +164,7 @@ class Pairs:
         self._mask(draws[4:].reshape(3, -1), np.delete(np.arange(1, end - 1), len(a)), tokens, words)
         return apart
 
-    def _cut(self, i: int, draw: int) -> int:
+    def _boundary(self, i: int, draw: int) -> int:
         low, high = self._text.bounds[self._start + i : self._start + i + 2]
         return int(self._text.cuts[low + draw % int(high - low)])
 

@@ -79,7 +79,7 @@ class Packed:
         shards, rows = np.divmod(np.asarray(indices, np.int64), self._rows)
         inputs, labels = (
             {
-                name: _taken(maps, shards, rows).reshape(-1, *getattr(self.sample, kind)[name].shape)
+                name: _rows_of(maps, shards, rows).reshape(-1, *getattr(self.sample, kind)[name].shape)
                 for name, maps in self._maps[kind].items()
             }
             for kind in KINDS
@@ -93,7 +93,7 @@ def _declared(field: Field, images: bool, alone: bool) -> Field:
     return replace(field, shape=(*field.shape, 1) if image and len(field.shape) == 2 else field.shape, image=image)
 
 
-def _taken(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _rows_of(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Take samples from the files of a field: shards (k,) and the rows (k,) in them -> (k, ...)."""
     if len(maps) == 1:
         return maps[0][rows]

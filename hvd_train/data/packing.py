@@ -124,8 +124,8 @@ def _write(
                 facts = {"descr": np.lib.format.dtype_to_descr(np.dtype(field.dtype)), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(file, {**facts, "shape": (len(span), *field.shape)})
         for start in range(span.start, span.stop, piece):
-            taken = source.fetch(np.arange(start, min(span.stop, start + piece)))
-            for kind, fields in zip(KINDS, taken, strict=True):
+            fetched = source.fetch(np.arange(start, min(span.stop, start + piece)))
+            for kind, fields in zip(KINDS, fetched, strict=True):
                 for name, field in getattr(sample, kind).items():
                     files[kind, name].write(np.ascontiguousarray(fields[name], field.dtype).data)
         for file in files.values():

@@ -42,8 +42,8 @@ class Stream:
         """Rising indices (k,) -> inputs and labels, each (k, ...) or a dict of such."""
         if epoch == self._epoch and self._place > 0 and len(indices) == 1 and indices[0] == 0:
             return self._first  # asked for its shapes alone, by a rank without a part of a batch
-        taken = [self._at(int(index), epoch) for index in indices]
-        return _stacked([inputs for inputs, _ in taken]), _stacked([labels for _, labels in taken])
+        samples = [self._at(int(index), epoch) for index in indices]
+        return _stacked([inputs for inputs, _ in samples]), _stacked([labels for _, labels in samples])
 
     def _at(self, index: int, epoch: int) -> tuple[Any, Any]:
         if epoch != self._epoch or index < self._place:

@@ -58,9 +58,9 @@ def _features(
     columns = next(iter(run.inputs.values())).columns
     if not columns:
         why = "the checkpoint is of an older version and does not tell its columns" if columns is None else ""
-        taken = config.features or others
-        remark = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(taken)}"
-        return taken, [remark]
+        names = config.features or others
+        remark = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(names)}"
+        return names, [remark]
     if config.features and set(config.features) != set(columns):
         what = f"data.features are {listing(config.features)}, and the run was trained with {listing(columns)}"
         raise DataError(what, where="data.features", fix="leave it out: the run knows its columns")

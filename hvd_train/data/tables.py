@@ -164,14 +164,14 @@ class Table:
             what = f"column '{name}' of type {kind} holds no numbers"
             raise DataError(what, where=str(self.path), fix="name others in data.features and data.labels")
         with np.errstate(over="ignore"):
-            taken = values.astype(np.float32)
-        good = np.isfinite(taken)
+            stored = values.astype(np.float32)
+        good = np.isfinite(stored)
         if not good.all():
             raise self._fault(name, int(np.argmin(good)), column, "is NaN, infinite or too large for 32 bits")
-        self._note_rounded(name, column, values, taken)
-        return taken
+        self._note_rounded(name, column, values, stored)
+        return stored
 
-    def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, taken: np.ndarray) -> None:
+    def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, stored: np.ndarray) -> None:
         """Whole numbers, as ids are, that are not what they were; of others nobody expects all digits."""
         if not len(values) or np.abs(values).max() <= 2**24:
             return
@@ -183,10 +183,10 @@ class Table:
         elif np.abs(values).max() > 2**53 or (values != np.rint(values)).any():
             return
         with np.errstate(invalid="ignore"):
-            rounded = taken.astype(exact.dtype) != exact
+            rounded = stored.astype(exact.dtype) != exact
         if rounded.any():
             row = int(np.argmax(rounded))
-            what = f"column '{name}' holds whole numbers that 32 bits round: {column[row].as_py()} -> {taken[row]:.0f}"
+            what = f"column '{name}' holds whole numbers that 32 bits round: {column[row].as_py()} -> {stored[row]:.0f}"
             self.notes.append(f"{what} (leave out ids by data.features; count times from the first)")
 
     def classes(self, name: str, known: Classes, ignore: int) -> np.ndarray | Words:

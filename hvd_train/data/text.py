@@ -33,5 +33,5 @@ class Text:
         return self._bytes[first[:, None] + np.arange(self._length + 1)]
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
-        taken = self._sample(indices)
-        return {INPUT: taken[:, :-1].copy()}, {LABEL: taken[:, 1:].astype(np.int64)}
+        numbers = self._sample(indices)
+        return {INPUT: numbers[:, :-1].copy()}, {LABEL: numbers[:, 1:].astype(np.int64)}

@@ -119,7 +119,7 @@ class UserSource:
         if classes.default.auto:
             fix = "list the values in the order of their numbers"
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
-        classes = classes.counted(getattr(user_source, "num_classes", None))
+        classes = classes.with_count(getattr(user_source, "num_classes", None))
         self._template = Arrays(inputs, labels, where, classes, task, images=images)
         # One sample does not tell whether others have places without a label.
         fields = self._template.sample.labels
@@ -131,7 +131,7 @@ class UserSource:
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices)
-        return self._template.taken(inputs, labels, indices)
+        return self._template.convert(inputs, labels, indices)
 
     def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
         try:
@@ -167,7 +167,7 @@ class UserStream(UserSource):
 
     def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
         inputs, labels = self._fetch(indices, epoch)
-        return self._template.taken(inputs, labels, indices)
+        return self._template.convert(inputs, labels, indices)
 
 
 def _arrays(value: Any, name: str, where: str, count: int | None = None) -> Any:

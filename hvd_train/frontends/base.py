@@ -82,19 +82,19 @@ class StateTree(NamedArrays):
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
         """The figures of ``update/error_meter.py`` for this batch's gradient; running statistics stay as they were."""
-        kept = self.statistics()
+        kept = self.running_statistics()
         figures = self._measure(placed, scale, seed)
-        self.put_back(kept)
+        self.restore_statistics(kept)
         return figures
 
-    def statistics(self) -> Tree:
+    def running_statistics(self) -> Tree:
         return self._arrays([key for key in self._keys() if key.startswith("statistics/")])
 
-    def put_back(self, kept: Tree) -> None:
+    def restore_statistics(self, kept: Tree) -> None:
         self._assign(kept)
 
-    def neutral(self, native: Tree) -> Tree:
-        return dict(self._neutral(key, array) for key, array in native.items())
+    def canonical(self, native: Tree) -> Tree:
+        return dict(self._canonical(key, array) for key, array in native.items())
 
     def checksums(self) -> dict[str, int]:
         return {self.layouts[native].name: checksum(x) for native, x in self._weights()}
@@ -107,10 +107,10 @@ class StateTree(NamedArrays):
         """(own name, first weight in its own axis order)."""
         for native in names:
             layout = self.layouts[native]
-            yield native, layout.from_neutral(first_weight(layout.name, layout.shape, seed))
+            yield native, layout.from_canonical(first_weight(layout.name, layout.shape, seed))
 
     def average(self, names: Sequence[str] | None = None) -> None:
-        """Average the weights of these neutral names over the ranks, in place, or all weights and statistics."""
+        """Average the weights of these canonical names over the ranks, in place, or all weights and statistics."""
         keys = []
         for key in self._keys():
             _, layout = self._split(key)

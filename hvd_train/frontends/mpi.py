@@ -28,11 +28,11 @@ def mpi_world(here: World) -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
         what = f"several ranks need mpi4py: {str(error).splitlines()[0]}"
         raise ConfigError(what, fix="run scripts/setup, or start one process") from error
-    found = MPI.COMM_WORLD
-    if found.size != here.size:
-        what = f"the launcher started {here.size} ranks, but mpi4py sees a world of {found.size}"
+    ranks = MPI.COMM_WORLD
+    if ranks.size != here.size:
+        what = f"the launcher started {here.size} ranks, but mpi4py sees a world of {ranks.size}"
         raise ConfigError(what, where=here.launcher, fix="start with mpirun")
-    return found
+    return ranks
 
 
 def leave(code: int) -> NoReturn:
@@ -60,11 +60,11 @@ class Counter:
         mpi.Barrier()
 
     def next(self) -> int:
-        found = np.zeros(1, np.int64)
+        number = np.zeros(1, np.int64)
         self._window.Lock(0)
-        self._window.Fetch_and_op([np.ones(1, np.int64), self._type], [found, self._type], 0, 0, self._add)
+        self._window.Fetch_and_op([np.ones(1, np.int64), self._type], [number, self._type], 0, 0, self._add)
         self._window.Unlock(0)
-        return int(found[0])
+        return int(number[0])
 
     def close(self) -> None:
         self._window.Free()

@@ -1,4 +1,4 @@
-"""Arrays by neutral names and in neutral axis order, whatever a framework calls them and however it lays them out."""
+"""Arrays by canonical names and in canonical axis order, whatever names and axes a framework gives them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from hvd_train.protocol import Tree
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's neutral name and axis order: neutral = own.reshape(view).transpose(axes).reshape(shape)."""
+    """A tensor's canonical name and axis order: canonical = native.reshape(view).transpose(axes).reshape(shape)."""
 
     name: str
-    own_shape: tuple[int, ...]
+    native_shape: tuple[int, ...]
     view: tuple[int, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, own_shape: Sequence[int], entry: tuple) -> Layout:
+    def of(cls, native_shape: Sequence[int], entry: tuple) -> Layout:
         name, view, axes, shape = entry
-        own = tuple(int(n) for n in own_shape)
-        view = tuple(view or own)
-        return cls(name, own, view, tuple(axes or range(len(view))), tuple(shape))
+        native = tuple(int(n) for n in native_shape)
+        view = tuple(view or native)
+        return cls(name, native, view, tuple(axes or range(len(view))), tuple(shape))
 
-    def to_neutral(self, x: np.ndarray) -> np.ndarray:
+    def to_canonical(self, x: np.ndarray) -> np.ndarray:
         return x.reshape(self.view).transpose(self.axes).reshape(self.shape)  # who writes it lays it out
 
-    def from_neutral(self, x: np.ndarray) -> np.ndarray:
+    def from_canonical(self, x: np.ndarray) -> np.ndarray:
         permuted = tuple(self.view[axis] for axis in self.axes)
-        own = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.own_shape)
-        return np.ascontiguousarray(own).reshape(self.own_shape)
+        native = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.native_shape)
+        return np.ascontiguousarray(native).reshape(self.native_shape)
 
 
 def layouts_of(shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, Layout]:
     """Return layouts by native names; a tensor that the model's ``table`` leaves out keeps its name and its axes."""
     return {
-        own: Layout.of(shape, table.get(own, (own.replace("/", "."), None, None, shape)))
-        for own, shape in shapes.items()
+        native: Layout.of(shape, table.get(native, (native.replace("/", "."), None, None, shape)))
+        for native, shape in shapes.items()
     }
 
 
 class NamedArrays(ABC):
     """``state`` and ``load`` over a subclass' arrays.
 
-    Native keys are words, such as ``weights`` or ``slots/momentum``, and the framework's name of the tensor; neutral
-    keys have the neutral name in its place. A key that ends in no tensor's name (``slots/step``) is the same in both.
+    Native keys are words, such as ``weights`` or ``slots/momentum``, and the framework's name of the tensor; canonical
+    keys have the canonical name in its place. A key that ends in no tensor's name (``slots/step``) is the same in both.
     """
 
     layouts: dict[str, Layout]
@@ -78,34 +78,34 @@ class NamedArrays(ABC):
         prefix = "/".join(key.split("/")[: self.words]) + "/"
         return prefix, self.layouts.get(key[len(prefix) :])
 
-    def _neutral(self, key: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    def _canonical(self, key: str, array: np.ndarray) -> tuple[str, np.ndarray]:
         prefix, layout = self._split(key)
-        return (prefix + layout.name, layout.to_neutral(array)) if layout else (key, array)
+        return (prefix + layout.name, layout.to_canonical(array)) if layout else (key, array)
 
     def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-        """(neutral key, what gives its array) of all arrays."""
+        """(canonical key, what gives its array) of all arrays."""
         for key, native in self._readers().items():
             prefix, layout = self._split(key)
             if layout:
-                yield prefix + layout.name, lambda read=native, layout=layout: layout.to_neutral(read())  # type: ignore
+                yield prefix + layout.name, lambda read=native, layout=layout: layout.to_canonical(read())  # type: ignore
             else:
                 yield key, native
 
     def state(self, into: Tree | None = None) -> Tree:
-        """Copy all arrays, by neutral keys; ``into``: earlier copies, whose memory is taken."""
+        """Copy all arrays, by canonical keys; ``into``: earlier copies, whose memory is taken."""
         tree = {}
         for key, array in self._views():
-            name, x = self._neutral(key, array)
+            name, x = self._canonical(key, array)
             tree[name] = np.empty_like(x) if into is None else into[name]
             np.copyto(tree[name], x, casting="no")
         return tree
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take arrays by neutral keys; what is not in ``tree`` stays as it is."""
+        """Take arrays by canonical keys; what is not in ``tree`` stays as it is."""
         native = {}
         for key in self._keys():
             prefix, layout = self._split(key)
-            neutral = prefix + layout.name if layout else key
-            if neutral in tree:
-                native[key] = layout.from_neutral(tree[neutral]) if layout else tree[neutral]
+            canonical = prefix + layout.name if layout else key
+            if canonical in tree:
+                native[key] = layout.from_canonical(tree[canonical]) if layout else tree[canonical]
         self._assign(native)

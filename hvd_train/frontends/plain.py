@@ -19,7 +19,7 @@ from hvd_train.protocol import Sample, Tree
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint. ``arrays``: neutral name -> weight or running statistic; ``sample``: as the data give it;
+    """A checkpoint. ``arrays``: canonical name -> weight or running statistic; ``sample``: as the data give it;
     ``about``: what a file that can hold notes says of itself; ``scale``: what the inputs' numbers are."""
 
     config: Config
@@ -33,11 +33,11 @@ class Trained:
         """The type of the weights; mixed precision keeps them in 32 bits."""
         return "float64" if self.config.precision == "64" else "float32"
 
-    def own(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
-        """The arrays under a model's own names and in its own axis order; they must be its tensors, all of them."""
+    def native_arrays(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
+        """The arrays under a model's names and in its axis order; they must be its tensors, all of them."""
         layouts = layouts_of(shapes, table)
         check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
-        return {name: x.from_neutral(self.arrays[x.name]) for name, x in layouts.items()}
+        return {name: x.from_canonical(self.arrays[x.name]) for name, x in layouts.items()}
 
     def inputs(self, dtype: str) -> dict[str, str]:
         """{name: type} of what the model itself takes, computing in ``dtype``."""

@@ -25,7 +25,7 @@ from hvd_train.rank.session import Session
 NATIVE = {framework.format: framework for framework in FRAMEWORKS.values() if framework.format}
 ENDINGS = {to: framework.ending for to, framework in NATIVE.items()}
 ENDINGS |= {"torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
-# Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their neutral names.
+# Which framework builds a model of the zoo. ONNX goes through PyTorch: weights cross by their canonical names.
 BUILDERS = NATIVE | {"torch-export": PYTORCH, "onnx": PYTORCH}
 # The numbers of a built-in data set; others give them as they are stored, bytes divided by 255.
 SCALES = {
@@ -151,7 +151,7 @@ def _signature(trained: Trained, done: Exported, framework: Framework) -> str:
 
 
 def to_safetensors(trained: Trained) -> Exported:
-    """Write weights and running statistics under their neutral names, without a framework."""
+    """Write weights and running statistics under their canonical names, without a framework."""
     from safetensors.numpy import save
 
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"

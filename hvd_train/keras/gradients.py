@@ -117,7 +117,7 @@ class Reduction:
         head = keras.ops.concatenate([keras.ops.stack([part, tensor_of(self.stop)]), used])
         *dense, head = self._backend.dense([*local, head])
         joined, sums = self._backend.awaited([*dense, head], lambda: self._joined(dense, head, part))
-        pairs = zip(self._exchange.split(joined), self._kinds, strict=True)
+        pairs = zip(self._exchange.from_buckets(joined), self._kinds, strict=True)
         reduced = [keras.ops.cast(x, kind) for x, kind in pairs]
         there = [g is not None for g in local]
         if self._backend.eager():  # traced, all ranks run the same graph; eagerly, what is used may differ
@@ -128,7 +128,7 @@ class Reduction:
         """Return (flat gradients, sums over ranks of: part, wish to stop, having a gradient of tensor 0, 1, ...)."""
         # First, so that the few numbers are there when the gradients are.
         sent = self._communicator.allreduce_async(head, "keras.counts")
-        flats = self._exchange.join([self._as_sent(i, g) for i, g in enumerate(dense)])
+        flats = self._exchange.to_buckets([self._as_sent(i, g) for i, g in enumerate(dense)])
         # Whole gradients leave at once, weighted by n_r / b; see the top of this file.
         started = self._start(flats, part) if self._whole else []
         sums = self._communicator.synchronize(sent)

@@ -67,13 +67,13 @@ class FrontEnd(Protocol):
     def waited(self) -> float:
         """Return the seconds in which this rank has waited for transfers since it began; with no step queued."""
 
-    def statistics(self) -> Tree:
-        """Copy this rank's running statistics, for ``put_back``."""
+    def running_statistics(self) -> Tree:
+        """Copy this rank's running statistics, for ``restore_statistics``."""
 
-    def put_back(self, kept: Tree) -> None: ...
+    def restore_statistics(self, kept: Tree) -> None: ...
 
-    def neutral(self, own: Tree) -> Tree:
-        """Turn copies of ``statistics`` into a tree that ``load`` takes."""
+    def canonical(self, native: Tree) -> Tree:
+        """Turn copies of ``running_statistics`` into a tree that ``load`` takes."""
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
@@ -92,7 +92,7 @@ class FrontEnd(Protocol):
         """Take a tree of ``state``; tensors that are not in it stay as they are."""
 
     def checksums(self) -> dict[str, int]:
-        """{neutral name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
+        """{canonical name: 64-bit sum of a weight's bits}, in the same order on every rank; cheaper than ``state``."""
 
     def average(self, names: Sequence[str] | None = None) -> None:
         """Average the named weights (None: all weights and running statistics) over the ranks, in place."""

@@ -15,7 +15,7 @@ Tree = dict[str, np.ndarray]  # flat: key -> array
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A trainable tensor: neutral name, shape in the front-end's own axis order, NumPy dtype name."""
+    """A trainable tensor: canonical name, shape in the framework's axis order, NumPy dtype name."""
 
     name: str
     shape: tuple[int, ...]

@@ -60,9 +60,9 @@ class Exchange(Protocol):
 
     def init_state(self) -> list[tuple[np.ndarray, ...]]: ...
 
-    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def to_buckets(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
-    def split(self, flats: Sequence[Tensor]) -> list[Tensor]: ...
+    def from_buckets(self, flats: Sequence[Tensor]) -> list[Tensor]: ...
 
     def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]: ...
 
@@ -80,7 +80,7 @@ class Optimizer(Protocol):
         """Move weights and slots; ``gradients``: (n,) for each bucket."""
 
     def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
-        """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's neutral name."""
+        """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's canonical name."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Take slots by these names; others stay as they are."""

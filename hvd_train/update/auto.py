@@ -54,8 +54,8 @@ def _seconds(
         reduced, states = exchange.reduce(copies, states)
         for flat in reduced:
             ops.to_numpy(flat[:1])  # a device's work is done only when its result is here
-        own = time.perf_counter() - began
-        best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(own).encode())))
+        seconds = time.perf_counter() - began
+        best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(seconds).encode())))
         if turn == 0 and best > LONG_SECONDS:
             break
     return best

@@ -71,7 +71,7 @@ class Exchange:
             for b, members in enumerate(self.buckets)
         ]
 
-    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_buckets(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Join tensors, in the order of the specs, to flat buckets; what is alone in its bucket is not copied."""
         flats = []
         for members in self.buckets:
@@ -79,15 +79,15 @@ class Exchange:
             flats.append(parts[0] if len(parts) == 1 else self.ops.concat(parts))
         return flats
 
-    def split(self, flats: Sequence[Tensor]) -> list[Tensor]:
+    def from_buckets(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The way back: each bucket's flat tensor -> tensors in the order and the shapes of the specs."""
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for members, flat in zip(self.buckets, flats, strict=True):
             sizes = [self._specs[i].size for i in members]
             parts = self.ops.split(flat, sizes) if len(members) > 1 else [flat]
             for i, part in zip(members, parts, strict=True):
-                found[i] = self.ops.reshape(part, self._specs[i].shape)
-        return [found[i] for i in range(len(self._specs))]
+                tensors[i] = self.ops.reshape(part, self._specs[i].shape)
+        return [tensors[i] for i in range(len(self._specs))]
 
     def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]:
         """All buckets at once: ``start``, then ``finish``."""

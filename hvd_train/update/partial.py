@@ -13,11 +13,11 @@ def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
     """Return the names in ceil(1 / fraction) parts of about equal numbers of entries; a tensor is never cut."""
     count = math.ceil(1 / fraction - 1e-9)
     total, done = sum(spec.size for spec in specs), 0
-    found: list[list[str]] = [[] for _ in range(count)]
+    names: list[list[str]] = [[] for _ in range(count)]
     for spec in specs:
-        found[min(count - 1, done * count // total)].append(spec.name)
+        names[min(count - 1, done * count // total)].append(spec.name)
         done += spec.size
-    return [part for part in found if part]
+    return [part for part in names if part]
 
 
 class Partial(Averaging):

@@ -446,7 +446,7 @@ def own_arrays(frontend):
     """Weights in the front-end's own axis order, in the order of ``specs``."""
     state = everything(frontend)
     layouts = {layout.name: layout for layout in frontend.layouts.values()}
-    return [layouts[s.name].from_neutral(state[f"weights/{s.name}"]) for s in frontend.specs()]
+    return [layouts[s.name].from_canonical(state[f"weights/{s.name}"]) for s in frontend.specs()]
 
 
 # ---- the zoo is the same in both frameworks

@@ -41,7 +41,7 @@ class Direct:
         self.layouts = {own: Layout.of(tuple(w.shape), table[own]) for own, w in self.weights.items()}
         for own, weight in self.weights.items():
             layout = self.layouts[own]
-            first = layout.from_neutral(first_weight(layout.name, layout.shape, 0))
+            first = layout.from_canonical(first_weight(layout.name, layout.shape, 0))
             if self.torch:
                 weight.data.copy_(self._tensor(first))
             else:
@@ -82,7 +82,7 @@ class Direct:
                 total = sum(tf.reduce_sum(found[k] * x) for k, x in factors.items())
             values = tape.gradient(total, [v.value for v in self.weights.values()])
             grads = {k: tf.convert_to_tensor(g).numpy() for k, g in zip(self.weights, values, strict=True)}
-        return {self.layouts[own].name: self.layouts[own].to_neutral(g) for own, g in grads.items()}
+        return {self.layouts[own].name: self.layouts[own].to_canonical(g) for own, g in grads.items()}
 
 
 def float64(make):

@@ -95,7 +95,7 @@ class _Normalize(torch.autograd.Function):
         layer._follow(total, mean, variance)
         inverse = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
-        ctx.layer, ctx.counted, ctx.has_bias = layer, 0.0 if context.empty else 1.0, bias is not None
+        ctx.layer, ctx.has_samples, ctx.has_bias = layer, 0.0 if context.empty else 1.0, bias is not None
         y = (wide - _along(mean, x)) * _along(inverse if weight is None else inverse * weight, x)
         return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
@@ -115,7 +115,7 @@ class _Normalize(torch.autograd.Function):
             first, second = communicator.synchronize(handle) / (total.clamp(min=1) * share)
             factor = _along(inverse if weight is None else inverse * weight, x)
             means = _along(first, x), _along(second, x)
-            x_gradient = input_gradient(gradient, normal, factor, ctx.counted, means).to(x.dtype)
+            x_gradient = input_gradient(gradient, normal, factor, ctx.has_samples, means).to(x.dtype)
         weight_gradient = None if weight is None else weight_gradient.to(weight.dtype)
         bias_gradient = bias_gradient.to(weight.dtype) if ctx.has_bias else None
         return x_gradient, weight_gradient, bias_gradient, None

@@ -57,7 +57,7 @@ class Flat:
             torch._foreach_copy_([place for place, _ in there], [g for _, g in there])
         return self._joined
 
-    def forget(self) -> None:
+    def discard_gradients(self) -> None:
         for p in self._parameters:
             p.grad = None
 

@@ -13,15 +13,15 @@ import torch
 
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
-from hvd_train.frontends.pytorch.model import lazy, own_shape
+from hvd_train.frontends.pytorch.model import lazy, native_shape
 from hvd_train.frontends.user_model import build_model
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
     """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
-    name, sizes = trained.config.model.name, {k: own_shape(field) for k, field in trained.sample.inputs.items()}
+    name, sizes = trained.config.model.name, {k: native_shape(field) for k, field in trained.sample.inputs.items()}
     options, restores = trained.config.model.options, trained.config.restores
-    model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, own_shape, restores)
+    model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, native_shape, restores)
     model = model.to("cpu", getattr(torch, dtype)).eval()
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
@@ -36,7 +36,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
         if path in trained.arrays or not path.endswith("num_batches_tracked")
     }
     with torch.no_grad():
-        for path, array in trained.own({path: x.shape for path, x in tensors.items()}, table).items():
+        for path, array in trained.native_arrays({path: x.shape for path, x in tensors.items()}, table).items():
             tensors[path].copy_(torch.from_numpy(array))
     return model, module, arguments, example
 
@@ -45,7 +45,7 @@ def _output(model: torch.nn.Module, example: dict[str, torch.Tensor]) -> Any:
     return model(*example.values()) if len(example) == 1 else model(**example)
 
 
-def _told(example: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+def _input_types(example: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {k: (tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for k, x in example.items()}
 
 
@@ -60,7 +60,7 @@ def to_pytorch(trained: Trained) -> Exported:
         f"import torch, {module.__name__}; model = {build}.eval(); "
         "model.load_state_dict(torch.load({path}, weights_only=True))"
     )
-    return Exported(buffer.getvalue(), load, _told(example), shapes(_output(model, example)))
+    return Exported(buffer.getvalue(), load, _input_types(example), shapes(_output(model, example)))
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def to_torch_export(trained: Trained) -> Exported:
     finally:
         logging.disable(logging.NOTSET)
     load = "import torch; model = torch.export.load({path}).module()"
-    return Exported(buffer.getvalue(), load, _told(example), outputs)
+    return Exported(buffer.getvalue(), load, _input_types(example), outputs)
 
 
 @torch.no_grad()
@@ -116,4 +116,4 @@ def to_onnx(trained: Trained) -> Exported:
         raise unfit_for("ONNX", trained.config.model.name, error.__cause__ or error) from error
     finally:
         logging.disable(logging.NOTSET)
-    return Exported(content, onnx_load(example, outputs), _told(example), outputs)
+    return Exported(content, onnx_load(example, outputs), _input_types(example), outputs)

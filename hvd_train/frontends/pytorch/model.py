@@ -45,7 +45,7 @@ IN_TRAINING = attrgetter("training")
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-def own_shape(field: Field) -> tuple[int, ...]:
+def native_shape(field: Field) -> tuple[int, ...]:
     """Return an input's shape in PyTorch: (channels, height, width) for an image."""
     return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
 
@@ -71,7 +71,7 @@ class PyTorchFrontEnd(StateTree):
         cpu = self.device.type == "cpu"
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
-        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, own_shape, config.restores)
+        model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
         self.model, self._channels_last = model.to(self.device, self.dtype), False
         if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
             self._take_shapes()
@@ -79,8 +79,8 @@ class PyTorchFrontEnd(StateTree):
         table = module.neutral(model) if hasattr(module, "neutral") else {}
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
-        if (outside := hidden(self.model)) and not config.restores:
-            raise ConfigError(not_part(outside), where=f"model.name: {config.model.name}", fix=HIDDEN_FIX)
+        if (hidden_layers := hidden(self.model)) and not config.restores:
+            raise ConfigError(not_part(hidden_layers), where=f"model.name: {config.model.name}", fix=HIDDEN_FIX)
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
@@ -218,10 +218,10 @@ class PyTorchFrontEnd(StateTree):
     def _gradients(self) -> list[torch.Tensor]:
         return [self._gradient(b) for b in range(len(self._flats))]
 
-    def _forget(self) -> None:
+    def _discard_gradients(self) -> None:
         self._gathered.clear()
         for flat in self._flats:
-            flat.forget()
+            flat.discard_gradients()
 
     def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
         """Place a batch without its padding, which no layer must see; but one row, where there is no sample."""
@@ -277,7 +277,7 @@ class PyTorchFrontEnd(StateTree):
             self._decide()
         if self._scaled(unscale):
             self.update.step(self._sent.finish(), learning_rate)
-        self._forget()
+        self._discard_gradients()
         return sums
 
     def _scaled(self, unscale: float) -> bool:
@@ -296,7 +296,7 @@ class PyTorchFrontEnd(StateTree):
     def _measure(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)
         figures = self.update.compression_error(self._gradients())
-        self._forget()
+        self._discard_gradients()
         return figures
 
     @torch.no_grad()

@@ -39,17 +39,17 @@ class _Joined(keras.layers.BatchNormalization):
         scale = tf.ones_like(self.moving_mean) if self.gamma is None else self.gamma
         bias = tf.zeros_like(self.moving_mean) if self.beta is None else self.beta
         y, total, mean, variance = self._normalize(
-            x, self._counted(x, mask), tf.cast(scale, dtype), tf.cast(bias, dtype)
+            x, self._value_weights(x, mask), tf.cast(scale, dtype), tf.cast(bias, dtype)
         )
-        own = self.moving_mean.dtype
-        total, mean, variance = (tf.cast(value, own) for value in (total, mean, variance))
+        stored = self.moving_mean.dtype
+        total, mean, variance = (tf.cast(value, stored) for value in (total, mean, variance))
         old = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
         new = running(old, total, mean, variance, 1.0 - self.momentum, self._context.ops)
         self.moving_mean.assign(new[0])
         self.moving_variance.assign(new[1])
         return tf.cast(y, self.compute_dtype)
 
-    def _counted(self, x, mask) -> tf.Tensor:
+    def _value_weights(self, x, mask) -> tf.Tensor:
         """1 for values that count and 0 for others: the shape of x with a channel axis of 1, other axes 1 or whole."""
         weights = tf.cast(self._context.weights, x.dtype)
         rows, length = x.shape[0], weights.shape[0]
@@ -58,12 +58,12 @@ class _Joined(keras.layers.BatchNormalization):
                 what = f"batch normalization over a first axis of {rows} for {length} samples"
                 raise ConfigError(what, where=f"model layer {self.name}", fix="keep the samples in the first axis")
             weights = tf.repeat(weights, tf.shape(x)[0] // length)
-        counted = tf.reshape(weights, [-1] + [1] * (len(x.shape) - 1))
+        value_weights = tf.reshape(weights, [-1] + [1] * (len(x.shape) - 1))
         if mask is not None:
-            counted *= tf.expand_dims(tf.cast(mask, x.dtype), self.axis)
-        return counted
+            value_weights *= tf.expand_dims(tf.cast(mask, x.dtype), self.axis)
+        return value_weights
 
-    def _normalize(self, x, counted, scale, bias) -> tuple[tf.Tensor, ...]:
+    def _normalize(self, x, value_weights, scale, bias) -> tuple[tf.Tensor, ...]:
         """(y, values per channel (1,), means (C,), biased variances (C,)); one allgather, backward one allreduce."""
         context, axis, channels = self._context, self.axis % len(x.shape), x.shape[self.axis]
         communicator = context.communicator
@@ -71,11 +71,11 @@ class _Joined(keras.layers.BatchNormalization):
         along = [channels if i == axis else 1 for i in range(len(x.shape))]
 
         @tf.custom_gradient
-        def normalize(x, counted, scale, bias) -> tuple:
-            repeats = tf.size(x, tf.int64) // (tf.size(counted, tf.int64) * channels)
-            count = tf.reduce_sum(counted) * tf.cast(repeats, x.dtype)
-            mean = tf.math.divide_no_nan(tf.reduce_sum(counted * x, others), count)
-            spread = tf.reduce_sum(counted * tf.square(x - tf.reshape(mean, along)), others)
+        def normalize(x, value_weights, scale, bias) -> tuple:
+            repeats = tf.size(x, tf.int64) // (tf.size(value_weights, tf.int64) * channels)
+            count = tf.reduce_sum(value_weights) * tf.cast(repeats, x.dtype)
+            mean = tf.math.divide_no_nan(tf.reduce_sum(value_weights * x, others), count)
+            spread = tf.reduce_sum(value_weights * tf.square(x - tf.reshape(mean, along)), others)
             part = tf.concat([[count], mean, spread], 0)[None]
             parts = communicator.synchronize(communicator.allgather_async(part, f"{self._wire}.forward"))
             total, mean, variance = combine(tf.ensure_shape(parts, (None, 1 + 2 * channels)), context.ops)
@@ -84,28 +84,33 @@ class _Joined(keras.layers.BatchNormalization):
 
             def backward(gradient, *_) -> tuple:
                 # The parameters' gradients stay this rank's own: the exchange adds them like all others.
-                own = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
-                handle = communicator.allreduce_async(tf.stack(own), f"{self._wire}.backward")
+                local = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
+                handle = communicator.allreduce_async(tf.stack(local), f"{self._wire}.backward")
                 means = communicator.synchronize(handle) / tf.maximum(total, 1.0)
                 factor, first, second = (tf.reshape(v, along) for v in (scale * inverse, means[0], means[1]))
-                return input_gradient(gradient, normal, factor, counted, (first, second)), None, own[1], own[0]
+                return (
+                    input_gradient(gradient, normal, factor, value_weights, (first, second)),
+                    None,
+                    local[1],
+                    local[0],
+                )
 
             y = normal * tf.reshape(scale, along) + tf.reshape(bias, along)
             return (y, total, mean, variance), backward
 
-        return normalize(x, counted, scale, bias)
+        return normalize(x, value_weights, scale, bias)
 
 
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
     """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
     instances change their class, nothing else."""
-    context, own = Context(communicator, ops, sync), keras.layers.BatchNormalization
+    context, native = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):
-        if not isinstance(layer, own):
+        if not isinstance(layer, native):
             continue
         kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {layer.name}"
-        if kind.call is not own.call:
+        if kind.call is not native.call:
             if sync:
                 raise ConfigError(
                     f"{kind.__name__} has a call of its own", where=where, fix="switch sync_batchnorm off"

@@ -32,14 +32,14 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     logits = model(one_or_all(zeros), training=False)
     table = module.neutral(model) if hasattr(module, "neutral") else {}
     variables = {v.path: v for v in model.variables if not v.path.endswith("seed_generator_state")}
-    for path, array in trained.own({path: tuple(v.shape) for path, v in variables.items()}, table).items():
+    for path, array in trained.native_arrays({path: tuple(v.shape) for path, v in variables.items()}, table).items():
         variables[path].assign(array)
     classes = {type(layer).__module__ for layer in model._flatten_layers()}
     modules = {m for m in classes if m.partition(".")[0] != "keras"} | ({module.__name__} if ":" in name else set())
     return model, modules, shapes(logits)
 
 
-def _told(trained: Trained, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _input_types(trained: Trained, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
     kinds = trained.inputs(dtype)
     return {k: (field.shape, kinds[k]) for k, field in trained.sample.inputs.items()}
 
@@ -55,21 +55,21 @@ def to_keras(trained: Trained) -> Exported:
             raise unfit_for("a .keras file", trained.config.model.name, error) from error
         content = path.read_bytes()
     load = f"import {', '.join(['keras', *sorted(modules)])}; model = keras.models.load_model({{path}})"
-    return Exported(content, load, _told(trained, trained.dtype), outputs)
+    return Exported(content, load, _input_types(trained, trained.dtype), outputs)
 
 
 def to_onnx(trained: Trained) -> Exported:
     """An ONNX model of 32 bits, input ``input`` and output ``logits``, for any number of samples."""
     package, converter = onnx_packages("onnx", "tf2onnx")
     model, _, outputs = _model(trained, "float32")
-    inputs = _told(trained, "float32")
+    inputs = _input_types(trained, "float32")
     names = ["input"] if len(inputs) == 1 else list(inputs)
     signature = [tf.TensorSpec((None, *s), k, name=n) for n, (s, k) in zip(names, inputs.values(), strict=True)]
 
     @tf.function
     def logits(*arguments) -> Any:
-        found = model(one_or_all(dict(zip(inputs, arguments, strict=True))), training=False)
-        return found if isinstance(found, dict) else {"logits": found}
+        outputs = model(one_or_all(dict(zip(inputs, arguments, strict=True))), training=False)
+        return outputs if isinstance(outputs, dict) else {"logits": outputs}
 
     try:
         proto, _ = converter.convert.from_function(logits, input_signature=signature)

@@ -24,7 +24,7 @@ def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[],
     """Run ``transfer`` in a graph; ``waits`` counts the seconds from the last gradient to its end."""
     with tf.device("/CPU:0"), tf.control_dependencies(gradients):
         began = tf.timestamp()
-    found = transfer()
-    with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(found)):
+    result = transfer()
+    with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(result)):
         waits.assign_add(tf.timestamp() - began)
-    return found
+    return result

@@ -88,10 +88,10 @@ class TensorFlowFrontEnd(StateTree):
             self._try()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
-        found = self.model.trainable_variables[0].dtype
-        if found != self.dtype:
+        dtype = self.model.trainable_variables[0].dtype
+        if dtype != self.dtype:
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
-            raise ConfigError(f"the model's weights are {found}", where=f"precision: {config.precision}", fix=fix)
+            raise ConfigError(f"the model's weights are {dtype}", where=f"precision: {config.precision}", fix=fix)
         self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm)
         table = module.neutral(self.model) if hasattr(module, "neutral") else {}
         self._trainable = {v.path: v for v in self.model.trainable_variables}
@@ -111,7 +111,7 @@ class TensorFlowFrontEnd(StateTree):
         """Build a model that is not built, and show whether it takes what the data give."""
         fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
         # A functional model leaves out what it does not take.
-        own = getattr(self.model, "_inputs_struct", None)
+        takes = getattr(self.model, "_inputs_struct", None)
         try:
             if plain and not any(field.whole for field in fields.values()):
                 if not self.model.built:
@@ -119,8 +119,8 @@ class TensorFlowFrontEnd(StateTree):
                 elif may_be_images(self._sample):
                     self._evaluated(self.to_device(made_up(self._sample))[0])
                 return
-            if isinstance(own, dict) and not plain and own.keys() != fields.keys():
-                raise ValueError(f"it has {', '.join(own)}")
+            if isinstance(takes, dict) and not plain and takes.keys() != fields.keys():
+                raise ValueError(f"it has {', '.join(takes)}")
             self._evaluated(self.to_device(made_up(self._sample))[0])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
             raise untaken(self.config.model.name, self._sample, error) from error
@@ -140,7 +140,9 @@ class TensorFlowFrontEnd(StateTree):
         wanted = self.config.exchange.overlap
         self._overlap = overlaps(wanted, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            optimizer = VariableOptimizer(self.config.optim, self._trainable, self.layouts, update.exchange.split)
+            optimizer = VariableOptimizer(
+                self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets
+            )
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
@@ -189,20 +191,20 @@ class TensorFlowFrontEnd(StateTree):
             self.run_queued()
         return later
 
-    def _run(self, graph: Any, *given: Any) -> Any:
+    def _run(self, graph: Any, *arguments: Any) -> Any:
         """A graph of (inputs, labels, weights, ...). To find the one of a batch's shapes among others takes TensorFlow
         0.4 ms a call; fields have theirs, so that the number of samples tells it."""
-        key = graph, given[2].shape[0]
+        key = graph, arguments[2].shape[0]
         if key not in self._compiled:
-            like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
+            like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
             self._compiled[key] = graph.get_concrete_function(*like)
-        return self._compiled[key](*given)
+        return self._compiled[key](*arguments)
 
     def run_queued(self) -> None:
         steps, self.queued = self.queued, []
         if not steps:
             return
-        flat = [tf.nest.flatten(given) for given, _ in steps]
+        flat = [tf.nest.flatten(arguments) for arguments, _ in steps]
         first = flat[0]
         if first[0].shape not in self._steps:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
@@ -210,8 +212,8 @@ class TensorFlowFrontEnd(StateTree):
         columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
         started = time.perf_counter()
         sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
-        for (_, later), own in zip(steps, tf.unstack(sums), strict=True):
-            later.sums = own
+        for (_, later), of_step in zip(steps, tf.unstack(sums), strict=True):
+            later.sums = of_step
         if self.config.steps_per_execution == "auto":
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
@@ -254,17 +256,17 @@ class TensorFlowFrontEnd(StateTree):
 
     def _penalty(self, share) -> tf.Tensor | float:
         """Return what the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
-        own = self.model._get_regularization_losses()
-        if len(self.model.losses) > len(own):  # a sum or a mean, over padding too: nobody knows
+        penalties = self.model._get_regularization_losses()
+        if len(self.model.losses) > len(penalties):  # a sum or a mean, over padding too: nobody knows
             what = "the model adds a loss of its own (add_loss, an activity regularizer), which cannot be shared out"
             fix = "give what it is taken from as an output, and a loss of your own of all outputs"
             raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix)
-        return tf.stop_gradient(share) * tf.cast(tf.add_n(own), self.dtype) if own else 0.0
+        return tf.stop_gradient(share) * tf.cast(tf.add_n(penalties), self.dtype) if penalties else 0.0
 
     def _outputs(self, inputs, training: bool) -> Any:
         ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
-        found = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
-        return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), found)
+        outputs = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
+        return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), outputs)
 
     def _evaluated(self, inputs) -> Any:
         return self._outputs(inputs, training=False)
@@ -310,8 +312,8 @@ class TensorFlowFrontEnd(StateTree):
         steps = tf.shape(columns[-1])[0]
 
         def body(k, sums) -> tuple[tf.Tensor, tf.TensorArray]:
-            own, _ = self._traced_step(*tf.nest.map_structure(lambda column: column[k], columns))
-            return k + 1, sums.write(k, own)
+            of_step, _ = self._traced_step(*tf.nest.map_structure(lambda column: column[k], columns))
+            return k + 1, sums.write(k, of_step)
 
         start = 0, tf.TensorArray(tf.float64, steps, element_shape=(self.task.length,))
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
@@ -320,7 +322,7 @@ class TensorFlowFrontEnd(StateTree):
         if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]
-        flats = self.update.exchange.join(gradients)
+        flats = self.update.exchange.to_buckets(gradients)
         reduced = self._awaited(gradients, lambda: self.update.reduce(flats))
         self.update.step(reduced, learning_rate)
 
@@ -329,16 +331,16 @@ class TensorFlowFrontEnd(StateTree):
 
     def _traced_compression_error(self, inputs, labels, weights, scale, seed) -> tf.Tensor:
         gradients, _ = self._backward(inputs, labels, weights, scale, seed)
-        return self.update.compression_error(self.update.exchange.join(gradients))
+        return self.update.compression_error(self.update.exchange.to_buckets(gradients))
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
         return self.task(self._evaluated(inputs), labels, weights)[1]
 
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()
-        found = {f"weights/{p}": v for p, v in self._trainable.items()}
-        found |= {f"statistics/{p}": v for p, v in self._fixed.items()}
-        return found
+        variables = {f"weights/{p}": v for p, v in self._trainable.items()}
+        variables |= {f"statistics/{p}": v for p, v in self._fixed.items()}
+        return variables
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         return {key: partial(view, v.value) for key, v in self._variables().items()}

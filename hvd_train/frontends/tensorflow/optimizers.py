@@ -143,7 +143,7 @@ KERNELS: dict[str, Any] = {
 class VariableOptimizer(NamedArrays):
     """A kernel over Keras' trainable variables, each with a variable for each slot.
 
-    ``split`` cuts the gradients of buckets into those of tensors.
+    ``from_buckets`` cuts the gradients of buckets into those of tensors.
     """
 
     words = 2
@@ -153,9 +153,9 @@ class VariableOptimizer(NamedArrays):
         options: OptimConfig,
         trainable: Mapping[str, Any],
         layouts: dict[str, Layout],
-        split: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+        from_buckets: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
-        self.layouts, self._trainable, self._split_buckets = layouts, trainable, split
+        self.layouts, self._trainable, self._from_buckets = layouts, trainable, from_buckets
         self.kernel: Kernel = KERNELS[options.name](options)
         self.slots = {
             slot: [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trainable.values()]
@@ -166,8 +166,8 @@ class VariableOptimizer(NamedArrays):
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         step = self.steps.value() + 1
         slots = zip(*self.slots.values(), strict=True) if self.slots else [()] * len(self._trainable)
-        for v, gradient, own in zip(self._trainable.values(), self._split_buckets(gradients), slots, strict=True):
-            self.kernel(v.value, gradient, own, step, tf.cast(learning_rate, gradient.dtype))
+        for v, gradient, of_weight in zip(self._trainable.values(), self._from_buckets(gradients), slots, strict=True):
+            self.kernel(v.value, gradient, of_weight, step, tf.cast(learning_rate, gradient.dtype))
             if v.constraint is not None:
                 v.assign(v.constraint(v))
         if self.kernel.counts_steps:

@@ -42,11 +42,15 @@ class PowerSGD:
         if not state:
             (reduced,) = yield Wire("sum", (gradient,))
             return reduced, state
+        # residual: the gradient's shape; basis Q: (m, r), the last step's right factor (a warm start).
         residual, basis = state
         shape = tuple(int(n) for n in gradient.shape)
+        # M (n, m).
         matrix = ops.reshape(gradient + residual, self.matrix(shape) or shape)
+        # P = sum of M Q: (n, r).
         (left,) = yield Wire("sum", (ops.matmul(matrix, basis),))
         left = ops.orthonormal(left)
+        # This rank's M^T P: (m, r).
         right = ops.matmul(matrix, left, transpose_a=True)
         residual = ops.minus_product(matrix, left, right)  # before the sum, which may happen in place
         (right,) = yield Wire("sum", (right,))

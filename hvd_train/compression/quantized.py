@@ -25,6 +25,7 @@ class Float16(ErrorFeedback):
         return Wire("sum", (sent,)), ops.cast(sent, ops.dtype(total))  # a copy: the sum may happen in place
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
+        # The sum over ranks, added in 16 bits by Horovod.
         return ops.cast(reduced[0], ops.dtype(total))
 
 
@@ -46,6 +47,7 @@ class BFloat16(ErrorFeedback):
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
         table = ops.cast(ops.from_bytes(reduced[0], "bfloat16"), ops.dtype(total))
         table = ops.reshape(table, (-1, total.shape[0]))  # (ranks, n)
+        # Added in rank order, so that all ranks get the same bits.
         parts = [table[rank] for rank in range(self.size)]
         return sum(parts[1:], start=parts[0])
 
@@ -61,10 +63,12 @@ class Int8(ErrorFeedback):
         dtype = ops.dtype(total)
         # The smallest number keeps a bucket of zeros from dividing by zero.
         scale = ops.max(abs(total)) / STEPS + float(np.finfo(dtype).tiny)
+        # (n,) in [-127, 127].
         levels = ops.cast(ops.round(total / scale), "int8")
         return Wire("gather", (levels, ops.reshape(scale, (1,)))), ops.cast(levels, dtype) * scale
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
+        # levels (ranks n,), scales (ranks,).
         levels, scales = reduced
         table = ops.cast(ops.reshape(levels, (-1, total.shape[0])), ops.dtype(total))  # (ranks, n)
         return ops.reshape(ops.matmul(ops.reshape(scales, (1, -1)), table), (-1,))

@@ -24,9 +24,11 @@ class _Sparse(ErrorFeedback):
         length = total.shape[0]
         indices = self.chosen(abs(total), length, ops)
         values = ops.take(total, indices)
+        # values (k,) in the gradient's type, indices (k,) int32; k may differ between ranks.
         return Wire("gather", (values, ops.cast(indices, "int32"))), ops.scatter(length, indices, values)
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
+        # Those of all ranks, one after the other. An index that several ranks sent is added as often.
         values, indices = reduced
         return ops.scatter(total.shape[0], indices, values)
 

@@ -129,6 +129,7 @@ class Arrays:
             text = f"{n} {column.field.shape} {np.dtype(values.dtype).str} {getattr(values, 'names', '')}{named}"
             digest.update(text.encode())
         for columns, count in ((self._labels, 1024), (self._inputs, 64)):
+            # Labels are small; of inputs, which may be mapped files, fewer rows are read.
             picked = np.unique(np.linspace(0, n - 1, count).astype(np.int64))
             rows = picked if self.rows is None else self.rows[picked]
             for column in columns.values():
@@ -152,7 +153,9 @@ class Arrays:
         held = np.zeros(len(labels), bool)
         for label in np.unique(labels):
             members = np.flatnonzero(labels == label)
+            # The order of each class is its own, so that more samples of one class move none of another.
             shuffled = members[permute(np.arange(len(members)), len(members), SPLIT_SEED, int(label))]
+            # At least one of each class, but never the only one.
             held[shuffled[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
         if not held.any():
             fix = "give more samples, or a validation part"

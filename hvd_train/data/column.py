@@ -44,6 +44,7 @@ class Column:
         if kind.kind not in "fuib":
             raise DataError(f"{title} of type {kind}", where=where, fix="store them as uint8 or float32")
         dtype = "float32" if kind.kind == "f" else TRAVEL.get(kind.name, kind.name)
+        # Bytes of an image travel as bytes and are divided on the device.
         divisor = 255.0 if kind == np.uint8 and not ids else 1.0
         image = is_image(shape, kind, alone, images)
         field = Field((*shape, 1) if image and len(shape) == 2 else shape, dtype, divisor, image=image)

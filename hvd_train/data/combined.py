@@ -40,6 +40,7 @@ class Joined:
             here = np.flatnonzero(which == k)
             start = self._ends[k] - len(self._parts[k])
             pieces.append((here, self._parts[k].fetch(np.asarray(indices)[here] - start)))
+        # From the order of the parts back to that of the indices.
         back = np.argsort(np.concatenate([here for here, _ in pieces]))
         inputs, labels = (
             {name: np.concatenate([fetched[kind][name] for _, fetched in pieces])[back] for name in pieces[0][1][kind]}

@@ -64,6 +64,7 @@ class Fitted:
 
     def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
         inputs, labels = self._source.fetch(indices)
+        # Labels that nobody looks at: batches have the fields of the run all the same.
         zeros = {
             name: np.zeros((len(indices), *field.shape), field.dtype)
             for name, field in self.sample.labels.items()

@@ -92,6 +92,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         raise DataError(what, where=str(path), fix="fetch the file again")
     if path.suffix == ".gz" or expected == start:
         return np.frombuffer(data if path.suffix == ".gz" else b"", np.uint8).reshape(shape)
+    # A plain view: indexing np.memmap itself costs more.
     return np.asarray(np.memmap(path, np.uint8, "r", start, shape))
 
 
@@ -254,6 +255,7 @@ class Hdf5Rows:
         unique, back = (rows, ...) if isinstance(rows, slice) else np.unique(rows, return_inverse=True)
         try:
             with self._lock:
+                # HDF5 files do not survive a fork.
                 if self._process != os.getpid():
                     import h5py
 

@@ -64,6 +64,7 @@ def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
     for path in folders:
         if part := part_of(path.name):
             places.setdefault(part, []).append(path)
+    # Folders of a part that hold folders, and so classes.
     held = [path for part, paths in places.items() if part != "train" for path in paths if _holds_folders(path)]
     if "train" not in places:
         if held:

@@ -136,6 +136,7 @@ def _word_classes(
 
 def _distinct(labels: Any, ignore: int) -> tuple[list[int], bool]:
     """Return the values that occur, in rising order, and whether ``ignore`` occurs."""
+    # A mark for each small value that occurs: no part is sorted, as np.unique would.
     marks, others, masked = np.zeros(MARKS, bool), set(), False
     rows = max(1, SCAN // max(1, math.prod(labels.shape[1:])))
     for start in range(0, len(labels), rows):

@@ -86,6 +86,7 @@ class Loader:
         n, batch = len(self.source), self.global_batch
         each = max(1, CHUNK // (self.length * self.accumulate))  # steps permuted at once
         for chunk in range(consumed, n, each * batch):
+            # (start, stop) of each global batch of the chunk, in order positions.
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
             local = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
             ends = np.cumsum([len(positions) for positions in local])
@@ -121,6 +122,7 @@ class Loader:
         weights[:count] = 1
         # An empty part has shapes, too: those of any sample.
         asked = indices if count else np.zeros(1, np.int64)
+        # {name: (count, ...)} each.
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
         if count < self.length:
             inputs, labels = ({k: self._padded(x) for k, x in each.items()} for each in (inputs, labels))

@@ -152,6 +152,7 @@ class Pairs:
         """Writes sample i into these rows; returns its label ``next``."""
         text, draws = self._text, stream(mix(SEED, self._start + i), np.arange(4 + 3 * self._length, dtype=U64))
         which, other, boundary, place = (int(x) for x in draws[:4])
+        # 1: B comes from another sample, which is never this one.
         apart = which % 2
         j = (i + 1 + other % (self._n - 1)) % self._n if apart else i
         first, middle = int(text.firsts[self._start + i]), self._boundary(i, boundary)
@@ -170,7 +171,9 @@ class Pairs:
 
     def _mask(self, draws: np.ndarray, places: np.ndarray, tokens: np.ndarray, words: np.ndarray) -> None:
         """Mask a sample; ``draws`` (3, length): which places, what becomes of them, which words."""
+        # Those with the smallest draws.
         at = places[np.argsort(draws[0, places], kind="stable")[: max(1, round(SHARE * len(places)))]]
+        # (k,) each: 0 to 7 mask, 8 any word, 9 leave it.
         fate, strange = draws[1, at] % U64(10), len(SPECIAL) + draws[2, at] % U64(self._text.size - len(SPECIAL))
         words[at] = tokens[at]
         tokens[at] = np.where(fate < 8, MASK, np.where(fate < 9, strange.astype(np.int32), tokens[at]))

@@ -44,6 +44,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     b = -(-n // a)
     keys = stream(key, np.arange(ROUNDS, dtype=U64))
     out = np.asarray(positions).astype(U64)
+    # The places in ``out`` that are not below n yet; all at first.
     walking = np.arange(len(out))
     while len(walking):
         left, right = np.divmod(out[walking], U64(b))  # left < a, right < b

@@ -97,6 +97,7 @@ def _rows_of(maps: list[np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np
     """Take samples from the files of a field: shards (k,) and the rows (k,) in them -> (k, ...)."""
     if len(maps) == 1:
         return maps[0][rows]
+    # (k, ...): rows of each file go to their places.
     out = np.empty((len(rows), *maps[0].shape[1:]), maps[0].dtype)
     for number in np.unique(shards):
         chosen = shards == number

@@ -90,6 +90,7 @@ def _pack_part(name: str, source: Source, folder: Path, world: World) -> Part:
     """Write one part, and return its entry of the manifest."""
     n, fields = len(source), {kind: getattr(source.sample, kind) for kind in KINDS}
     widths = [_width(field) for kind in KINDS for field in fields[kind].values()]
+    # Samples of a shard: limited by its bytes, and such that every rank has one to write.
     rows = max(1, min(SHARD_BYTES // max(*widths, 1), -(-n // world.size)))
     piece = max(1, min(rows, PIECE_BYTES // max(1, sum(widths))))
 
@@ -120,6 +121,7 @@ def _write(
     try:
         for kind in KINDS:
             for name, field in getattr(sample, kind).items():
+                # The .npy header first, with the final shape: the rows that follow are only appended.
                 files[kind, name] = file = _HashedFile(folder / f"{part}-{kind}-{name}-{number:05d}.npy")
                 facts = {"descr": np.lib.format.dtype_to_descr(np.dtype(field.dtype)), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(file, {**facts, "shape": (len(span), *field.shape)})

@@ -30,6 +30,7 @@ class Stream:
             self.num_classes = user_stream.num_classes
         self._first = self.fetch(np.zeros(1, np.int64))
         self._epoch = None
+        # The first sample once more, from the beginning.
         if list(map(_bytes, self.fetch(np.zeros(1, np.int64)))) != list(map(_bytes, self._first)):
             what = "begun anew, the stream gives another first sample: ranks and resumed runs would read different ones"
             fix = "let each iter give the same, random numbers of a fixed seed too; iterate(epoch, start) may use epoch"

@@ -43,6 +43,7 @@ class Synthetic:
 
 def _noise(key: int, places: np.ndarray, size: int) -> np.ndarray:
     """Make noise for places (k,): (k, size) float32 in [0, 1]. A value has 8 bits, so one hash makes eight."""
+    # Hashes of a sample; the bytes of each are eight values.
     words = -(-size // 8)
     bits = stream(key, places[:, None] * U64(words) + np.arange(words, dtype=U64)).astype("<u8")
     return np.divide(bits.view(np.uint8)[:, :size], np.float32(255), dtype=np.float32)

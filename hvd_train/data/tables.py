@@ -219,6 +219,7 @@ class Table:
 
     def _words(self, name: str, column: ChunkedArray, known: Classes) -> bool:
         first = column[0].as_py() if len(column) else ""
+        # Parquet files have types: a column of text holds words, whatever they look like.
         if _suffix(self.path) == ".parquet" or not _is(float, first):
             return True
         if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(column, known.names)):

@@ -126,6 +126,7 @@ class Transformed:
         fetched, labels = drawn(self._source, indices, seed, epoch)
         inputs = {name: np.array(x) for name, x in fetched.items()}  # which transforms may write into
         for number, step in enumerate(self._steps):
+            # A key for each transform, so that adding one changes no other's numbers before it.
             inputs = step(inputs, Draws(mix(mix(seed, epoch), number), np.asarray(indices)))
         return inputs, labels
 

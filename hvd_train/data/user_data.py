@@ -104,6 +104,7 @@ class UserSource:
         images: bool | None = None,
         labelled: bool = True,
     ) -> None:
+        # ``num_classes`` is for labels that are classes.
         wanted = ATTRIBUTES if "cross_entropy" in [loss for loss, _ in task.terms.values()] else ATTRIBUTES[:-1]
         missing = [name for name in wanted if not hasattr(user_source, name)]
         if missing:

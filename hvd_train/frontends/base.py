@@ -27,6 +27,7 @@ def checksum(x: np.ndarray) -> int:
     """The sum of an array's memory as 64-bit words, mod 2^64: any one changed bit changes it."""
     memory = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     whole = len(memory) // 8 * 8
+    # Whole words first, then the up to seven bytes that are left.
     words = int(memory[:whole].view(np.uint64).sum(dtype=np.uint64))
     return (words + int.from_bytes(memory[whole:].tobytes(), "little")) % 2**64
 
@@ -125,6 +126,7 @@ class StateTree(NamedArrays):
     def _average(self, keys: Collection[str]) -> None:
         data = self.groups.data
         if data.size > 1:
+            # What is equal on all ranks does not travel, and keeps its bits.
             apart = differing(self._views(keys), data)
             if apart:
                 self._assign(mean(self._arrays(apart), data, self.ops))

@@ -99,6 +99,7 @@ class HorovodCommunicator(ABC):
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
         rendezvous.join(here := world())
         try:
+            # Ranks that mpi4py has divided (a sweep) are a world each.
             self.hvd.init(*([self.part] if self.part else []))
         except ValueError as error:  # Horovod has said why
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
@@ -161,6 +162,7 @@ class HorovodCommunicator(ABC):
         return data if self.rank == root else b"".join(parts)
 
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
+        # Each part carries its length, as Horovod only joins what the ranks give.
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8).copy()
         joined, parts = self._allgather(framed, f"{name}.gather").tobytes(), []
         while joined:
@@ -170,6 +172,7 @@ class HorovodCommunicator(ABC):
         return parts
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
+        # Lengths first: every rank must know in how many pieces the longest travels.
         counts = self.allgather_bytes(struct.pack("<q", len(data)), "lengths")
         lengths = [struct.unpack("<q", count)[0] for count in counts]
         parts: list[list[bytes]] = [[] for _ in lengths]

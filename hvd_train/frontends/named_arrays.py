@@ -32,8 +32,10 @@ class Layout:
         return x.reshape(self.view).transpose(self.axes).reshape(self.shape)  # who writes it lays it out
 
     def from_canonical(self, x: np.ndarray) -> np.ndarray:
+        # The axes of ``view`` as they stand in the canonical order.
         permuted = tuple(self.view[axis] for axis in self.axes)
         native = x.reshape(permuted).transpose(np.argsort(self.axes)).reshape(self.native_shape)
+        # ascontiguousarray makes (1,) of (), so the shape is taken once more.
         return np.ascontiguousarray(native).reshape(self.native_shape)
 
 

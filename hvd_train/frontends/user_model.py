@@ -66,6 +66,7 @@ def build_model(
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
     facts = {"input_shape": shapes, "num_classes": sample.num_classes}
+    # Options win over what the data say.
     arguments = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
     if restores and "pretrained" in parameters:
         arguments["pretrained"] = False

@@ -47,6 +47,7 @@ class Counts(Metric):
     def _label_sums(self, predictions: Predictions) -> Tensor:
         ops = predictions.ops
         z, y, w = (ops.reshape(x, (-1, self.form.size)) for x in predictions.flat())  # (n, K) each
+        # (n, K), 1 where the output or the label says yes.
         predicted, actual = ops.cast(z > 0, ops.dtype(w)), ops.cast(y > 0.5, ops.dtype(w))
         return ops.concat([ops.sum(w * x, 0) for x in (predicted * actual, predicted, actual)])
 

@@ -72,6 +72,7 @@ class Accuracy(BuiltInMean):
     def of_places(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         if len(z.shape) == len(y.shape):
             return ops.cast((z > 0) == (y > 0.5), ops.dtype(z))
+        # z (n, ..., C), y (n, ...).
         return ops.cast(ops.argmax(z) == y, ops.dtype(z))
 
 

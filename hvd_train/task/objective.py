@@ -134,6 +134,7 @@ class Objective:
         ops, present = self._ops, None
         if self.masked:
             present = ops.cast(y != self.ignore_index, ops.dtype(z))
+            # Any class will do where there is no label: the place has weight 0.
             y = ops.where(y == self.ignore_index, 0, y)
         if self.loss == "cross_entropy":
             classes = (self.field.classes if self.field else None) or 1

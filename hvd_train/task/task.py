@@ -68,6 +68,7 @@ class Task:
                 end += metric.length
         self.samples = end  # the entry of their number
         for entry in self._means:
+            # A mean over all places: its W is the number of samples.
             if entry.metric.length == 1:
                 entry.sums.append(self.samples)
         end += 1
@@ -144,6 +145,7 @@ class Task:
         """
         samples, losses = float(sums[self.samples]), {}
         for objective, (value, count) in zip(self.objectives, self.entries, strict=True):
+            # Where no place counts, S is 0 and so is the loss.
             losses[f"{objective.output}_loss"] = float(sums[value]) / (float(sums[count]) or 1.0)
         values: dict[str, float] = {"loss": sum(losses.values()), **(losses if len(losses) > 1 else {})}
         metrics: tuple[Entry[Any], ...] = (*self._means, *self._others)

@@ -66,6 +66,7 @@ class UserFunction:
         """
         values, place_weights = self.checked_values(outputs, labels, weights)
         first, _ = self._call(for_each(lambda x: x[:1], outputs), for_each(lambda x: x[:1], labels))
+        # Of one sample, a function that compares samples with one another gives another shape.
         alone = tuple(first.shape)
         if alone[1:] != tuple(values.shape)[1:]:
             shapes = " and ".join(str(for_each(lambda x: tuple(x.shape), x)) for x in (outputs, labels))

@@ -48,7 +48,9 @@ def _seconds(
     states = [tuple(map(ops.from_numpy, arrays)) for arrays in exchange.init_state()]
     best = math.inf
     for turn in range(TURNS):
+        # An exchange may reduce in place, and the gradients are wanted again.
         copies = [g + 0 for g in gradients]
+        # Else the wait for the last rank would count as a part of the exchange.
         communicator.barrier()
         began = time.perf_counter()
         reduced, states = exchange.reduce(copies, states)

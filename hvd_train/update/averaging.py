@@ -37,6 +37,7 @@ class Averaging(Replicated, ABC):
         self.diverged = False
 
     def state(self) -> list[Entry]:
+        # The slots stand twice: rank 0's, for another number of ranks, and those of each rank.
         return [*super().state(), *self._slots(Placement.PER_RANK)]
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:

@@ -24,11 +24,13 @@ def plan(
     for i in reversed(range(len(specs))):
         spec, little = specs[i], specs[i].size < small or i in whole
         limits = JOINED if little else packing
+        # To join a large tensor would cost a copy each way, and save one message.
         if spec.nbytes >= limits.alone_bytes:
             buckets.append((i,))
             continue
         members = open_buckets.setdefault((spec.dtype, little), [])
         if members and sum(specs[j].nbytes for j in members) + spec.nbytes > limits.bucket_bytes:
+            # The bucket is full, and this tensor begins the next one.
             buckets.append(tuple(members))
             members.clear()
         members.append(i)

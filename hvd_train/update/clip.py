@@ -19,6 +19,8 @@ class Clip:
             return gradients
         if self.algorithm == "value":
             return [ops.clip(g, self.limit) for g in gradients]
+        # After the exchange gradients are equal on all ranks, so that every rank computes the same norm and nothing
+        # travels for it.
         squares = sum(ops.sum_of_squares(g) for g in gradients)
         # The 1e-6 is that of torch.nn.utils.clip_grad_norm_: a zero gradient stays zero.
         factor = ops.clip(self.limit / (squares**0.5 + 1e-6), 1.0)

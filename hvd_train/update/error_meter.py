@@ -17,11 +17,14 @@ def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: S
     """
     ops, communicator = exchange.ops, exchange.communicator
     meter = _Meter(communicator, ops)
+    # The same buckets and compressors, over a communicator that counts, and without clipping.
     other = copy.copy(exchange)
     other.communicator, other.clip = meter, Clip()  # type: ignore[assignment, attr-defined]
+    # A copy of each gradient, as an exchange may reduce in place. The new states are dropped.
     decoded, _ = other.reduce([g + 0 for g in gradients], states)
     figures = [0.0] * 5
     for b, (gradient, d) in enumerate(zip(gradients, decoded, strict=True)):
+        # e: the exact sum over ranks (n,); d: what was decoded (n,).
         e = communicator.synchronize(communicator.allreduce_async(gradient + 0, f"compression_error{b}"))
         row, column = ops.reshape(e, (1, -1)), ops.reshape(d, (-1, 1))
         products = (ops.reshape(ops.matmul(row, column), ()), ops.sum_of_squares(e), ops.sum_of_squares(d))

@@ -47,6 +47,8 @@ class Exchange:
         world: Communicator | None = None,
     ) -> None:
         plain = isinstance(compressor, Uncompressed)
+        # No bucket holds two tensors: PowerSGD takes matrices, and Adasum scales by the norms of what it joins, which
+        # are those of a layer.
         if compressor.per_tensor or op == "adasum":
             packing = Packing(bucket_bytes=0, alone_bytes=0)
         elif not plain:
@@ -95,6 +97,7 @@ class Exchange:
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
         """Start the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
+        # (n,), or the shape of the tensor for a compressor that takes each alone.
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
         rounds = self._compressors[bucket].rounds(shaped, state, self.ops)
         return self._send(bucket, rounds, next(rounds), 0)
@@ -106,6 +109,8 @@ class Exchange:
         while pending:
             turn += 1
             again = []
+            # One turn for each round of a compressor. Buckets are waited for in their order; the next round of one
+            # travels while others are waited for.
             for item in pending:
                 reduced = tuple(self.communicator.synchronize(handle) for handle in item.handles)
                 try:
@@ -115,6 +120,7 @@ class Exchange:
                 else:
                     again.append(self._send(item.bucket, item.rounds, wire, turn))
             pending = again
+        # A bucket of few rounds has its result before others.
         ordered = [results[b] for b in range(len(self.buckets))]
         flat = [self.ops.reshape(gradient, (-1,)) for gradient, _ in ordered]
         return self.clip(flat, self.ops), [state for _, state in ordered]
@@ -133,6 +139,7 @@ class Exchange:
         """(1,) float32: on how many ranks a gradient of this step is not finite. The ranks must ask together, and
         before anything lossy: a compressor may hide what is not finite, and its residual would keep it."""
         ops = self.ops
+        # A product of 1 and 0, for in a traced graph these are tensors, which no `and` of Python takes.
         finite = ops.cast(ops.all_finite(gradients[0]), "float32")
         for gradient in gradients[1:]:
             finite = finite * ops.cast(ops.all_finite(gradient), "float32")

@@ -30,6 +30,7 @@ class Overlap:
         b = self.bucket[i]
         if b in self.started:
             return None
+        # A pass waits for all members of a bucket, from the first of them on.
         if b not in self._awaited:
             self._awaited[b] = set(self._exchange.buckets[b])
         self._awaited[b].discard(i)
@@ -41,6 +42,7 @@ class Overlap:
     def finish(self, last: int | None = None, start: Callable[[int], Any] | None = None) -> Any:
         """Start the other buckets, ``last`` behind them, by ``start`` if given; return what the exchange finishes."""
         buckets = range(len(self._exchange.buckets))
+        # The same order on all ranks for those that backward has not started.
         for b in sorted(buckets, key=lambda b: b == last):
             if b not in self.started:
                 self.started[b] = (start or self._start)(b)

@@ -11,6 +11,7 @@ from hvd_train.update.averaging import Averaging
 
 def parts(specs: Sequence[TensorSpec], fraction: float) -> list[list[str]]:
     """Return the names in ceil(1 / fraction) parts of about equal numbers of entries; a tensor is never cut."""
+    # 1 / (1 / 49) is a little more than 49, and must not make 50 parts.
     count = math.ceil(1 / fraction - 1e-9)
     total, done = sum(spec.size for spec in specs), 0
     names: list[list[str]] = [[] for _ in range(count)]

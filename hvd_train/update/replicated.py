@@ -39,6 +39,7 @@ class Replicated:
     def finish(self, started: Sequence[Any]) -> list[Tensor]:
         """Wait for every bucket; return the reduced and clipped gradients. Residuals are those of this step then."""
         gradients, states = self.exchange.finish(started)
+        # A bucket that travels whole has no residual.
         for cells, values in zip(self._residuals, states, strict=True):
             for cell, value in zip(cells, values, strict=True):
                 cell.write(value)

@@ -15,6 +15,7 @@ def read(entries: Iterable[Entry], placement: Placement, into: Tree | None = Non
     for entry in entries:
         if entry.placement is placement:
             x = entry.read()
+            # A copy, for the next step moves what the entry reads while a thread still writes the checkpoint.
             tree[entry.name] = into[entry.name] if into and entry.name in into else np.empty_like(x)
             np.copyto(tree[entry.name], x, casting="no")
     return tree

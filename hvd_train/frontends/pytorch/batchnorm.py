@@ -68,6 +68,7 @@ class _Joined(_BatchNorm):
         share = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_((total > 0).long()[0])
+        # momentum=None in torch.
         if share is None:  # the mean over all batches
             share = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
         old = self.running_mean, self.running_var
@@ -83,6 +84,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, layer) -> torch.Tensor:
         context, wide = layer._context, _wide(x)
+        # (1, 1 + 2 C): a rank without samples gives a row of zeros, which counts nothing.
         part = wide.new_zeros(1, 1 + 2 * x.shape[1])
         if not context.empty:
             variance, mean = torch.var_mean(wide, _others(x), correction=0)
@@ -96,6 +98,7 @@ class _Normalize(torch.autograd.Function):
         inverse = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.layer, ctx.has_samples, ctx.has_bias = layer, 0.0 if context.empty else 1.0, bias is not None
+        # (n, C, ...), computed in 32 bits at least.
         y = (wide - _along(mean, x)) * _along(inverse if weight is None else inverse * weight, x)
         return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
@@ -110,6 +113,7 @@ class _Normalize(torch.autograd.Function):
         x_gradient = None
         if ctx.needs_input_grad[0]:
             share = ctx.layer._context.weight()  # the others' gradients reach them through this one's
+            # (2, C): sums of dL/dy and of dL/dy normal.
             sums = torch.stack([bias_gradient, weight_gradient]) * share
             handle = communicator.allreduce_async(sums, f"{ctx.layer._wire}.backward")
             first, second = communicator.synchronize(handle) / (total.clamp(min=1) * share)

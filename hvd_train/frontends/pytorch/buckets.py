@@ -27,6 +27,7 @@ class Flat:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
         self._sizes = [math.prod(shape) for shape in self.shapes]
+        # In entries. The last tensor needs no zeros behind it.
         step = max(1, align // parameters[0].element_size())
         self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
@@ -35,6 +36,7 @@ class Flat:
         self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
         # Kept, because to cut 200 layers' buckets into views anew takes 0.5 ms of each step.
         self._places = [] if self._joined is None else self.views(self._joined)
+        # The optimizer moves the flat weight, and so all parameters at once.
         for p, w in zip(parameters, self.views(self.weight), strict=True):
             p.data, p.grad = w, None
 
@@ -50,6 +52,7 @@ class Flat:
             lent = users(alone) == 1  # before there is a view of it
             flat = self._stored(alone).reshape(-1)
             return flat if lent else flat.clone()
+        # A parameter that backward did not reach has no gradient, and counts as zeros.
         there = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
         if len(there) < len(gradients):
             self._joined.zero_()

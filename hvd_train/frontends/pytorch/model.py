@@ -167,6 +167,7 @@ class PyTorchFrontEnd(StateTree):
         self.update = update
         names, parameters = list(self._trainable), list(self._trainable.values())
         align = GPU_ALIGN if self.device.type == "cuda" else 1
+        # From here on the parameters are views into the buckets.
         self._flats = [
             Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align) for b in update.buckets
         ]
@@ -263,6 +264,7 @@ class PyTorchFrontEnd(StateTree):
         if not all(map(IN_TRAINING, self._layers)):
             self.model.train()
         self._seed(seed)
+        # Before the forward pass: a rank without samples computes on a row of padding.
         self._batchnorm.take(weights)
         loss, sums = self.task(self._outputs(inputs), labels, weights, self._scales(scale))
         loss.backward()
@@ -270,11 +272,13 @@ class PyTorchFrontEnd(StateTree):
 
     def train_step(self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0) -> torch.Tensor:
         self._sent.begin()
+        # Gradients of earlier micro-batches are not final, so only this backward starts exchanges.
         self._last = True
         sums = self.add_gradients(placed, scale, seed)
         self._last = False
         if self._overlapping is None:
             self._decide()
+        # All ranks decide alike, so none waits for an exchange that another leaves out.
         if self._scaled(unscale):
             self.update.step(self._sent.finish(), learning_rate)
         self._discard_gradients()

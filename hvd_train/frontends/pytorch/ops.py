@@ -54,6 +54,7 @@ class TorchOps:
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
         a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
         if b.shape[1] < THIN:
+            # The transpose of a product is the product of the transposes in reverse order.
             return (b.T @ a.T).T.contiguous()
         return a @ b
 
@@ -133,6 +134,7 @@ class TorchOps:
         """Add rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
         x = x.reshape(-1).pow(2)
         while len(x) > ROW:
+            # The rest, fewer than ROW entries, is a sum of its own.
             whole = len(x) // ROW * ROW
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()

@@ -49,6 +49,7 @@ class SGD:
         o = self.options
         keys: dict[str, Any] = {"weight_decay": o.weight_decay, "momentum": o.momentum, "nesterov": o.nesterov}
         momentum = slots[0] if slots else [None] * len(weights)
+        # Fused: one pass over weights, gradients and slots together.
         sgd(weights, gradients, momentum, fused=True, lr=learning_rate, dampening=0, maximize=False, **keys)
 
 
@@ -89,6 +90,7 @@ class LAMB:
 
     def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
         torch._foreach_add_(steps, 1)
+        # (), in 64 bits, as 1 - beta^t cancels in 32.
         t = steps[0].double()
         for w, g, m, v in zip(weights, gradients, *slots, strict=True):
             loss, *new = formulas.lamb(w, g, m, v, t, learning_rate, self.options, self.ops)
@@ -141,6 +143,7 @@ class FlatOptimizer(NamedArrays):
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
+        # A checkpoint has one number of steps, and torch's kernels want one for each bucket.
         for steps in self.steps[1:]:
             steps.copy_(self.steps[0])
 

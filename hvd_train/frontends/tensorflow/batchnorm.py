@@ -72,10 +72,13 @@ class _Joined(keras.layers.BatchNormalization):
 
         @tf.custom_gradient
         def normalize(x, value_weights, scale, bias) -> tuple:
+            # How many values of a channel each weight stands for.
             repeats = tf.size(x, tf.int64) // (tf.size(value_weights, tf.int64) * channels)
+            # () values of a channel; mean, spread: (C,).
             count = tf.reduce_sum(value_weights) * tf.cast(repeats, x.dtype)
             mean = tf.math.divide_no_nan(tf.reduce_sum(value_weights * x, others), count)
             spread = tf.reduce_sum(value_weights * tf.square(x - tf.reshape(mean, along)), others)
+            # (1, 1 + 2 C).
             part = tf.concat([[count], mean, spread], 0)[None]
             parts = communicator.synchronize(communicator.allgather_async(part, f"{self._wire}.forward"))
             total, mean, variance = combine(tf.ensure_shape(parts, (None, 1 + 2 * channels)), context.ops)

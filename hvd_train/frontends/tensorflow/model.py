@@ -81,6 +81,7 @@ class TensorFlowFrontEnd(StateTree):
         keras.utils.set_random_seed(config.seed)
         options = dict(config.model.options)
         with tf.device(self._device):
+            # A variable, of which no graph makes a constant: see ``_ready``.
             self._one = tf.Variable(1.0, trainable=False)
             self.model, module, _ = build_model(
                 TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores
@@ -194,6 +195,7 @@ class TensorFlowFrontEnd(StateTree):
     def _run(self, graph: Any, *arguments: Any) -> Any:
         """A graph of (inputs, labels, weights, ...). To find the one of a batch's shapes among others takes TensorFlow
         0.4 ms a call; fields have theirs, so that the number of samples tells it."""
+        # arguments[2] are the weights (length,).
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
@@ -209,6 +211,7 @@ class TensorFlowFrontEnd(StateTree):
         if first[0].shape not in self._steps:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
             self._steps[first[0].shape] = graph(self._traced_steps).get_concrete_function(*like)
+        # Each argument of all steps, (steps, ...): a batch's tensors are on the device, numbers are not.
         columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
         started = time.perf_counter()
         sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
@@ -217,6 +220,7 @@ class TensorFlowFrontEnd(StateTree):
         if self.config.steps_per_execution == "auto":
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
+            # As many batches as fit into CALL_BYTES together.
             fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in first if tf.is_tensor(x))
             self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
@@ -246,6 +250,7 @@ class TensorFlowFrontEnd(StateTree):
             pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
             variable.value.assign(tf.cast(pair, variable.value.dtype))
         self._batchnorm.weights = weights
+        # watch_accessed_variables=False, or the tape would record variables that are not trained.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
@@ -319,6 +324,8 @@ class TensorFlowFrontEnd(StateTree):
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
     def _apply(self, gradients, learning_rate) -> None:
+        # Without this, TensorFlow starts each exchange as soon as its bucket's gradients are there, beside the rest of
+        # backward.
         if not self._overlap:
             with tf.control_dependencies(gradients):
                 gradients = [tf.identity(g) for g in gradients]

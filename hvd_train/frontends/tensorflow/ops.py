@@ -89,6 +89,7 @@ class TensorFlowOps:
         return tf.round(x)
 
     def where(self, condition, a, b) -> tf.Tensor:
+        # One of them may be a number of Python, which takes the type of the other.
         kind = (a if tf.is_tensor(a) else b).dtype
         return tf.where(condition, tf.convert_to_tensor(a, kind), tf.convert_to_tensor(b, kind))
 

@@ -81,6 +81,7 @@ class Adam:
         elif o.weight_decay:
             gradient = gradient + decay * weight
         t = tf.cast(step, tf.float64)
+        # In 64 bits, as 1 - beta^t cancels in 32.
         powers = [tf.cast(tf.constant(beta, tf.float64) ** t, dtype) for beta in o.betas]
         tf.raw_ops.ResourceApplyAdam(
             var=weight.handle,

@@ -235,7 +235,7 @@ class NumpyFrontEnd(StateTree):
     def to_device(self, batch):
         return batch
 
-    def _judged(self, batch):
+    def _place_labels(self, batch):
         return batch.labels, batch.weights
 
     def _forward(self, batch):
@@ -278,10 +278,10 @@ class NumpyFrontEnd(StateTree):
     def finite(self):
         return not self.failed
 
-    def _measure(self, batch, scale, seed):
+    def _measure_error(self, batch, scale, seed):
         raise NotImplementedError
 
-    def _evaluated(self, inputs):
+    def _eval_outputs(self, inputs):
         raise NotImplementedError
 
     def evaluate_batch(self, batch):

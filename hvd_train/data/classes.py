@@ -22,13 +22,19 @@ MAX_NAME = 1000  # characters that a checkpoint's manifest takes
 
 
 def listing(names: Sequence[Any]) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and how many more there are."""
     more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
     return ", ".join(map(str, names[:LISTED])) + more
 
 
+def named(noun: str, names: Sequence[Any]) -> str:
+    """Name some things of a kind: ``class cat``, or ``columns age, height``."""
+    ending = ("es" if noun.endswith("s") else "s") * (len(names) != 1)
+    return f"{noun}{ending} {listing(names)}"
+
+
 def values_of(names: Sequence[str]) -> np.ndarray | None:
-    """The whole numbers (k,) int64 that all names are; None: some are words."""
+    """Return the whole numbers (k,) int64 that all names are; None: some are words."""
     try:
         values = [int(name) for name in names]
     except ValueError:
@@ -38,7 +44,7 @@ def values_of(names: Sequence[str]) -> np.ndarray | None:
 
 
 def two_meanings(names: Sequence[str], numbers: Sequence[int]) -> str | None:
-    """A name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
+    """Return a name that reads as one of the labels' ``numbers``, but stands for another: '1' of '1', '2', 'none'."""
     present, its = set(numbers), dict[str, int]()
     for name in names:
         with suppress(ValueError):
@@ -53,8 +59,8 @@ def by_number(title: str, names: Sequence[str]) -> str:
 
 
 def unknown(words: Sequence[Any], whose: str, names: Sequence[str], where: str) -> DataError:
-    """Classes that are none of ``names``, which ``whose`` tells."""
-    what = f"unknown class{'es' * (len(words) > 1)} {listing(words)}: {whose} has {listing(names)}"
+    """Make the error for classes that are none of ``names``, which ``whose`` has."""
+    what = f"unknown {named('class', words)}: {whose} has {listing(names)}"
     return DataError(what, where=where, fix="mend the labels, or leave these samples out")
 
 
@@ -75,7 +81,7 @@ class Classes:
     trained: int | None = None
 
     def strange(self, words: Sequence[Any], where: str) -> DataError:
-        """Classes that are none of these."""
+        """Make the error for classes that are none of these."""
         return unknown(words, self.whose, self.names or (), where)
 
 
@@ -114,7 +120,7 @@ class Known:
         return cls(default, known_labels, run)
 
     def with_count(self, count: int | None) -> Known:
-        """The same, with ``count`` classes where no number is known."""
+        """Return the same, with ``count`` classes where no number is known."""
 
         def one(known: Classes) -> Classes:
             return known if known.names or known.count else replace(known, count=count)
@@ -144,7 +150,7 @@ class Known:
         return self.each.get(name, self.default)
 
     def input(self, name: str, alone: bool) -> Field | None:
-        """The field of the run; None: a new run."""
+        """Return an input's field in the run; None: a new run."""
         fields = self.run.inputs if self.run else {}
         return next(iter(fields.values())) if alone and len(fields) == 1 else fields.get(name)
 
@@ -180,7 +186,7 @@ class Lookup:
 
     @classmethod
     def of(cls, values: Sequence[int] | np.ndarray, places: Sequence[int] | np.ndarray, ignore: int) -> Lookup | None:
-        """None: every value is its own number."""
+        """Make a lookup; None: every value is the number of its class already."""
         listed, numbers = np.asarray(values, np.int64), np.asarray(places, np.int64)
         if np.array_equal(listed, numbers):
             return None
@@ -188,7 +194,7 @@ class Lookup:
         return cls(listed[order], numbers[order], ignore)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Unknown values become -1."""
+        """Return the numbers of the classes; unknown values become -1."""
         x = x.astype(np.int64, copy=False)
         at = np.minimum(np.searchsorted(self.values, x), len(self.values) - 1)
         numbers = np.where(self.values[at] == x, self.places[at], -1)

@@ -104,7 +104,7 @@ class Column:
 
     @property
     def note(self) -> str:
-        """A line for the user about the type: bytes and whole numbers can mean two things."""
+        """Return a line for the user about the type; bytes and whole numbers can mean two things."""
         kind = np.dtype(self.values.dtype)
         if self.field.divisor != 1:
             return f"{self.title} are uint8 and are divided by 255 (ids, as of tokens, must be stored as int32)"

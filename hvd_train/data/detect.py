@@ -15,7 +15,7 @@ SUFFIXES = {
 
 
 def kind_of(path: Path) -> str:
-    """The data.name of a file or folder by its looks."""
+    """Return the data.name of a file or folder by its looks."""
     if path.is_dir():
         listed = [name for pattern, name in MARKS.items() if next(path.glob(pattern), None)]
         files = (file for file in path.iterdir() if SUFFIXES.get(file.suffix.lower()) == "table")

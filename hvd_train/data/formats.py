@@ -28,7 +28,7 @@ Choose = Callable[[list[str]], list[str]]  # the names of a file's arrays -> whi
 
 
 def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
-    """Libraries' messages may have several lines; the first is kept."""
+    """Make the error for a damaged file, with the first line of the library's message."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return DataError(f"no readable {kind}: {reason}", where=str(path), fix="make or fetch the file again")
 
@@ -37,20 +37,23 @@ def unreadable(path: Path | str, error: Exception, kind: str) -> DataError:
 
 
 def _brought(name: str, **options: Any) -> np.ndarray:
-    """A file of scikit-learn's, whose import would cost each rank 1.5 s."""
+    """Read a file of scikit-learn's."""
+    # Without importing it, which would cost each rank 1.5 s.
     (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
     return np.loadtxt(Path(package) / "datasets" / "data" / name, **options)
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8) from 0 to 16, labels (1797,)."""
+    """Return images (1797, 8, 8) from 0 to 16, and labels (1797,)."""
     table = _brought("digits.csv.gz", delimiter=",", dtype=np.int64)
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
 def read_diabetes() -> tuple[np.ndarray, np.ndarray]:
-    """Ten measures of each patient (442, 10) as they were taken, how far the disease came in a year (442,), 25 to 346
-    (Efron et al. 2004, "Least Angle Regression")."""
+    """Return ten measures of each patient (442, 10), and how far the disease came in a year (442,), 25 to 346.
+
+    Efron et al. 2004, "Least Angle Regression".
+    """
     return _brought("diabetes_data_raw.csv.gz"), _brought("diabetes_target.csv.gz")
 
 
@@ -58,7 +61,7 @@ def read_diabetes() -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_idx(folder: Path, name: str, axes: int) -> Path:
-    """The file of an MNIST part: both spellings, plain before .gz."""
+    """Find the file of an MNIST part: both spellings, plain before .gz."""
     names = [f"{name}{dot}idx{axes}-ubyte{gz}" for gz in ("", ".gz") for dot in ("-", ".")]
     for candidate in names:
         if (folder / candidate).exists():
@@ -67,7 +70,7 @@ def find_idx(folder: Path, name: str, axes: int) -> Path:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """An IDX file of unsigned bytes: two zero bytes, type 8, number of axes, big-endian sizes, then the data.
+    """Read an IDX file of unsigned bytes: two zero bytes, type 8, number of axes, big-endian sizes, then the data.
 
     A plain file is memory-mapped; a .gz file is unpacked only as far as its header promises.
     """
@@ -150,7 +153,7 @@ class CifarRows:
 
 
 def read_cifar10(folder: Path, part: str) -> tuple[CifarRows, np.ndarray]:
-    """Images and labels of the files data_batch_*.bin or test_batch.bin."""
+    """Read images (n, 32, 32, 3) and labels (n,) of the files data_batch_*.bin or test_batch.bin."""
     paths = sorted(folder.glob(f"{part}_batch*.bin"))
     if not paths:
         pickled = any(path.suffix != ".bin" for path in folder.glob(f"{part}_batch*"))
@@ -210,7 +213,8 @@ def read_npz(path: Path, choose: Choose) -> dict[str, Any]:
 
 
 def _check_header(stream: Any, size: int, where: str) -> None:
-    """Check that a file of ``size`` bytes is as long as its header promises: NumPy would take memory first."""
+    """Check that a file of ``size`` bytes is as long as its header promises."""
+    # NumPy itself would take the memory first.
     version = np.lib.format.read_magic(stream)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
@@ -223,7 +227,7 @@ def _check_header(stream: Any, size: int, where: str) -> None:
 
 
 def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
-    """Mapped; as a plain ndarray view, since indexing np.memmap itself costs more."""
+    """Map the files of a folder into memory."""
     arrays = {}
     for name in choose(sorted(file.stem for file in path.glob("*.npy"))):
         file = path / f"{name}.npy"
@@ -232,6 +236,7 @@ def read_npy_folder(path: Path, choose: Choose) -> dict[str, Any]:
                 _check_header(stream, file.stat().st_size, str(file))
         except BROKEN_ARRAY as error:
             raise unreadable(file, error, "NumPy file") from error
+        # A plain view: indexing np.memmap itself costs more.
         arrays[name] = np.asarray(_load(file, mapped=True))
     return arrays
 
@@ -297,7 +302,7 @@ def _check_size(path: Path, name: str, item: Any) -> None:
 
 
 def _refuse_foreign(path: Path, name: str, file: Any) -> None:
-    """A link or a virtual dataset could name any other file of this machine."""
+    """Refuse a link or a virtual dataset, which could name any other file of this machine."""
     import h5py
 
     what = "a link" if not isinstance(file.get(name, getlink=True), h5py.HardLink) else ""

@@ -45,12 +45,12 @@ THREADS = 8  # a network's answer takes longer than reading a header
 
 
 def part_of(name: str) -> str | None:
-    """The part that a folder, a file or an array of this name is: train, val, test or None."""
+    """Return the part that a folder, a file or an array of this name is: train, val, test or None."""
     return next((part for part, names in PART_NAMES.items() if name.lower() in names), None)
 
 
 def _hidden(path: Path) -> bool:
-    """.ipynb_checkpoints, ._x, __MACOSX: left by programs, not by the user."""
+    """Return whether a program left it there, not the user: .ipynb_checkpoints, ._x, __MACOSX."""
     return path.name.startswith((".", "__MACOSX"))
 
 
@@ -130,7 +130,7 @@ class Listing:
 
     @property
     def note(self) -> str:
-        """One line of what is not read."""
+        """Return a line about the files that are not read."""
         parts = [f"{name}: {_described(counts)}" for name, counts in [*self.skipped.items()][:LISTED]]
         parts += [f"and {len(self.skipped) - LISTED} more classes"] * (len(self.skipped) > LISTED)
         parts += [f"no image in {', '.join(self.empty[:LISTED])}"] * bool(self.empty)
@@ -143,7 +143,7 @@ def _described(counts: Counter[str]) -> str:
 
 
 def list_images(folder: Path, labels: bool = True) -> Listing:
-    """Reads the header of every file in the class folders of ``folder``: 1.5 s for 10 000 files on one core.
+    """Read the header of every file in the class folders of ``folder``: 1.5 s for 10 000 files on one core.
 
     Without ``labels`` the files may lie in ``folder`` itself.
     """
@@ -182,7 +182,7 @@ def _skip(listing: Listing, kind: str, path: Path) -> None:
 
 
 def check_no_class_is_empty(listing: Listing) -> None:
-    """A class without an image would vanish, and the numbers of the others change."""
+    """Refuse a class without an image: it would vanish, and the numbers of the others change."""
     if listing.empty:
         name = listing.empty[0]
         held = listing.skipped.get(name)
@@ -210,8 +210,10 @@ def _formats() -> dict[str, str]:
 
 @cache
 def _formats_of(suffix: str) -> tuple[str, ...]:
-    """Return the formats of a file with this ending. One that promises an image may be any; others are as named, or
-    what their first bytes tell."""
+    """Return the formats that a file with this ending may have.
+
+    One that promises an image may be any; others are as named, or what their first bytes tell.
+    """
     if suffix in SUFFIXES:
         return tuple(dict.fromkeys((*BY_CONTENT, *_formats().values())))
     return (_formats()[suffix],) if suffix in _formats() else BY_CONTENT
@@ -219,7 +221,7 @@ def _formats_of(suffix: str) -> tuple[str, ...]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The image of a file, which is read no further than its header yet; faults are one line with its name."""
+    """Open the image of a file, which is read no further than its header yet; faults are one line with its name."""
     from PIL import Image
 
     try:
@@ -233,7 +235,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _header(path: Path) -> Header | None:
-    """None: it is not an image, and its ending does not say that it were one."""
+    """Read a header; None: it is not an image, and its ending does not say that it were one."""
     try:
         with _opened(path) as image:
             return _read_header(path, image)

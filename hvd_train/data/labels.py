@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.data.classes import MAX_NAME, Classes, Lookup, Words, by_number, listing, two_meanings, values_of
+from hvd_train.data.classes import MAX_NAME, Classes, Lookup, Words, by_number, listing, named, two_meanings, values_of
 from hvd_train.data.column import Column
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field
@@ -98,13 +98,13 @@ def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Clas
     high = distinct[-1] if distinct else 0
     untrained = [value for value in distinct if value >= (known.trained or high + 1)]
     if untrained:
-        many = "es" * (len(untrained) > 1)
-        what = f"{title} of {where}: class{many} {listing(untrained)} occur{'' if many else 's'} only here"
+        verb = "occurs" if len(untrained) == 1 else "occur"
+        what = f"{title} of {where}: {named('class', untrained)} {verb} only here"
         return (f"{what}, and no sample of the training part is one",)
     missing = sorted(set(range(count)) - set(distinct)) if high < MARKS else []
     if missing and not known.samples:
-        one = len(missing) == 1
-        what = f"{title}: class{'' if one else 'es'} {listing(missing)} do{'es' if one else ''} not occur"
+        verb = "does" if len(missing) == 1 else "do"
+        what = f"{title}: {named('class', missing)} {verb} not occur"
         return (f"{what} (data.classes: auto numbers those that do)",)
     return ()
 

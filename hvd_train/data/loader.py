@@ -34,7 +34,7 @@ class Step:
 
 
 class Loader:
-    """Cuts epochs of ``source`` into steps.
+    """The steps of an epoch, cut from a source.
 
     Global batch k of an epoch that goes on from ``consumed`` holds order positions
     [consumed + k B, consumed + (k+1) B), cut off at n, whatever the world size; micro-batches are contiguous parts of
@@ -68,14 +68,17 @@ class Loader:
         self.steps_per_epoch = steps(len(source), 0, global_batch)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
-        """The steps of an epoch of which ``consumed`` samples are used already; close it to leave early."""
+        """Yield the steps of an epoch of which ``consumed`` samples are used already; close it to leave early."""
         if not 0 <= consumed <= len(self.source):
             raise ValueError(f"{consumed} samples consumed of {len(self.source)}")
         return self._made(self._steps(epoch, consumed))
 
     def evaluation(self) -> Generator[Batch, None, None]:
-        """Every sample of the source on exactly one rank, in order, ``length`` rows a batch (the size of a training
-        micro-batch); all ranks yield the same number of batches, the last may be all padding."""
+        """Yield every sample of the source on exactly one rank, in order, ``length`` rows a batch.
+
+        That is the size of a training micro-batch. All ranks yield the same number of batches; the last may be all
+        padding.
+        """
         return self._made(self._evaluation())
 
     def _made(self, works: Iterator[Callable[[], T]]) -> Generator[T, None, None]:
@@ -101,7 +104,7 @@ class Loader:
         return Step(tuple(self._batch(part, epoch) for part in parts), count, consumed)
 
     def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
-        """This rank's positions of a micro-batch of the global batch [start, stop)."""
+        """Return this rank's positions of a micro-batch of the global batch [start, stop)."""
         a, b = share(stop - start, self.accumulate, number)
         return self._local(start + a, start + b)
 
@@ -111,7 +114,7 @@ class Loader:
             yield partial(self._batch, self._local(start, min(start + together, n)))
 
     def _local(self, start: int, stop: int) -> np.ndarray:
-        """This rank's positions of [start, stop)."""
+        """Return this rank's positions of [start, stop)."""
         a, b = share(stop - start, self.size, self.rank)
         return np.arange(start + a, start + b)
 
@@ -129,21 +132,19 @@ class Loader:
         return Batch(inputs, labels, weights, indices)
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
-        """Pad (count, ...) to (length, ...) by the first sample.
-
-        A model may make NaN of what is not a sample, as log 0, and 0 times that is NaN.
-        """
+        """Pad (count, ...) to (length, ...) by the first sample."""
+        # Not by zeros: a model may make NaN of what is not a sample, as log 0, and 0 times that is NaN.
         out = np.empty((self.length, *x.shape[1:]), x.dtype)
         out[: len(x)], out[len(x) :] = x, x[0]
         return out
 
 
 def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Runs ``items`` in a thread, at most AHEAD items before the consumer; its exception reaches the consumer.
+    """Run ``items`` in a thread, at most AHEAD items before the consumer; its exception reaches the consumer.
 
-    The thread starts with the first item asked for and ends when the generator ends, is closed or is collected. It
-    works in bursts: woken for each item, it would take Python's lock from the training step that has just begun.
+    The thread starts with the first item asked for and ends when the generator ends, is closed or is collected.
     """
+    # It works in bursts: woken for each item, it would take Python's lock from the training step that has just begun.
     ready: deque[T] = deque()
     changed = threading.Condition()
     ended: list[BaseException | None] = []  # [None]: no more items; [error]: the consumer raises it

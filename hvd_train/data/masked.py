@@ -29,8 +29,10 @@ def sentences(document: str) -> list[str]:
 
 
 def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, saved: str = "") -> Any:
-    """A tokenizer of byte pairs (Sennrich et al. 2016) for any text: a file's, the ``saved`` one of a run, or learned
-    from these sentences."""
+    """Return a tokenizer of byte pairs (Sennrich et al. 2016): a file's, the ``saved`` one of a run, or a learned one.
+
+    It is learned from ``documents``, lists of sentences, and takes any text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if path is not None:
@@ -149,7 +151,7 @@ class Pairs:
         return {"tokens": tokens, "segments": segments}, {"words": words, "next": follows}
 
     def _one(self, i: int, tokens: np.ndarray, segments: np.ndarray, words: np.ndarray) -> int:
-        """Writes sample i into these rows; returns its label ``next``."""
+        """Write sample i into these rows, (length,) each; return its label ``next``."""
         text, draws = self._text, stream(mix(SEED, self._start + i), np.arange(4 + 3 * self._length, dtype=U64))
         which, other, boundary, place = (int(x) for x in draws[:4])
         # 1: B comes from another sample, which is never this one.

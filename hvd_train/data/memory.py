@@ -12,7 +12,7 @@ SMALL = 64 << 20  # bytes that nobody need ask for
 
 
 def free() -> int:
-    """Bytes that this process can still take: of the machine, and of a limit that a container or Slurm sets."""
+    """Count the bytes that this process can still take: of the machine, and of a container's or Slurm's limit."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -26,13 +26,13 @@ def free() -> int:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of files that the system gives back when memory runs short."""
+    """Count the bytes of files that the system gives back when memory runs short."""
     rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
 
 
 def check_free(size: int, what: str, where: str, fix: str) -> None:
-    """Raises DataError if ``size`` bytes, needed for ``what``, are more than are free."""
+    """Raise DataError if ``size`` bytes, needed for ``what``, are more than are free."""
     if size > SMALL and size > (left := free()):
         raise DataError(f"{what} takes {in_units(size)} of memory, and {in_units(left)} are free", where=where, fix=fix)
 

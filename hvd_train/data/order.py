@@ -19,12 +19,13 @@ def scramble(x: np.ndarray) -> np.ndarray:
 
 
 def stream(key: int, counters: np.ndarray) -> np.ndarray:
-    """Outputs ``counters`` (uint64) of the splitmix64 generator with state ``key``: 64 random bits each."""
+    """Return outputs ``counters`` (uint64) of the splitmix64 generator with state ``key``: 64 random bits each."""
     return scramble((counters + U64(1)) * U64(GOLDEN) + U64(key & MASK))
 
 
 def mix(seed: int, number: int) -> int:
-    """A 64-bit key of two numbers. Our own arithmetic: NumPy's generators may change between versions."""
+    """Make a 64-bit key of two numbers."""
+    # By arithmetic of this file: NumPy's generators may change between versions.
     first = int(stream(seed, np.zeros(1, U64))[0])
     return int(stream(first, np.array([number & MASK], U64))[0])
 
@@ -68,5 +69,5 @@ def share(count: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def steps(n: int, consumed: int, global_batch: int) -> int:
-    """Steps that are left of an epoch of which ``consumed`` samples are used; the last may be short."""
+    """Count the steps that are left of an epoch of which ``consumed`` samples are used; the last may be short."""
     return -(-(n - consumed) // global_batch)

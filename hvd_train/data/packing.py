@@ -28,7 +28,7 @@ PARTS = ("train", "val", "test")
 
 
 class World(Protocol):
-    """The processes that pack together; mpi4py's communicators are such."""
+    """The processes that pack together, such as a communicator of mpi4py."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""A stream of the user's own: samples that come one after the other, with no way to ask for the k-th."""
+"""A stream of the user: samples that come one after the other, with no way to ask for the k-th."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ END = object()
 
 
 class Stream:
-    """Samples by index of an object that is iterated, or that has ``iterate(epoch, start)``.
+    """Samples by index of an object that is iterated, or that has ``iterate(epoch, start)``."""
 
-    An index ahead is reached by reading on, one behind by beginning anew: cheap for a loader that asks in rising order.
-    The place in the stream is thus the number of samples used, which every checkpoint holds.
-    """
+    # An index ahead is reached by reading on, one behind by beginning anew: cheap for a loader that asks in rising
+    # order. The place in the stream is thus the number of samples used, which every checkpoint holds.
 
     def __init__(self, user_stream: Any, where: str) -> None:
         self._user_stream, self._where = user_stream, where
@@ -40,7 +39,7 @@ class Stream:
         return len(self._user_stream)
 
     def fetch(self, indices: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
-        """Rising indices (k,) -> inputs and labels, each (k, ...) or a dict of such."""
+        """Return inputs and labels, each (k, ...) or a dict of such; indices (k,) must rise."""
         if epoch == self._epoch and self._place > 0 and len(indices) == 1 and indices[0] == 0:
             return self._first  # asked for its shapes alone, by a rank without a part of a batch
         samples = [self._at(int(index), epoch) for index in indices]

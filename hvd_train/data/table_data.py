@@ -12,7 +12,7 @@ import numpy as np
 from hvd_train.config import DataConfig, TaskConfig, did_you_mean
 from hvd_train.data import tables
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import Known, listing
+from hvd_train.data.classes import Known, listing, named
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
 from hvd_train.errors import DataError
@@ -67,8 +67,8 @@ def _features(
     extra = [] if config.features else [name for name in others if name not in columns]
     if not extra:
         return list(columns), []
-    many = len(extra) > 1
-    remark = f"column{'s' * many} {listing(extra)} {'are' if many else 'is'} left out: the run was trained without"
+    verb = "is" if len(extra) == 1 else "are"
+    remark = f"{named('column', extra)} {verb} left out: the run was trained without"
     return list(columns), [remark]
 
 
@@ -78,7 +78,7 @@ def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], r
     there = set(have)
     missing = [name for name in features if name not in there]
     if missing and run and next(iter(run.inputs.values())).columns:
-        what = f"column{'s' * (len(missing) > 1)} {listing(missing)} missing, with which the run was trained"
+        what = f"{named('column', missing)} missing, with which the run was trained"
         raise DataError(what, where=str(file), fix=f"the file has {listing(have)}; give all of the run's columns")
     for key, names in (("features", features), ("labels", labels)):
         for name in names:

@@ -76,7 +76,8 @@ def names_of(path: Path) -> list[str]:
 
 
 def _header(path: Path) -> list[str]:
-    """The first line with something in it: pyarrow takes 40 s for the names of 200 000 columns."""
+    """Return the cells of the first line with something in it."""
+    # Not by pyarrow, which takes 40 s for the names of 200 000 columns.
     with open(path, "rb") as stream:
         first = stream.readline(LONGEST + 1)
         while first and not first.strip():
@@ -115,7 +116,8 @@ class Table:
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str]) -> Table:
-        """Cells of a csv file are text: what they hold is not guessed from the first of them."""
+        """Read these columns of a file; cells of a csv file stay text."""
+        # What they hold is not guessed from the first of them.
         import pyarrow
         from pyarrow import csv as arrow
         from pyarrow import parquet
@@ -172,7 +174,7 @@ class Table:
         return stored
 
     def _note_rounded(self, name: str, column: ChunkedArray, values: np.ndarray, stored: np.ndarray) -> None:
-        """Whole numbers, as ids are, that are not what they were; of others nobody expects all digits."""
+        """Note whole numbers, as ids are, that 32 bits round; of others nobody expects all digits."""
         if not len(values) or np.abs(values).max() <= 2**24:
             return
         kind, exact = str(column.type), values
@@ -241,7 +243,7 @@ class Table:
         return Words(codes, names)
 
     def _filled(self, name: str) -> ChunkedArray:
-        """Drop rows without a value, and trim text."""
+        """Return a column with its text trimmed; raises DataError where a row has no value."""
         import pyarrow
         import pyarrow.compute as pc
 
@@ -267,14 +269,15 @@ class Table:
 
 
 def _block(path: Path) -> int:
-    """Bytes that are parsed together; a row that is longer would be cut."""
+    """Return the number of bytes that are parsed together."""
+    # A row that is longer would be cut.
     with open(path, "rb") as stream:
         longest = max((len(stream.readline(LONGEST)) for _ in range(20)), default=0)
     return max(BLOCK, min(16 * longest, 1 << 30))
 
 
 def _parquet_size(path: Path, names: Sequence[str]) -> int:
-    """Bytes of these columns in memory."""
+    """Count the bytes of these columns in memory."""
     from pyarrow import parquet
 
     about, wanted = parquet.ParquetFile(path).metadata, set(names)
@@ -322,7 +325,8 @@ def _castable(column: ChunkedArray, kind: str) -> bool:
 
 
 def _first_bad(column: ChunkedArray, kind: str) -> int:
-    """The row at which a cast fails: halves, as the library does not tell."""
+    """Find the row at which a cast fails."""
+    # By halves, as the library does not tell.
     low, high = 0, len(column)
     while high - low > 1:
         middle = (low + high) // 2

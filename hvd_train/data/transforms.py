@@ -34,7 +34,7 @@ class Draws:
 
 
 def _below(bits: np.ndarray, count: int) -> np.ndarray:
-    """Whole numbers in [0, count), count < 2^32."""
+    """Make whole numbers in [0, count) of random bits, count < 2^32."""
     return (((bits >> U64(32)) * U64(count)) >> U64(32)).astype(np.int64)
 
 
@@ -132,7 +132,7 @@ class Transformed:
 
 
 def drawn(source: Source, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
-    """Samples as training takes them in this epoch; of most sources they are the same in each."""
+    """Fetch samples as training takes them in this epoch; most sources give the same in each."""
     draw = getattr(source, "drawn", None)
     return draw(indices, seed, epoch) if draw else source.fetch(indices)
 
@@ -145,7 +145,10 @@ def transformed(
     configs: Sequence[TransformConfig],
     imported: Callable[[str, str], Callable[..., Any]],
 ) -> dict[str, Source]:
-    """All parts with ``normalize``, the training part with all; what does not fit shows here, on the first sample."""
+    """Give all parts ``normalize``, and the training part all transforms.
+
+    Raises DataError on the first sample where a transform does not fit.
+    """
     steps: list[_Step] = []
     samples = {name: part.sample for name, part in parts.items()}
     first = next(iter(samples.values()))
@@ -208,7 +211,10 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
 
 
 def _user_step(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:
-    """function(sample, rng, **options): the array of a sample, or {name: array} where it has several inputs."""
+    """Make a step of function(sample, rng, **options), which the user wrote.
+
+    ``sample``: the array of a sample, or {name: array} where it has several inputs.
+    """
 
     def step(inputs: dict[str, np.ndarray], draws: Draws) -> dict[str, np.ndarray]:
         out = {name: np.empty_like(x) for name, x in inputs.items()}

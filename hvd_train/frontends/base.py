@@ -24,7 +24,7 @@ from hvd_train.task.task import Task
 
 
 def checksum(x: np.ndarray) -> int:
-    """The sum of an array's memory as 64-bit words, mod 2^64: any one changed bit changes it."""
+    """Add up an array's memory as 64-bit words, mod 2^64: any one changed bit changes the sum."""
     memory = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     whole = len(memory) // 8 * 8
     # Whole words first, then the up to seven bytes that are left.
@@ -41,7 +41,7 @@ class StateTree(NamedArrays):
     queued: Sequence[Any] = ()
 
     def run_queued(self) -> None:
-        """Nothing waits, unless a front-end says so."""
+        """Run queued steps; most front-ends queue none."""
         return
 
     def finite(self) -> bool:
@@ -51,24 +51,24 @@ class StateTree(NamedArrays):
         return self.groups.data.waited
 
     def counts(self, batch: Batch) -> np.ndarray:
-        return self.ops.to_numpy(self.task.counts(*self._judged(batch)))
+        return self.ops.to_numpy(self.task.counts(*self._place_labels(batch)))
 
-    def _ask(self, sample: Sample) -> None:
-        """Show the task what the model gives, where functions of the user's own are asked."""
+    def _probe_task(self, sample: Sample) -> None:
+        """Show the task the model's outputs for two samples of zeros, for functions of the user."""
         if self.task.has_user_functions:
             inputs, labels, weights = self.to_device(made_up(sample))
-            self.task.probe(self._evaluated(inputs), labels, weights)
+            self.task.probe(self._eval_outputs(inputs), labels, weights)
 
     @abstractmethod
     def to_device(self, batch: Batch) -> Any:
         """Return (inputs, labels, weights) on the device."""
 
     @abstractmethod
-    def _judged(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
+    def _place_labels(self, batch: Batch) -> tuple[Mapping[str, Any], Any]:
         """Return (labels, weights) of a batch on the device."""
 
     @abstractmethod
-    def _evaluated(self, inputs: Any) -> Any:
+    def _eval_outputs(self, inputs: Any) -> Any:
         """Return the outputs of the model in evaluation, as tensors."""
 
     def _scales(self, scale: Scale) -> list[float]:
@@ -79,12 +79,15 @@ class StateTree(NamedArrays):
         return [float(x) for x in scale]
 
     @abstractmethod
-    def _measure(self, placed: Any, scale: Scale, seed: int) -> Any: ...
+    def _measure_error(self, placed: Any, scale: Scale, seed: int) -> Any: ...
 
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Any:
-        """The figures of ``update/error_meter.py`` for this batch's gradient; running statistics stay as they were."""
+        """Return the figures of ``update/error_meter.py`` for this batch's gradient.
+
+        Running statistics stay as they were.
+        """
         kept = self.running_statistics()
-        figures = self._measure(placed, scale, seed)
+        figures = self._measure_error(placed, scale, seed)
         self.restore_statistics(kept)
         return figures
 
@@ -102,10 +105,10 @@ class StateTree(NamedArrays):
 
     @abstractmethod
     def _weights(self) -> Iterable[tuple[str, np.ndarray]]:
-        """(own name, trainable weight as it lies in memory, not copied where that can be helped)."""
+        """Yield (native name, trainable weight as it lies in memory), not copied where that can be helped."""
 
     def _first_weights(self, names: Iterable[str], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-        """(own name, first weight in its own axis order)."""
+        """Yield (native name, first weight in the framework's axis order)."""
         for native in names:
             layout = self.layouts[native]
             yield native, layout.from_canonical(first_weight(layout.name, layout.shape, seed))
@@ -120,7 +123,8 @@ class StateTree(NamedArrays):
         self._average(keys)
 
     def average_statistics(self) -> None:
-        """Make running statistics equal on all ranks; they are the only part that each rank gathers for itself."""
+        """Make running statistics equal on all ranks."""
+        # They are the only part of a model that each rank gathers from its samples alone.
         self._average([key for key in self._keys() if key.startswith("statistics/")])
 
     def _average(self, keys: Collection[str]) -> None:

@@ -26,7 +26,10 @@ def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads:
 
 
 def gpu_of(config: Config, communicator: Communicator, visible: int, framework: str) -> int | None:
-    """The GPU of this rank among the ``visible`` ones; None: it computes on the CPU."""
+    """Return the GPU of this rank among the ``visible`` ones; None: it computes on the CPU.
+
+    Raises ConfigError where ``device: cuda`` finds none.
+    """
     if config.device == "cpu" or (config.device == "auto" and not visible):
         return None
     if not visible:
@@ -36,10 +39,8 @@ def gpu_of(config: Config, communicator: Communicator, visible: int, framework: 
 
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:
-    """The GPU of this rank: its local rank among the visible ones, or among those that ``devices`` names.
-
-    Where Slurm shows each rank a GPU of its own (--gpus-per-task), every rank's index is 0.
-    """
+    """Return the index of this rank's GPU: its local rank among the visible ones, or among ``devices``."""
+    # With --gpus-per-task Slurm shows each rank one GPU, which every rank calls 0.
     if devices is None and visible == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
         return 0
     choice = list(devices) if devices is not None else list(range(visible))

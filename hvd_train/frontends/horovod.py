@@ -34,8 +34,11 @@ from hvd_train.protocol import Handle, Tensor
 
 
 def guarded(transfer: Callable) -> Callable:
-    """A transfer that fails raises the communicator's ``failure``, which no ``except RuntimeError`` of a script takes
-    for its own. A script that catches it all the same is ended by its next transfer."""
+    """Make a failed transfer raise the communicator's ``failure``.
+
+    No ``except RuntimeError`` of a script takes that for its own error. A script that catches it all the same is ended
+    by its next transfer.
+    """
 
     @functools.wraps(transfer)
     def call(self: HorovodCommunicator, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +207,8 @@ class HorovodCommunicator(ABC):
 
 
 def _ended_transfers(error: BaseException | None) -> bool:
-    """horovod.torch names its errors; TensorFlow's name the operation."""
+    """Return whether the error means that Horovod's transfers have ended."""
+    # horovod.torch has an error class; TensorFlow's errors have the operation's name in their text.
     kind = type(error).__name__
     graph = kind in ("UnknownError", "FailedPreconditionError", "InvalidArgumentError") and "Horovod" in str(error)
     return kind == "HorovodInternalError" or graph

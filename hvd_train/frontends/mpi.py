@@ -46,7 +46,10 @@ def leave(code: int) -> NoReturn:
 
 
 class Counter:
-    """0, 1, 2, ... over all ranks of ``mpi``: each number is given once, without rank 0's taking part in it."""
+    """A counter 0, 1, 2, ... for all ranks of ``mpi``, each of whose numbers one rank gets.
+
+    It is one-sided: rank 0, where the number lies, takes no part when another rank asks.
+    """
 
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI

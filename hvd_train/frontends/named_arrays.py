@@ -29,7 +29,8 @@ class Layout:
         return cls(name, native, view, tuple(axes or range(len(view))), tuple(shape))
 
     def to_canonical(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(self.view).transpose(self.axes).reshape(self.shape)  # who writes it lays it out
+        # A view where that is possible: whoever writes it lays it out.
+        return x.reshape(self.view).transpose(self.axes).reshape(self.shape)
 
     def from_canonical(self, x: np.ndarray) -> np.ndarray:
         # The axes of ``view`` as they stand in the canonical order.
@@ -59,17 +60,17 @@ class NamedArrays(ABC):
 
     @abstractmethod
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
-        """Native key -> what gives its array, not copied where that can be helped."""
+        """Return {native key: function that gives its array, not copied where that can be helped}."""
 
     @abstractmethod
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
     def _keys(self) -> list[str]:
-        """Native keys of all arrays."""
+        """Return the native keys of all arrays."""
         return list(self._readers())
 
     def _views(self, keys: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """(native key, array) of these keys, or of all, one at a time."""
+        """Yield (native key, array) of these keys, or of all, one at a time."""
         return ((key, read()) for key, read in self._readers().items() if keys is None or key in keys)
 
     def _arrays(self, keys: Collection[str] | None = None) -> Tree:
@@ -85,7 +86,7 @@ class NamedArrays(ABC):
         return (prefix + layout.name, layout.to_canonical(array)) if layout else (key, array)
 
     def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-        """(canonical key, what gives its array) of all arrays."""
+        """Yield (canonical key, function that gives its array) for all arrays."""
         for key, native in self._readers().items():
             prefix, layout = self._split(key)
             if layout:

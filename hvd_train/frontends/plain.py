@@ -19,8 +19,11 @@ from hvd_train.protocol import Sample, Tree
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint. ``arrays``: canonical name -> weight or running statistic; ``sample``: as the data give it;
-    ``about``: what a file that can hold notes says of itself; ``scale``: what the inputs' numbers are."""
+    """A checkpoint that is to be exported.
+
+    ``arrays``: weights and running statistics by canonical names; ``sample``: as the data give it; ``about``: notes for
+    a file that can hold some; ``scale``: the meaning of the inputs' numbers.
+    """
 
     config: Config
     arrays: Tree
@@ -34,29 +37,34 @@ class Trained:
         return "float64" if self.config.precision == "64" else "float32"
 
     def native_arrays(self, shapes: Mapping[str, Sequence[int]], table: Mapping[str, tuple]) -> dict[str, np.ndarray]:
-        """The arrays under a model's names and in its axis order; they must be its tensors, all of them."""
+        """Return the arrays under a model's names and in its axis order.
+
+        Raises CheckpointError where they are not its tensors, all of them.
+        """
         layouts = layouts_of(shapes, table)
         check_tree({x.name: np.broadcast_to(0.0, x.shape) for x in layouts.values()}, self.arrays)
         return {name: x.from_canonical(self.arrays[x.name]) for name, x in layouts.items()}
 
     def inputs(self, dtype: str) -> dict[str, str]:
-        """{name: type} of what the model itself takes, computing in ``dtype``."""
+        """Return {name: type} of the inputs that the model takes where it computes in ``dtype``."""
         return {
             name: dtype if not field.whole else "bool" if field.dtype == "bool" else "int64"
             for name, field in self.sample.inputs.items()
         }
 
     def build_call(self, module: ModuleType, arguments: Mapping[str, Any]) -> str:
-        """The line that builds the untrained model: ``pt_models.mlp.build(input_shape=(64,), num_classes=10)``."""
+        """Return the line that builds the untrained model: ``pt_models.mlp.build(input_shape=(64,))``."""
         function = self.config.model.name.partition(":")[2] or "build"
         return f"{module.__name__}.{function}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file's content and how to use it. Shapes are without the samples' axis; ``load`` is one line of Python that
-    opens the file ``{path}``; ``inputs``: {name: (shape, type)};
-    ``outputs``: {name: shape}."""
+    """The content of a file, and how to use it.
+
+    ``load``: a line of Python that opens the file ``{path}``; ``inputs``: {name: (shape, type)}; ``outputs``: {name:
+    shape}. Shapes are those of one sample.
+    """
 
     content: bytes
     load: str
@@ -65,7 +73,7 @@ class Exported:
 
 
 def shapes(outputs: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape of a sample} of what a model gives: "logits", or its several outputs."""
+    """Return {name: shape for one sample} of a model's outputs; a single one is called "logits"."""
     named = outputs if isinstance(outputs, Mapping) else {"logits": outputs}
     return {name: tuple(x.shape[1:]) for name, x in named.items()}
 
@@ -78,7 +86,7 @@ def onnx_load(names: Collection[str], outputs: Collection[str]) -> str:
 
 
 def onnx_packages(*names: str) -> list[Any]:
-    """The modules of these names, as setup.cfg's extra ``export`` installs them."""
+    """Import the modules of these names, which setup.cfg's extra ``export`` installs."""
     try:
         return [importlib.import_module(name) for name in names]
     except ImportError as error:
@@ -89,7 +97,7 @@ def onnx_packages(*names: str) -> list[Any]:
 
 
 def unfit_for(kind: str, name: str, error: BaseException) -> ConfigError:
-    """The framework's own exporter refuses the model; its first line tells why."""
+    """Make the error for a model that the framework's exporter refuses, with the first line of its reason."""
     reason = str(error).strip().splitlines()
     return ConfigError(
         f"the model cannot be written as {kind}: {reason[0] if reason else type(error).__name__}",

@@ -99,6 +99,11 @@ def _order(module: ModuleType, parameters: Collection[str], name: str, sample: S
     return {"image": False} if "image" in parameters and len(field.shape) == 3 else {}
 
 
+def canonical_table(module: ModuleType, model: Any) -> dict[str, tuple]:
+    """Return {native name: (canonical name, view, axes, shape)}, which a model of the zoo tells; else {}."""
+    return module.neutral(model) if hasattr(module, "neutral") else {}
+
+
 def checked(outputs: Any, name: str) -> Any:
     """Refuse what is neither a tensor nor several by name; return it."""
     for x in outputs.values() if isinstance(outputs, Mapping) else [outputs]:

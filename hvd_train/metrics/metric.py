@@ -51,7 +51,7 @@ class Predictions:
     ops: Ops
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All places in one row: outputs (places,) or (places, C), labels (places,), weights (places,)."""
+        """Return all places in one row: outputs (places,) or (places, C), labels (places,), weights (places,)."""
         ops, z, y, dtype = self.ops, self.outputs, self.labels, self.ops.dtype(self.weights)
         present = ops.cast(y == y, dtype) if self.present is None else self.present
         classes = (int(z.shape[-1]),) if len(z.shape) > len(y.shape) else ()
@@ -131,6 +131,6 @@ def weighted_sum(
 
 
 def flat_weights(place_weights: Tensor, weights: Tensor, ops: Ops) -> Tensor:
-    """The weight of each place (n, ...) times that of its sample (n,), as (places,)."""
+    """Multiply the weight of each place (n, ...) by that of its sample (n,), as (places,)."""
     of_sample = ops.reshape(weights, (-1, *[1] * (len(place_weights.shape) - 1)))
     return ops.reshape(ops.cast(place_weights, ops.dtype(weights)) * of_sample, (-1,))

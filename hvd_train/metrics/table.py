@@ -63,5 +63,5 @@ METRICS: dict[str, Row] = {
 
 @cache
 def loss_function(name: str) -> Callable[..., Any]:
-    """The function (outputs, labels, ops) of a built-in loss, which gives a value for each place."""
+    """Return the function (outputs, labels, ops) of a built-in loss, which gives a value for each place."""
     return getattr(importlib.import_module("hvd_train.metrics.losses"), name)

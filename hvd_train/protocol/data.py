@@ -15,9 +15,9 @@ Fields = Mapping[str, np.ndarray]  # named arrays, first axis: samples
 class Field:
     """An array of one sample as it is stored and travels.
 
-    The device divides it by ``divisor`` (bytes of an image by 255), in float32: a quarter of the bytes, the same bits;
-    then, where it has a ``mean``, takes it away and divides by ``std``: a number each, or as many as the last axis has.
-    Then numbers take the type of the weights, whole ones int64.
+    The device divides it by ``divisor``, in float32. Where it has a ``mean``, the device subtracts that and divides by
+    ``std``: a number each, or as many as the last axis has. Then numbers take the type of the weights, whole ones
+    int64.
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
     ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
     ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
@@ -26,6 +26,7 @@ class Field:
 
     shape: tuple[int, ...]
     dtype: str
+    # 255 for bytes of an image, which travel as a quarter of the bytes of float32 and give the same bits.
     divisor: float = 1.0
     classes: int | None = None
     masked: bool = False
@@ -42,7 +43,7 @@ class Field:
 
     @property
     def whole(self) -> bool:
-        """True where it reaches the model as whole numbers, or as True and False."""
+        """Return whether it reaches the model as whole numbers, or as True and False."""
         return self.divisor == 1 and np.dtype(self.dtype).kind != "f"
 
     def __str__(self) -> str:
@@ -63,12 +64,12 @@ class Sample:
 
     @property
     def input_shape(self) -> Any:
-        """The shape that a build function gets, or {name: shape} where there are several inputs."""
+        """Return the shape that a build function gets, or {name: shape} where there are several inputs."""
         return one_or_all({name: field.shape for name, field in self.inputs.items()})
 
     @property
     def num_classes(self) -> Any:
-        """The number of classes, or {label: number} where there are several labels; None: labels are no classes."""
+        """Return the number of classes, or {label: number} of several labels; None: labels are not classes."""
         numbers = {name: field.classes for name, field in self.labels.items() if field.classes}
         return one_or_all(numbers) if numbers else self.told_classes
 
@@ -84,7 +85,7 @@ class Sample:
 
 
 def made_up(sample: Sample) -> Batch:
-    """Two samples of zeros."""
+    """Make a batch of two samples of zeros."""
     inputs, labels = (
         {name: np.zeros((2, *field.shape), field.dtype) for name, field in fields.items()}
         for fields in (sample.inputs, sample.labels)

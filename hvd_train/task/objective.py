@@ -130,7 +130,7 @@ class Objective:
     # ---- shapes
 
     def _for_built_in_loss(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Outputs and labels in shapes that belong together, and which places have a label if some do not."""
+        """Return outputs and labels in shapes that belong together, and which places have a label if some do not."""
         ops, present = self._ops, None
         if self.masked:
             present = ops.cast(y != self.ignore_index, ops.dtype(z))
@@ -144,7 +144,7 @@ class Objective:
         return *self._numbers(f"task.loss: {self.loss}", z, y), None
 
     def _for_built_in_metrics(self, z: Any, y: Any) -> tuple[Any, Any]:
-        """Outputs and labels for built-in metrics beside a loss of the user, which may take any shapes."""
+        """Return outputs and labels for built-in metrics; the loss is the user's, which may take any shapes."""
         for name in self._built_in:
             where = f"task.metrics: {name}"
             if isinstance(z, Mapping) or isinstance(y, Mapping):
@@ -161,7 +161,7 @@ class Objective:
         return z, y
 
     def _numbers(self, where: str, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (n, ...) for labels (n, ...): a number for each number; the labels get the outputs' type."""
+        """Return outputs (n, ...) and labels (n, ...), a number for each number, in the type of the outputs."""
         y = self._without_column(z, y)
         if len(z.shape) == len(y.shape) + 1 and z.shape[-1] == 1:
             # The first axis may be unknown while a graph is traced.
@@ -172,7 +172,7 @@ class Objective:
         return z, self._ops.cast(y, self._ops.dtype(z))
 
     def _without_column(self, z: Tensor, y: Tensor) -> Tensor:
-        """Labels (n, 1) as (n,) for outputs (n,) and (n, C)."""
+        """Return labels (n, 1) as (n,) where outputs are (n,) or (n, C)."""
         column = len(y.shape) == 2 and y.shape[-1] == 1 and tuple(z.shape)[1:] != (1,)
         return self._ops.reshape(y, (-1,)) if column else y
 
@@ -185,7 +185,7 @@ def fits(logits: Sequence[int | None], labels: Sequence[int | None], num_classes
 
 
 def unfit(logits: Sequence[int | None], labels: Sequence[int | None], num_classes: int) -> ConfigError:
-    """Logits (n, ..., classes) belong to labels (n, ...): these do not."""
+    """Make the error for logits that are not (n, ..., classes) for labels (n, ...)."""
     wanted = ", ".join(str(size) for size in (*labels, "num_classes"))
     return ConfigError(
         f"the model gives logits of shape {tuple(logits)} for labels of shape {tuple(labels)} in {num_classes} classes",

@@ -81,7 +81,7 @@ class Task:
 
     @property
     def entries(self) -> list[tuple[int, int]]:
-        """The places of S and W of each loss."""
+        """Return (place of S, place of W) of each loss."""
         places, end = [], 0
         for objective in self.objectives:
             places.append((end, end + 1 if objective.weighted_by_data else self.samples))
@@ -126,7 +126,7 @@ class Task:
         return ops.cast(ops.stack(counts), "float64")
 
     def _zeros(self, weights: Tensor) -> Any:
-        """Outputs of zeros in the shapes of the model's, for as many samples as there are weights."""
+        """Make outputs of zeros in the shapes of the model's, for as many samples as there are weights."""
         rows, ops = int(weights.shape[0]), self._ops
         return for_each(lambda like: ops.cast(ops.from_numpy(np.zeros((rows, *like[0]))), like[1]), self._output_shapes)
 

@@ -146,7 +146,7 @@ class UserSums(Metric):
 
 
 def user_metric(name: str, form: LabelForm) -> UserMean | UserSums:
-    """The metric of this name: a function or an object that can be called; a class is called without arguments."""
+    """Return the metric of this name: a function or an object that can be called; a class is called first."""
     key = "task.metrics"
     named = own_function(name, f"{key}: {name}")
     metric = named() if isinstance(named, type) else named
@@ -155,7 +155,7 @@ def user_metric(name: str, form: LabelForm) -> UserMean | UserSums:
 
 
 def _shapes(x: Any) -> str:
-    """The shape as text: (32, 10), or {price: (32, 1), sold: (32, 2)}."""
+    """Write a shape as text: (32, 10), or {price: (32, 1), sold: (32, 2)}."""
     if isinstance(x, Mapping):
         return f"{{{', '.join(f'{name}: {_shapes(value)}' for name, value in x.items())}}}"
     return str(tuple(getattr(x, "shape", ())))

@@ -24,7 +24,7 @@ def choose(
     communicator: Communicator,
     ops: Ops,
 ) -> tuple[str, dict[str, float]]:
-    """(the choice, {candidate: seconds of one exchange on the slowest rank}), equal on all ranks."""
+    """Return the choice and {candidate: seconds of one exchange on the slowest rank}, equal on all ranks."""
     if communicator.size == 1:
         return "none", {}
     seconds = {name: _seconds(specs, packing, make(name), communicator, ops) for name in CANDIDATES}
@@ -38,7 +38,8 @@ def choose(
 def _seconds(
     specs: Sequence[TensorSpec], packing: Packing, compressor: Compressor, communicator: Communicator, ops: Ops
 ) -> float:
-    """Return the fastest turn's seconds, as the slowest rank saw it: what disturbs an exchange makes it longer."""
+    """Return the seconds of the fastest turn on the slowest rank."""
+    # The fastest, because whatever disturbs an exchange makes it longer.
     exchange = Exchange(specs, packing, compressor, communicator, ops)
     rng = np.random.default_rng(0)
     gradients = []

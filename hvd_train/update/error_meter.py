@@ -35,7 +35,7 @@ def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: S
 
 
 class _Meter:
-    """A communicator that notes how many bytes are handed to it."""
+    """A communicator that counts the bytes handed to it."""
 
     def __init__(self, communicator: Communicator, ops: Ops) -> None:
         self._communicator, self._ops = communicator, ops

@@ -62,12 +62,12 @@ class Exchange:
         self._shapes = [self._shape(b) for b in range(len(self.buckets))]
 
     def _shape(self, bucket: int) -> tuple[int, ...]:
-        """The tensor's own shape if the compressor wants it, else one flat tensor."""
+        """Return the shape of the tensor if the compressor takes each alone, else that of the flat bucket."""
         members = [self._specs[i] for i in self.buckets[bucket]]
         return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
 
     def init_state(self) -> list[tuple[np.ndarray, ...]]:
-        """Each bucket's first compressor state."""
+        """Return the first compressor state of each bucket."""
         return [
             self._compressors[b].init_state(self._shapes[b], self._specs[members[0]].dtype)
             for b, members in enumerate(self.buckets)
@@ -82,7 +82,7 @@ class Exchange:
         return flats
 
     def from_buckets(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The way back: each bucket's flat tensor -> tensors in the order and the shapes of the specs."""
+        """Cut the flat tensor of each bucket into tensors in the order and the shapes of the specs."""
         tensors: dict[int, Tensor] = {}
         for members, flat in zip(self.buckets, flats, strict=True):
             sizes = [self._specs[i].size for i in members]
@@ -92,7 +92,7 @@ class Exchange:
         return [tensors[i] for i in range(len(self._specs))]
 
     def reduce(self, flats: Sequence[Tensor], states: Sequence[State]) -> tuple[list[Tensor], list[State]]:
-        """All buckets at once: ``start``, then ``finish``."""
+        """Exchange all buckets at once: ``start`` for each, then ``finish``."""
         return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
 
     def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
@@ -136,8 +136,8 @@ class Exchange:
         return _Started(bucket, rounds, wire, tuple(handles))
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor:
-        """(1,) float32: on how many ranks a gradient of this step is not finite. The ranks must ask together, and
-        before anything lossy: a compressor may hide what is not finite, and its residual would keep it."""
+        """Return (1,) float32: on how many ranks a gradient of this step is not finite. All ranks ask together."""
+        # Before anything lossy: a compressor may hide what is not finite, and its residual would keep it.
         ops = self.ops
         # A product of 1 and 0, for in a traced graph these are tensors, which no `and` of Python takes.
         finite = ops.cast(ops.all_finite(gradients[0]), "float32")

@@ -49,5 +49,5 @@ def _norm(x: Tensor, ops: Ops) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor, some: Tensor, ops: Ops) -> Tensor:
-    """a / b where ``some`` holds, else 1."""
+    """Return a / b where ``some`` holds, else 1."""
     return ops.where(some, a / ops.where(some, b, 1.0), 1.0)

@@ -21,12 +21,15 @@ class Overlap:
         self.begin()
 
     def begin(self) -> None:
-        """A new pass; ``finish`` is the other end of one, unless an error is."""
+        """Begin a pass, whatever an error has left of the last one."""
         self.started: dict[int, Any] = {}
         self._awaited: dict[int, set[int]] = {}
 
     def arrived(self, i: int) -> int | None:
-        """Gradient ``i`` is there: the bucket that started thereby. Once more is no other, until its bucket is gone."""
+        """Note that gradient ``i`` has arrived; return the bucket that started thereby, if any.
+
+        A gradient that arrives twice before its bucket has started counts once.
+        """
         b = self.bucket[i]
         if b in self.started:
             return None

@@ -27,13 +27,14 @@ class Context:
         self._first = ""  # the layer that a forward pass comes to first
 
     def begin(self, layer: str) -> None:
-        """A layer is about to join its statistics."""
+        """Note that a layer is about to join its statistics, and call ``before`` at the first layer of a pass."""
         self._first = self._first or layer
         if layer == self._first:
             self.before()
 
     def take(self, weights: torch.Tensor) -> None:
-        """A rank without samples computes on one row of padding; else a batch holds samples alone."""
+        """Note whether this rank has samples, by the weights (n,) of its batch."""
+        # Without any it computes on one row of padding; else a batch holds samples alone.
         self.empty = len(weights) == 1 and not weights.item()
 
 
@@ -61,7 +62,7 @@ class _Joined(_BatchNorm):
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
 
-    def _follow(self, total, mean, variance) -> None:
+    def _move_running_statistics(self, total, mean, variance) -> None:
         """Move the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
             return
@@ -94,7 +95,7 @@ class _Normalize(torch.autograd.Function):
         context.begin(layer._wire)
         parts = communicator.synchronize(communicator.allgather_async(part, f"{layer._wire}.forward"))
         total, mean, variance = combine(parts, context.ops)
-        layer._follow(total, mean, variance)
+        layer._move_running_statistics(total, mean, variance)
         inverse = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.layer, ctx.has_samples, ctx.has_bias = layer, 0.0 if context.empty else 1.0, bias is not None
@@ -126,7 +127,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Statistics need 32 bits at least."""
+    """Return x in 32 bits at least, which statistics need."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

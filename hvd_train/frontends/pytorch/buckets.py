@@ -42,7 +42,7 @@ class Flat:
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """The gradient of all parameters, zeros where backward reached none; flat, for this step alone."""
+        """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step alone."""
         gradients = [p.grad for p in self._parameters]
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         if self._joined is None:
@@ -76,7 +76,7 @@ class Flat:
         return laid_out
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' flat parts of what lies as weights or as gradients do."""
+        """Cut what lies as weights or as gradients do into the flat parts of the tensors."""
         if len(flat) == sum(self._sizes):
             return list(torch.split(flat, self._sizes))
         return [part[:size] for part, size in zip(torch.split(flat, self._steps), self._sizes, strict=True)]
@@ -92,5 +92,5 @@ def users(x: torch.Tensor) -> int:
 
 
 def stored_shape(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
-    """A parameter's shape in the order of memory."""
+    """Return a parameter's shape in the order in which its axes lie in memory."""
     return (shape[0], *shape[2:], shape[1]) if channels_last and len(shape) == 4 else tuple(shape)

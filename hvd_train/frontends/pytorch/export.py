@@ -14,11 +14,14 @@ import torch
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
 from hvd_train.frontends.pytorch.model import lazy, native_shape
-from hvd_train.frontends.user_model import build_model
+from hvd_train.frontends.user_model import build_model, canonical_table
 
 
 def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, dict[str, Any], dict[str, torch.Tensor]]:
-    """(the trained model for evaluation, the module that builds it and from what, two samples of zeros), on the CPU."""
+    """Return the trained model for evaluation, the module and arguments that build it, and two samples of zeros.
+
+    All lie on the CPU.
+    """
     name, sizes = trained.config.model.name, {k: native_shape(field) for k, field in trained.sample.inputs.items()}
     options, restores = trained.config.model.options, trained.config.restores
     model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, native_shape, restores)
@@ -28,7 +31,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     if lazy(model):
         with torch.no_grad():
             _output(model, example)
-    table = module.neutral(model) if hasattr(module, "neutral") else {}
+    table = canonical_table(module, model)
     # Batch normalization's counter is in no checkpoint where no arithmetic uses it.
     tensors = {
         path: x

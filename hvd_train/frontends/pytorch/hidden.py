@@ -11,7 +11,7 @@ HIDDEN_FIX = "make the list a torch.nn.ModuleList (a dict a torch.nn.ModuleDict)
 
 
 def hidden(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
-    """Trainable parameters that the model does not have, by the attribute that holds their layers: "encoder.layers"."""
+    """Return trainable parameters that the model does not have, by the attribute that holds them: "encoder.layers"."""
     known = {id(p) for p in model.parameters()}
     layers = {}
     for path, layer in model.named_modules():

@@ -23,7 +23,7 @@ from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, stored_shape
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
-from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
+from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -51,7 +51,7 @@ def native_shape(field: Field) -> tuple[int, ...]:
 
 
 def lazy(model: torch.nn.Module) -> list[str]:
-    """The layers whose weights have no shape before the first forward pass."""
+    """List the layers whose weights have no shape before the first forward pass."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return sorted({name.rpartition(".")[0] or name for name, x in named if torch.nn.parameter.is_lazy(x)})
 
@@ -76,7 +76,7 @@ class PyTorchFrontEnd(StateTree):
         if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
             self._take_shapes()
         self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm)
-        table = module.neutral(model) if hasattr(module, "neutral") else {}
+        table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
         if (hidden_layers := hidden(self.model)) and not config.restores:
@@ -87,14 +87,14 @@ class PyTorchFrontEnd(StateTree):
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
-        self._ask(sample)
+        self._probe_task(sample)
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
 
     def _take_shapes(self) -> None:
-        """Two samples show lazy layers (``LazyLinear``) what they take."""
+        """Give lazy layers (``LazyLinear``) their shapes by a forward pass of two samples."""
         try:
-            self._try(channels_last=False)
+            self._try_forward(channels_last=False)
         except UNTAKEN as error:
             raise untaken(self.config.model.name, self._sample, error) from error
         if lazy(self.model):
@@ -104,37 +104,35 @@ class PyTorchFrontEnd(StateTree):
             )
 
     def _takes_channels_last(self) -> bool:
-        """Return whether images and kernels lie channels last.
-
-        A third faster on CPUs for SINGA's CNN, a tenth for ResNet-18.
-
-        Models whose forward insists on the other order (``view`` after a convolution) keep it.
-        """
+        """Return whether images and kernels lie channels last."""
+        # That is a third faster on CPUs for SINGA's CNN, a tenth for ResNet-18. Models whose forward insists on the
+        # other order (``view`` after a convolution) keep it.
         images = any(field.image for field in self._sample.inputs.values())
         kernels = any(p.dim() == 4 for p in self.model.parameters())
         mixed = self.device.type == "cuda" and self.config.precision not in MIXED
         if images and kernels and not mixed:
             self.model.to(memory_format=torch.channels_last)
             try:
-                self._try(channels_last=True)
+                self._try_forward(channels_last=True)
                 return True
             except UNTAKEN:
                 self.model.to(memory_format=torch.contiguous_format)
         unsure = any(field.whole for field in self._sample.inputs.values()) or may_be_images(self._sample)
         if len(self._sample.inputs) > 1 or unsure:
             try:
-                self._try(channels_last=False)
+                self._try_forward(channels_last=False)
             except UNTAKEN as error:
                 raise untaken(self.config.model.name, self._sample, error) from error
         return False
 
-    def _try(self, channels_last: bool) -> None:
-        """A tensor that the model keeps from here must do for training."""
+    def _try_forward(self, channels_last: bool) -> None:
+        """Try a forward pass of two samples of zeros; raises what the model raises."""
+        # Not in inference mode: a tensor that the model keeps from here must do for training.
         self._channels_last = channels_last
-        self._evaluated(self.to_device(made_up(self._sample))[0])
+        self._eval_outputs(self.to_device(made_up(self._sample))[0])
 
     @torch.no_grad()
-    def _evaluated(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+    def _eval_outputs(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         self.model.eval()
         return self._outputs(inputs)
 
@@ -191,7 +189,7 @@ class PyTorchFrontEnd(StateTree):
         return overlaps(self.config.exchange.overlap, self.groups.data, gpu, torch.get_num_threads())
 
     def _arrived(self, i: int) -> None:
-        """Gradient ``i`` is final; the last one of a bucket starts the exchange."""
+        """Note that gradient ``i`` is final; the last one of a bucket starts the exchange."""
         if not self._last or self._overlapping is False:
             return
         if self._overlapping is None:
@@ -225,17 +223,18 @@ class PyTorchFrontEnd(StateTree):
             flat.discard_gradients()
 
     def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-        """Place a batch without its padding, which no layer must see; but one row, where there is no sample."""
+        """Place a batch without its padding, which no layer must see."""
+        # One row of padding stays where there is no sample: not every layer takes an empty batch.
         rows, fields = max(batch.count, 1), self._sample.inputs
-        inputs = {name: self._placed(batch.inputs[name][:rows], field) for name, field in fields.items()}
-        return inputs, *self._judged(batch)
+        inputs = {name: self._place(batch.inputs[name][:rows], field) for name, field in fields.items()}
+        return inputs, *self._place_labels(batch)
 
-    def _judged(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _place_labels(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         rows, fields = max(batch.count, 1), self._sample.labels
-        labels = {name: self._placed(batch.labels[name][:rows], field) for name, field in fields.items()}
+        labels = {name: self._place(batch.labels[name][:rows], field) for name, field in fields.items()}
         return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 
-    def _placed(self, x: np.ndarray, field: Field) -> torch.Tensor:
+    def _place(self, x: np.ndarray, field: Field) -> torch.Tensor:
         """Move an array to the device as it is stored, and scale it there as its field says.
 
         Images come as (height, width, channels), the order that decoders give; PyTorch wants channels first.
@@ -279,12 +278,12 @@ class PyTorchFrontEnd(StateTree):
         if self._overlapping is None:
             self._decide()
         # All ranks decide alike, so none waits for an exchange that another leaves out.
-        if self._scaled(unscale):
+        if self._unscale(unscale):
             self.update.step(self._sent.finish(), learning_rate)
         self._discard_gradients()
         return sums
 
-    def _scaled(self, unscale: float) -> bool:
+    def _unscale(self, unscale: float) -> bool:
         """Take the loss' scale out of the gradients; False: on some rank they are not finite."""
         if not self.config.checks_gradients:
             return True
@@ -297,7 +296,7 @@ class PyTorchFrontEnd(StateTree):
     def finite(self) -> bool:
         return self._finite
 
-    def _measure(self, placed, scale: Scale, seed: int) -> torch.Tensor:
+    def _measure_error(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         self.add_gradients(placed, scale, seed)
         figures = self.update.compression_error(self._gradients())
         self._discard_gradients()
@@ -306,10 +305,10 @@ class PyTorchFrontEnd(StateTree):
     @torch.no_grad()
     def evaluate_batch(self, placed) -> torch.Tensor:
         inputs, labels, weights = placed
-        return self.task(self._evaluated(inputs), labels, weights)[1]
+        return self.task(self._eval_outputs(inputs), labels, weights)[1]
 
     def predict(self, placed) -> Any:
-        outputs, labels = self._evaluated(placed[0]), self._sample.labels
+        outputs, labels = self._eval_outputs(placed[0]), self._sample.labels
         if isinstance(outputs, dict):
             return {name: self._stored(x, labels.get(name)) for name, x in outputs.items()}
         return self._stored(outputs, next(iter(labels.values())) if len(labels) == 1 else None)
@@ -344,7 +343,7 @@ class PyTorchFrontEnd(StateTree):
 
 
 def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
-    """The context of forward passes: most arithmetic in 16 bits, or as the weights are."""
+    """Return the context of forward passes: most arithmetic in 16 bits, or as the weights are."""
     dtype = MIXED.get(config.precision)
     if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"

@@ -25,8 +25,11 @@ Tensors = list[torch.Tensor]
 
 
 class Kernel(Protocol):
-    """A formula. ``slots``: their names; ``counts_steps``: whether it needs the number of the step; ``per_tensor``:
-    whether its norms belong to tensors, so that it wants each tensor in its shape and none of them in parts."""
+    """A formula that moves weights.
+
+    ``slots``: their names; ``counts_steps``: whether it needs the number of the step; ``per_tensor``: whether its norms
+    belong to tensors, so that it wants each tensor in its shape and none of them in parts.
+    """
 
     slots: tuple[str, ...]
     counts_steps: bool
@@ -129,7 +132,7 @@ class FlatOptimizer(NamedArrays):
         return [view for flat, x in zip(self._flats, tensors, strict=True) for view in flat.views(x)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Native key -> view of a flat slot, or the number of steps."""
+        """Return {native key: view of a flat slot, or the number of steps}."""
         tensors = {"slots/step": self.steps[0]} if self.kernel.counts_steps else {}
         for slot, flat_slots in self.slots.items():
             for flat, x in zip(self._flats, flat_slots, strict=True):

@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
-from hvd_train.frontends.user_model import build_model
+from hvd_train.frontends.user_model import build_model, canonical_table
 from hvd_train.protocol import one_or_all
 
 
 def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[str, tuple[int, ...]]]:
-    """(the trained model, the modules that loading it needs besides Keras, the shapes of one sample's outputs)."""
+    """Return the trained model, the modules that loading it needs besides Keras, and the shapes of its outputs."""
     name, sample, kinds = trained.config.model.name, trained.sample, trained.inputs(dtype)
     tf.config.set_visible_devices([], "GPU")
     keras.utils.clear_session()  # Keras numbers its layers: names must be those of the training
@@ -30,7 +30,7 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     if not model.built and list(kinds.values()) == [dtype]:
         model.build((None, *sample.input_shape))
     logits = model(one_or_all(zeros), training=False)
-    table = module.neutral(model) if hasattr(module, "neutral") else {}
+    table = canonical_table(module, model)
     variables = {v.path: v for v in model.variables if not v.path.endswith("seed_generator_state")}
     for path, array in trained.native_arrays({path: tuple(v.shape) for path, v in variables.items()}, table).items():
         variables[path].assign(array)

@@ -24,7 +24,7 @@ from hvd_train.frontends.tensorflow import batchnorm
 from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
-from hvd_train.frontends.user_model import build_model, checked, may_be_images, untaken
+from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
     Communicator,
@@ -47,9 +47,10 @@ MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 def packing(communicator: Communicator) -> Packing:
-    """Joining costs a copy each way, a transfer of its own a message, which is dear over Gloo: with all but the largest
-    tensors joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends
-    nothing, so it copies nothing."""
+    """Return the limits of buckets for this network."""
+    # Joining costs a copy each way, a transfer of its own a message, which is dear over Gloo: with all but the largest
+    # tensors joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends
+    # nothing, so it copies nothing.
     large = 0 if communicator.size == 1 else 1 << 20 if communicator.mpi else 32 << 20
     return Packing(bucket_bytes=large, alone_bytes=large)
 
@@ -86,7 +87,7 @@ class TensorFlowFrontEnd(StateTree):
             self.model, module, _ = build_model(
                 TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores
             )
-            self._try()
+            self._try_forward()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
         dtype = self.model.trainable_variables[0].dtype
@@ -94,7 +95,7 @@ class TensorFlowFrontEnd(StateTree):
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
             raise ConfigError(f"the model's weights are {dtype}", where=f"precision: {config.precision}", fix=fix)
         self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm)
-        table = module.neutral(self.model) if hasattr(module, "neutral") else {}
+        table = canonical_table(module, self.model)
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
         # A generator's state is no weight: broadcasting or comparing it would give all ranks the same dropout masks.
@@ -105,10 +106,10 @@ class TensorFlowFrontEnd(StateTree):
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
-        self._score, self._predict = graph(self._traced_score), graph(self._evaluated)
-        self._ask(sample)
+        self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs)
+        self._probe_task(sample)
 
-    def _try(self) -> None:
+    def _try_forward(self) -> None:
         """Build a model that is not built, and show whether it takes what the data give."""
         fields, plain = self._sample.inputs, len(self._sample.inputs) == 1
         # A functional model leaves out what it does not take.
@@ -118,11 +119,11 @@ class TensorFlowFrontEnd(StateTree):
                 if not self.model.built:
                     self.model.build((None, *self._sample.input_shape))
                 elif may_be_images(self._sample):
-                    self._evaluated(self.to_device(made_up(self._sample))[0])
+                    self._eval_outputs(self.to_device(made_up(self._sample))[0])
                 return
             if isinstance(takes, dict) and not plain and takes.keys() != fields.keys():
                 raise ValueError(f"it has {', '.join(takes)}")
-            self._evaluated(self.to_device(made_up(self._sample))[0])
+            self._eval_outputs(self.to_device(made_up(self._sample))[0])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
             raise untaken(self.config.model.name, self._sample, error) from error
 
@@ -164,12 +165,13 @@ class TensorFlowFrontEnd(StateTree):
         return optimizer
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """Place inputs as they are stored: the graph scales them, where it costs no call of its own."""
+        """Place a batch with its padding, so that shapes never change; inputs as they are stored."""
+        # The graph scales inputs, where that costs no call of its own.
         with tf.device(self._device):
             inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
-            return inputs, *self._judged(batch)
+            return inputs, *self._place_labels(batch)
 
-    def _judged(self, batch: Batch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    def _place_labels(self, batch: Batch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
         with tf.device(self._device):
             labels = {name: self._ready(batch.labels[name], field) for name, field in self._sample.labels.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
@@ -193,9 +195,9 @@ class TensorFlowFrontEnd(StateTree):
         return later
 
     def _run(self, graph: Any, *arguments: Any) -> Any:
-        """A graph of (inputs, labels, weights, ...). To find the one of a batch's shapes among others takes TensorFlow
-        0.4 ms a call; fields have theirs, so that the number of samples tells it."""
-        # arguments[2] are the weights (length,).
+        """Run a graph of (inputs, labels, weights, ...)."""
+        # To find the one of a batch's shapes among others takes TensorFlow 0.4 ms a call. Fields have one shape each,
+        # so the length of the weights, arguments[2], tells it.
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
@@ -231,7 +233,7 @@ class TensorFlowFrontEnd(StateTree):
     def finite(self) -> bool:
         return float(self._failures[0]) == 0
 
-    def _measure(self, placed, scale: Scale, seed: int) -> tf.Tensor:
+    def _measure_error(self, placed, scale: Scale, seed: int) -> tf.Tensor:
         return self._compression_error(
             *placed, tf.constant(self._scales(scale), self.dtype), tf.constant(seed, tf.int64)
         )
@@ -273,15 +275,13 @@ class TensorFlowFrontEnd(StateTree):
         outputs = checked(self.model(one_or_all(ready), training=training), self.config.model.name)
         return tf.nest.map_structure(lambda x: tf.cast(x, self.dtype), outputs)
 
-    def _evaluated(self, inputs) -> Any:
+    def _eval_outputs(self, inputs) -> Any:
         return self._outputs(inputs, training=False)
 
     def _ready(self, x, field: Field) -> tf.Tensor:
-        """Scale an array as its field says.
-
-        A graph makes a multiplication of a division by a constant, and other bits: what is multiplied by a variable is
-        not a constant.
-        """
+        """Scale an array as its field says."""
+        # A graph makes a multiplication of a division by a constant, and other bits: what is multiplied by a variable
+        # is not a constant.
         x = tf.convert_to_tensor(x)
         if field.divisor != 1:
             x = tf.cast(x, tf.float32) / (field.divisor * self._one)
@@ -341,7 +341,7 @@ class TensorFlowFrontEnd(StateTree):
         return self.update.compression_error(self.update.exchange.to_buckets(gradients))
 
     def _traced_score(self, inputs, labels, weights) -> tf.Tensor:
-        return self.task(self._evaluated(inputs), labels, weights)[1]
+        return self.task(self._eval_outputs(inputs), labels, weights)[1]
 
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()

@@ -62,5 +62,5 @@ class TopK(_Sparse):
         sample = sizes[::SAMPLE]
         count = max(1, math.ceil(self.ratio * math.ceil(length / SAMPLE)))
         smallest = -ops.max(-ops.take(sample, ops.topk(sample, count)))
-        # Just below the sample's own entry, so that it is among the chosen.
+        # Just below the entry of the sample, so that it is among the chosen.
         return ops.above(sizes, ops.clip(smallest * (1 - 1e-6), LARGEST))

@@ -353,8 +353,8 @@ def read_documents(path: Path) -> list[str]:
 
 
 def python_documents() -> list[str]:
-    """English that each machine has: what ``help`` tells of Python, and the docstrings of each module of its library
-    that is one file; read and not imported, in the order of names."""
+    """Return English that each machine has: Python's help, and the docstrings of its library, in the order of names."""
+    # Of each module that is one file, which is read and not imported.
     from pydoc_data.topics import topics
 
     files = [path for path in sorted(Path(os.__file__).parent.glob("*.py")) if path.stem in sys.stdlib_module_names]

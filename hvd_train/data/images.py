@@ -55,7 +55,7 @@ def _hidden(path: Path) -> bool:
 
 
 def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Return {part: its folder}, and the folders beside them that hold images and are not read.
+    """Return {part: its folder}, and the other folders that hold images and are not read.
 
     Without a folder for training there are no parts: the folders are classes.
     """
@@ -106,7 +106,7 @@ class Header:
 
 @dataclass
 class Listing:
-    """The images of one part, in the order of their classes' and their own names, and what is skipped."""
+    """The images of one part, in the order of their classes' names and then their names, and what is skipped."""
 
     where: Path
     files: list[Path] = field(default_factory=list)
@@ -203,7 +203,7 @@ def _formats() -> dict[str, str]:
     """Return {suffix: format} of all that Pillow decodes."""
     from PIL import Image
 
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # check_free tells it
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # check_free says it
     known = Image.registered_extensions()
     return {suffix: name for suffix, name in known.items() if name in Image.OPEN and name not in NOT_DECODED}
 
@@ -212,7 +212,7 @@ def _formats() -> dict[str, str]:
 def _formats_of(suffix: str) -> tuple[str, ...]:
     """Return the formats that a file with this ending may have.
 
-    One that promises an image may be any; others are as named, or what their first bytes tell.
+    One that promises an image may be any; others are as named, or what their first bytes say.
     """
     if suffix in SUFFIXES:
         return tuple(dict.fromkeys((*BY_CONTENT, *_formats().values())))

@@ -94,7 +94,7 @@ class Loader:
             local = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
             ends = np.cumsum([len(positions) for positions in local])
             places = np.concatenate(local)
-            if not getattr(self.source, "ordered", False):  # streams come in an order of their own
+            if not getattr(self.source, "ordered", False):  # the order of a stream is its user's
                 places = permute(places, n, self.seed, epoch)
             indices = iter(np.split(places, ends))
             for start, stop in bounds:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvd_train.errors import DataError
 
-CGROUP = Path("/sys/fs/cgroup")  # a container's or job's own limit
+CGROUP = Path("/sys/fs/cgroup")  # the limit of a container or job
 SMALL = 64 << 20  # bytes that nobody need ask for
 
 

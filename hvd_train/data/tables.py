@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
-BLOCK = 1 << 20  # pyarrow's own
+BLOCK = 1 << 20  # pyarrow's default
 LONGEST = 1 << 26  # bytes of a line
 MEND = "mend it, or leave the row or the column out"
 WORDS = "mend it, or leave the row out; words are classes under task.loss: cross_entropy alone, else number them first"
@@ -139,7 +139,7 @@ class Table:
             else:
                 as_text = {name: pyarrow.string() for name in names}
                 convert = arrow.ConvertOptions(include_columns=list(names), column_types=as_text)
-                # With threads, a fault would not tell its row.
+                # With threads, an error would not name its row.
                 options = arrow.ReadOptions(use_threads=False, block_size=_block(path))
                 table = arrow.read_csv(path, options, _cells(path, stop), convert)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -326,7 +326,7 @@ def _castable(column: ChunkedArray, kind: str) -> bool:
 
 def _first_bad(column: ChunkedArray, kind: str) -> int:
     """Find the row at which a cast fails."""
-    # By halves, as the library does not tell.
+    # By halves, as the library does not say which.
     low, high = 0, len(column)
     while high - low > 1:
         middle = (low + high) // 2

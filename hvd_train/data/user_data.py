@@ -122,7 +122,7 @@ class UserSource:
             raise DataError("data.classes: auto looks at all labels, and fetch gives some", where=where, fix=fix)
         classes = classes.with_count(getattr(user_source, "num_classes", None))
         self._template = Arrays(inputs, labels, where, classes, task, images=images)
-        # One sample does not tell whether others have places without a label.
+        # One sample does not show whether others have places without a label.
         fields = self._template.sample.labels
         labels = {name: replace(field, masked=bool(field.classes and field.shape)) for name, field in fields.items()}
         self.sample, self.note = replace(self._template.sample, labels=labels), self._template.note

@@ -1,4 +1,4 @@
-"""The device of a rank, and whether its gradients travel beside the backward pass."""
+"""The device of a rank, and whether its gradients travel during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hvd_train.protocol import Communicator
 
 
 def overlaps(wanted: bool | str, communicator: Communicator, gpu: bool, threads: int) -> bool:
-    """Return whether exchanges run beside backward.
+    """Return whether exchanges run during backward.
 
-    ``auto``: where the thread that carries them has a core of its own, or waits for a network most of its time. On
+    ``auto``: where the thread that carries them has a core to itself, or waits for a network most of its time. On
     filled cores of one host it would take the time from the computing thread.
     """
     if communicator.size == 1:

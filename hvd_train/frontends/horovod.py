@@ -1,4 +1,4 @@
-"""Horovod's life cycle, its failures and the verbs that no framework adds anything to."""
+"""Horovod's life cycle and failures, and the verbs that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from hvd_train.protocol import Handle, Tensor
 def guarded(transfer: Callable) -> Callable:
     """Make a failed transfer raise the communicator's ``failure``.
 
-    No ``except RuntimeError`` of a script takes that for its own error. A script that catches it all the same is ended
-    by its next transfer.
+    No ``except RuntimeError`` of a script takes that for an error of the script. A script that catches it all the same
+    is ended by its next transfer.
     """
 
     @functools.wraps(transfer)
@@ -104,7 +104,7 @@ class HorovodCommunicator(ABC):
         try:
             # Ranks that mpi4py has divided (a sweep) are a world each.
             self.hvd.init(*([self.part] if self.part else []))
-        except ValueError as error:  # Horovod has said why
+        except ValueError as error:  # Horovod has printed why
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
             raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
         self.rank, self.size = self.hvd.rank(), self.hvd.size()

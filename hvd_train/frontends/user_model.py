@@ -82,7 +82,7 @@ def build_model(
 
 
 def _order(module: ModuleType, parameters: Collection[str], name: str, sample: Sample) -> dict[str, bool]:
-    """Return the options that tell a model the order of axes; one of images alone (``IMAGES``) gets no others.
+    """Return the options that give a model the order of axes; a model of images alone (``IMAGES``) refuses others.
 
     Without it, (height, width, 4) that is not an image would be taken for channels first in PyTorch.
     """
@@ -100,7 +100,7 @@ def _order(module: ModuleType, parameters: Collection[str], name: str, sample: S
 
 
 def canonical_table(module: ModuleType, model: Any) -> dict[str, tuple]:
-    """Return {native name: (canonical name, view, axes, shape)}, which a model of the zoo tells; else {}."""
+    """Return {native name: (canonical name, view, axes, shape)}, which a model of the zoo has; else {}."""
     return module.neutral(model) if hasattr(module, "neutral") else {}
 
 

@@ -36,7 +36,7 @@ class LabelForm:
 
 @dataclass(frozen=True)
 class Predictions:
-    """A batch's outputs beside its labels.
+    """A batch's outputs and its labels.
 
     outputs: (n, ...), or (n, ..., C) where the labels are classes. labels: (n, ...). weights: (n,), 1 for a sample and
     0 for padding. present: (n, ...), 1 where a place has a label and 0 where it does not; None: all places have one.

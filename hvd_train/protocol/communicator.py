@@ -48,7 +48,10 @@ class Communicator(Protocol):
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes: ...
 
     def allgather_bytes(self, data: bytes, name: str = "bytes") -> list[bytes]:
-        """``name``: what a rank is told that waits for others which never come."""
+        """Return the data of all ranks, in rank order.
+
+        ``name``: named in the message of a rank that waits for others which never come.
+        """
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Collect the data of all ranks on rank 0, in rank order; the others send theirs once and get []."""

@@ -21,7 +21,7 @@ class Field:
     ``classes``: of a label that is one of 0, 1, ..., how many there are; ``masked``: some of them are ``ignore_index``.
     ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
     ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
-    of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not tell them.
+    of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not have them.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Field:
 class Sample:
     """The fields of a sample. A model gets a single input as it is, several of them by their names.
 
-    ``told_classes``: the number of classes that the data or the configuration tell where no label's loss is
+    ``told_classes``: the number of classes that the data or the configuration give where no label's loss is
     cross_entropy.
     """
 
@@ -119,8 +119,8 @@ class Batch:
 class Source(Protocol):
     """A finite data set with random access. ``fetch`` must be a pure function of the indices.
 
-    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in their
-    own order, by one thread.
+    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in the order
+    of the source, by one thread.
     """
 
     sample: Sample

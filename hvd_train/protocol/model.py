@@ -23,7 +23,7 @@ class FrontEnd(Protocol):
     A step is: any number of ``add_gradients`` calls, then one ``train_step``, which hands the gradients to the update.
     ``scale`` is 1 / (samples of the global batch), known beforehand from the order of samples, so that summing
     gradients over micro-batches and ranks gives the gradient of the global mean loss; or a number for each loss, where
-    labels tell how much they count (``counts``).
+    the labels decide how much they count (``counts``).
     """
 
     ops: Ops

@@ -32,7 +32,7 @@ class Compressor(Protocol):
     Law: input + old residual = this rank's decoded part + new residual.
     """
 
-    per_tensor: bool  # True: wants each tensor in its own shape (PowerSGD); False: works on flat buckets
+    per_tensor: bool  # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets
 
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
@@ -112,7 +112,7 @@ class Update(Protocol):
 
     exchange: Exchange
     diverged: bool  # whether the ranks' weights may differ now
-    local_gradients: bool  # a rank's gradient is the mean over its own samples, not its part of the global mean
+    local_gradients: bool  # a rank's gradient is the mean over its samples, not its part of the global mean
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...

@@ -63,7 +63,7 @@ class Objective:
                 raise ConfigError(f"{count} classes, and it is of two", where=f"task.metrics: {name}", fix=fix)
 
     def _form_of_labels(self) -> LabelForm:
-        """Derive the form of the labels from the data; with a loss of the user, the outputs tell more (``probe``)."""
+        """Derive the form of the labels from the data; with a loss of the user, the outputs say more (``probe``)."""
         if self.loss == "cross_entropy" and self.field:
             return LabelForm("classes", self.field.classes or 1)
         return LabelForm.of_shapes((), self.field.shape if self.field else ())

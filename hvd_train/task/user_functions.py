@@ -62,7 +62,7 @@ class UserFunction:
     def probe(self, outputs: Any, labels: Any, weights: Tensor) -> bool:
         """Call the function for two samples and for one; return whether it gives weights.
 
-        Outputs (n, 1) less labels (n,) are (n, n), each sample compared with all others: the two calls tell.
+        Outputs (n, 1) less labels (n,) are (n, n), each sample compared with all others: the two calls show it.
         """
         values, place_weights = self.checked_values(outputs, labels, weights)
         first, _ = self._call(for_each(lambda x: x[:1], outputs), for_each(lambda x: x[:1], labels))

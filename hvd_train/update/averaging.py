@@ -1,4 +1,4 @@
-"""Each rank trains by its own gradients; now and then weights are averaged."""
+"""Each rank trains by its local gradients; now and then weights are averaged."""
 
 from __future__ import annotations
 

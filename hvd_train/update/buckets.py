@@ -6,9 +6,13 @@ from collections.abc import Collection, Sequence
 
 from hvd_train.protocol import Packing, TensorSpec
 
-SMALL = 4096  # entries: tensors of fewer cost more time to compress than to send, and biases are worth their bytes
-COMPRESSED = Packing(4 << 20, 4 << 20)  # in every framework: what a compressor leaves out depends on its bucket
-JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)  # small tensors beside a compressor that takes each alone
+# Entries. Tensors of fewer cost more time to compress than to send, and biases are worth their bytes.
+SMALL = 4096
+# The same in every framework, because what a compressor leaves out depends on its bucket.
+COMPRESSED = Packing(4 << 20, 4 << 20)
+JOINED = Packing(
+    bucket_bytes=1 << 20, alone_bytes=1 << 20
+)  # small tensors, where a compressor takes each of the others alone
 
 
 def plan(
@@ -17,7 +21,7 @@ def plan(
     """Return buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
 
     Every index stands in exactly one bucket; a bucket holds one dtype, and tensors of fewer than ``small`` entries
-    and those of ``whole`` stand in buckets of their own; the plan depends on these alone: it is the same on all ranks.
+    and those of ``whole`` stand in other buckets; the plan depends on these alone: it is the same on all ranks.
     """
     buckets: list[tuple[int, ...]] = []
     open_buckets: dict[tuple[str, bool], list[int]] = {}

@@ -28,7 +28,7 @@ class Exchange:
     """Joins gradients over ranks. One per front-end; ``reduce``, or ``start`` for each bucket, then ``finish`` once.
 
     ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
-    Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel plain beside a compressor.
+    Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel uncompressed.
     ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (gradients that stay on their rank).
     """
 

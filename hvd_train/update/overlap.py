@@ -12,7 +12,7 @@ class Overlap:
     """The buckets of a backward pass: each starts when the last of its gradients arrives, the others at the end.
 
     ``start(b)`` brings bucket ``b`` together and hands it to ``Exchange.start``. Members that no backward pass reaches,
-    and all where nothing is told to ``arrived``, leave their buckets to ``finish``.
+    and all where ``arrived`` is not called, leave their buckets to ``finish``.
     """
 
     def __init__(self, exchange: protocol.Exchange | protocol.Update, start: Callable[[int], Any]) -> None:

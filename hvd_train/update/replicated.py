@@ -15,7 +15,7 @@ class Replicated:
     """Everything between the backward pass and new weights: exchange, residuals, clipping, optimizer, slots.
 
     Built once for a training; a front-end calls ``reduce`` and ``step`` eagerly or while it traces a step. Gradients
-    are flat, one for each bucket. ``local_gradients``: a rank's gradient is the mean over its own samples (adasum joins
+    are flat, one for each bucket. ``local_gradients``: a rank's gradient is the mean over its samples (adasum joins
     means, and neither adds nor averages them), instead of its part of the global mean.
     """
 

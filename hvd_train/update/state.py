@@ -34,12 +34,12 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
 
 
 def training_state(frontend: FrontEnd, update: Update, into: Tree | None = None) -> Tree:
-    """Copy what a training is, but for what each rank has of its own: weights, running statistics and slots."""
+    """Copy what a training is, but for what differs between ranks: weights, running statistics and slots."""
     return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)
 
 
 class Cell:
-    """A tensor that a later step reads; frameworks that trace their steps have cells of their own."""
+    """A tensor that a later step reads; frameworks that trace their steps have other cells."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""Batch normalization on N ranks in PyTorch: what torch's own layers lack is added to the instances of a model."""
+"""Batch normalization on N ranks in PyTorch: what torch's layers lack is added to the instances of a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Context:
 
 
 class _Joined(_BatchNorm):
-    """The forward pass in training; comes before the layer's own class, so names, buffers and evaluation stay."""
+    """The forward pass in training; comes before the layer's class, so names, buffers and evaluation stay."""
 
     _context: Context
     _wire: str
@@ -109,7 +109,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse, total = ctx.saved_tensors
         communicator, gradient = ctx.layer._context.communicator, _wide(gradient)
         normal = (_wide(x) - _along(mean, x)) * _along(inverse, x)
-        # The parameters' gradients stay this rank's own: the exchange adds them like all others.
+        # The parameters' gradients stay local: the exchange adds them like all others.
         bias_gradient, weight_gradient = gradient.sum(_others(x)), (gradient * normal).sum(_others(x))
         x_gradient = None
         if ctx.needs_input_grad[0]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Bytes at whose multiples torch's own tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
+# Bytes at whose multiples torch's tensors begin, as far as cuDNN looks. Behind a bias of ten numbers, ResNet's
 # weights began elsewhere, and a convolution ended with "unable to find an engine" (one H200, cuDNN 9.19).
 GPU_ALIGN = 64
 
@@ -15,7 +15,7 @@ GPU_ALIGN = 64
 class Flat:
     """One bucket: a flat weight that the optimizer moves, of which the parameters are views, and its flat gradient.
 
-    Gradients are autograd's own tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
+    Gradients are autograd's tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
     gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
     ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
     at multiples of so many bytes, with zeros between them; gradients lie without, as they travel.

@@ -101,7 +101,7 @@ class TorchOps:
 
     def cross_entropy(self, logits, labels, present=None) -> torch.Tensor:
         rows, flat = logits.flatten(0, -2), labels.flatten()
-        if present is None or rows.is_cuda:  # a GPU would have to tell how many there are
+        if present is None or rows.is_cuda:  # to count the labels would wait for a GPU
             losses = F.cross_entropy(rows, flat, reduction="none")
         else:  # BERT's logits are large, and one place in seven has a label
             there = present.flatten().nonzero().flatten()
@@ -134,7 +134,7 @@ class TorchOps:
         """Add rows of ``ROW`` entries, then their sums: torch divides a single sum among threads, but no row."""
         x = x.reshape(-1).pow(2)
         while len(x) > ROW:
-            # The rest, fewer than ROW entries, is a sum of its own.
+            # The rest, fewer than ROW entries, is added up alone.
             whole = len(x) // ROW * ROW
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()

@@ -1,6 +1,6 @@
 """PyTorch's optimizers over flat buckets. A kernel moves lists of tensors in place: buckets, parts of them, or views.
 
-torch's own functions are the reference formulas. Its optimizer classes are not used: they load torch's compiler only to
+torch's functions are the reference formulas. Its optimizer classes are not used: they load torch's compiler only to
 switch it off for themselves, which takes 75 MB and 1.3 s of every rank.
 """
 
@@ -106,7 +106,10 @@ KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS
 
 
 class FlatOptimizer(NamedArrays):
-    """Flat slots beside flat weights. Slots are made at once, so that every checkpoint has them."""
+    """A kernel over flat weights, each with a flat tensor for each slot.
+
+    Slots are made at once, so that every checkpoint has them.
+    """
 
     words = 2
 

@@ -1,4 +1,4 @@
-"""Batch normalization on N ranks in Keras: what Keras' own layer lacks is added to the instances of a model.
+"""Batch normalization on N ranks in Keras: what Keras' layer lacks is added to the instances of a model.
 
 Keras counts padding as samples, keeps the biased variance, and adds nothing over ranks outside ``tf.distribute``.
 """
@@ -26,7 +26,7 @@ class Context:
 
 
 class _Joined(keras.layers.BatchNormalization):
-    """The call in training; comes before the layer's own class, so names, variables and evaluation stay."""
+    """The call in training; comes before the layer's class, so names, variables and evaluation stay."""
 
     _context: Context
     _wire: str
@@ -86,7 +86,7 @@ class _Joined(keras.layers.BatchNormalization):
             normal = (x - tf.reshape(mean, along)) * tf.reshape(inverse, along)
 
             def backward(gradient, *_) -> tuple:
-                # The parameters' gradients stay this rank's own: the exchange adds them like all others.
+                # The parameters' gradients stay local: the exchange adds them like all others.
                 local = tf.reduce_sum(gradient, others), tf.reduce_sum(gradient * normal, others)
                 handle = communicator.allreduce_async(tf.stack(local), f"{self._wire}.backward")
                 means = communicator.synchronize(handle) / tf.maximum(total, 1.0)
@@ -122,6 +122,6 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         if layer.renorm:
             raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
         attributes = {"_context": context, "_wire": f"batchnorm.{number}"}
-        attributes["__module__"] = kind.__module__  # a saved model names Keras' own class
+        attributes["__module__"] = kind.__module__  # a saved model names Keras' class
         layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
     return context

@@ -1,4 +1,4 @@
-"""Files for plain Keras and, for Keras models of the user's own, for ONNX runtimes."""
+"""Files for plain Keras and, for Keras models of the user, for ONNX runtimes."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 def packing(communicator: Communicator) -> Packing:
     """Return the limits of buckets for this network."""
-    # Joining costs a copy each way, a transfer of its own a message, which is dear over Gloo: with all but the largest
-    # tensors joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends
-    # nothing, so it copies nothing.
+    # Joining costs a copy each way, and saves messages, which are expensive over Gloo: with all but the largest tensors
+    # joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends nothing,
+    # so it copies nothing.
     large = 0 if communicator.size == 1 else 1 << 20 if communicator.mpi else 32 << 20
     return Packing(bucket_bytes=large, alone_bytes=large)
 
@@ -166,7 +166,7 @@ class TensorFlowFrontEnd(StateTree):
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Place a batch with its padding, so that shapes never change; inputs as they are stored."""
-        # The graph scales inputs, where that costs no call of its own.
+        # The graph scales inputs, where that costs no further call.
         with tf.device(self._device):
             inputs = {name: tf.constant(batch.inputs[name]) for name in self._sample.inputs}
             return inputs, *self._place_labels(batch)
@@ -197,7 +197,7 @@ class TensorFlowFrontEnd(StateTree):
     def _run(self, graph: Any, *arguments: Any) -> Any:
         """Run a graph of (inputs, labels, weights, ...)."""
         # To find the one of a batch's shapes among others takes TensorFlow 0.4 ms a call. Fields have one shape each,
-        # so the length of the weights, arguments[2], tells it.
+        # so the length of the weights, arguments[2], identifies it.
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
@@ -324,7 +324,7 @@ class TensorFlowFrontEnd(StateTree):
         return tf.while_loop(lambda k, _: k < steps, body, start, parallel_iterations=1)[1].stack()
 
     def _apply(self, gradients, learning_rate) -> None:
-        # Without this, TensorFlow starts each exchange as soon as its bucket's gradients are there, beside the rest of
+        # Without this, TensorFlow starts each exchange as soon as its bucket's gradients are there, during the rest of
         # backward.
         if not self._overlap:
             with tf.control_dependencies(gradients):

@@ -11,8 +11,10 @@ from hvd_train.compression.feedback import ErrorFeedback
 from hvd_train.protocol import Ops, Tensor, Wire
 
 LARGEST = 3.4e38  # a number in 32 bits
-SAMPLE = 101  # one entry in so many is looked at when a threshold is estimated ...
-LEAST = 10_000  # ... but in buckets of fewer entries than this, all are
+# One entry in so many is looked at when a threshold is estimated ...
+SAMPLE = 101
+# ... but in buckets of fewer entries than this, all are.
+LEAST = 10_000
 
 
 class _Sparse(ErrorFeedback):

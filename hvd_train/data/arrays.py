@@ -18,7 +18,8 @@ from hvd_train.data.order import permute
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample
 
-SPLIT_SEED = 20200101  # the held-out part is a property of the data, not of a run
+# The held-out part is a property of the data, not of a run.
+SPLIT_SEED = 20200101
 
 
 class Arrays:

@@ -80,9 +80,11 @@ class Column:
         if self.lookup:
             values = self.lookup(values)
         if self.field.dtype == "float32":
-            with np.errstate(over="ignore"):  # what overflows becomes infinite and is found below
+            # What overflows becomes infinite and is found below.
+            with np.errstate(over="ignore"):
                 values = values.astype(np.float32, copy=False)
-                finite = math.isfinite(np.sum(values))  # cheaper than looking at each; may overflow without a fault
+                # Cheaper than looking at each; may overflow without a fault.
+                finite = math.isfinite(np.sum(values))
             if not finite:
                 self.check(np.isfinite(values), rows, "NaN or infinity")
         elif values.dtype == np.uint64:

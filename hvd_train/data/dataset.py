@@ -50,7 +50,8 @@ class Whole:
     test: Source | None = None
 
 
-Parts = dict[str, Source] | Whole  # the parts by their names, of SPLITS without all; or what is to be divided
+# The parts by their names, of SPLITS without all; or what is to be divided.
+Parts = dict[str, Source] | Whole
 
 
 @dataclass(frozen=True)

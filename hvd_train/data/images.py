@@ -37,11 +37,13 @@ NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 # What Pillow raises for files that are damaged.
 BROKEN = (OSError, SyntaxError, ValueError, struct.error, KeyError, IndexError, TypeError, OverflowError, EOFError)
 GRAY = ("L", "1", "LA")
-ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)  # EXIF: the tag, and values for which height and width change places
+# EXIF: the tag, and values for which height and width change places.
+ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 LISTED = 10  # classes that a message names
 NOT_IN_A_CLASS = "beside the classes"
 TOGETHER = 64  # headers that a thread reads at once
-THREADS = 8  # a network's answer takes longer than reading a header
+# A network's answer takes longer than reading a header.
+THREADS = 8
 
 
 def part_of(name: str) -> str | None:

@@ -13,7 +13,8 @@ from hvd_train.errors import DataError
 from hvd_train.protocol import Field
 
 SCAN = 1 << 20  # labels looked at together
-MARKS = 1 << 20  # labels below this are looked for without sorting
+# Labels below this are looked for without sorting.
+MARKS = 1 << 20
 
 
 def class_column(

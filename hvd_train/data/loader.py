@@ -21,7 +21,8 @@ from hvd_train.protocol import Batch, Source
 T = TypeVar("T")
 AHEAD = 6  # items fetched ahead, at most
 BURST = 4  # items fetched each time the thread wakes
-CHUNK = 4096  # positions of this rank permuted at once: a call costs about 0.2 ms, whatever it permutes
+# Positions of this rank permuted at once: a call costs about 0.2 ms, whatever it permutes.
+CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _ahead(items: Iterator[T]) -> Generator[T, None, None]:
     # It works in bursts: woken for each item, it would take Python's lock from the training step that has just begun.
     ready: deque[T] = deque()
     changed = threading.Condition()
-    ended: list[BaseException | None] = []  # [None]: no more items; [error]: the consumer raises it
+    # [None]: no more items; [error]: the consumer raises it.
+    ended: list[BaseException | None] = []
     left = False
 
     def work() -> None:

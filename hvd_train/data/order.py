@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-ROUNDS = 6  # even, so that the two radices of the Feistel network end where they began
-SMALL = 1024  # up to here the values are sorted by their hashes: fairer than a cipher on so few, and still O(1)
+# Even, so that the two radices of the Feistel network end where they began.
+ROUNDS = 6
+# Up to here the values are sorted by their hashes: fairer than a cipher on so few, and still O(1).
+SMALL = 1024
 U64 = np.uint64
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1

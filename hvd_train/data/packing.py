@@ -22,7 +22,8 @@ from hvd_train.errors import ConfigError, DataError, TrainError
 from hvd_train.files import LEFT, Aside
 from hvd_train.protocol import Field, Source
 
-SHARD_BYTES = 256 << 20  # of a shard's largest field: few files, and enough of them to share among ranks
+# Of a shard's largest field: few files, and enough of them to share among ranks.
+SHARD_BYTES = 256 << 20
 PIECE_BYTES = 16 << 20  # what is fetched at once
 PARTS = ("train", "val", "test")
 

@@ -23,7 +23,8 @@ class Stream:
         self._user_stream, self._where = user_stream, where
         self._samples: Iterator[Any] = iter(())
         self._epoch: int | None = None
-        self._place = len(user_stream)  # of the next sample; the end: nothing is open yet
+        # Of the next sample; the end: nothing is open yet.
+        self._place = len(user_stream)
         self.fingerprint = user_stream.fingerprint
         if hasattr(user_stream, "num_classes"):
             self.num_classes = user_stream.num_classes
@@ -41,7 +42,8 @@ class Stream:
     def fetch(self, indices: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return inputs and labels, each (k, ...) or a dict of such; indices (k,) must rise."""
         if epoch == self._epoch and self._place > 0 and len(indices) == 1 and indices[0] == 0:
-            return self._first  # asked for its shapes alone, by a rank without a part of a batch
+            # Asked for its shapes alone, by a rank without a part of a batch.
+            return self._first
         samples = [self._at(int(index), epoch) for index in indices]
         return _stacked([inputs for inputs, _ in samples]), _stacked([labels for _, labels in samples])
 

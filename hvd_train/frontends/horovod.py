@@ -85,10 +85,12 @@ class HorovodCommunicator(ABC):
     rank = local_rank = 0
     size = local_size = 1
     mpi = False
-    part: Any = None  # mpi4py's communicator of some of the ranks, where not all of them are meant
+    # mpi4py's communicator of some of the ranks, where not all of them are meant.
+    part: Any = None
     module: str
     waited = 0.0
-    slot: Any = None  # within which a script's rank is while it waits for others; see launch/status.py
+    # A context in which a script's rank waits for others; see launch/status.py.
+    slot: Any = None
     left: Callable[[], Sequence[int]] = staticmethod(list)  # ranks of a script that have ended by themselves
     _failure: TrainError | None = None
 
@@ -156,7 +158,8 @@ class HorovodCommunicator(ABC):
         length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
         (count,) = struct.unpack("<q", length.tobytes())
         parts = []
-        for start in range(0, count, PIECE_BYTES):  # Horovod and we hold copies of what travels: of a piece, not of all
+        # Horovod and we hold copies of what travels: of a piece, not of all.
+        for start in range(0, count, PIECE_BYTES):
             size = min(PIECE_BYTES, count - start)
             piece = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
             sent = self._broadcast(piece, root, "bytes.data")

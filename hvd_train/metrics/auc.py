@@ -47,7 +47,8 @@ class AUC(Metric):
         zero, one = sums.reshape(2, -1, BINS)  # (L, BINS) each
         if self.average == "micro":
             zero, one = zero.sum(0, keepdims=True), one.sum(0, keepdims=True)
-        below = np.cumsum(zero, 1) - zero / 2  # (L, BINS): samples of class 0 below the middle of each bin
+        # (L, BINS): samples of class 0 below the middle of each bin.
+        below = np.cumsum(zero, 1) - zero / 2
         pairs, actual = zero.sum(1) * one.sum(1), one.sum(1)  # (L,) each
         defined = pairs > 0  # not for a label that all samples have, or none
         if not defined.any():

@@ -15,10 +15,12 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    local_rank: int  # among the ranks of this host, whatever part of the world this is: GPUs and cores are the host's
+    # Among the ranks of this host, whatever part of the world this is: GPUs and cores are the host's.
+    local_rank: int
     local_size: int
     mpi: bool  # whether MPI carries the transfers
-    waited: float  # seconds within transfers, of those that this rank itself waits for
+    # Seconds within transfers, of those that this rank itself waits for.
+    waited: float
 
     def open(self) -> None: ...
 

@@ -119,14 +119,13 @@ class Batch:
 class Source(Protocol):
     """A finite data set with random access. ``fetch`` must be a pure function of the indices.
 
-    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in the order
-    of the source, by one thread.
+    Where it has ``drawn(indices, seed, epoch)``, training takes its samples by that; with ``ordered = True`` in the
+    order of the source, by one thread.
     """
 
     sample: Sample
-    fingerprint: (
-        str  # short hash of content (or of names, sizes and samples): equal on all ranks or training is refused
-    )
+    # A short hash of the content (or of names, sizes and samples): equal on all ranks, or training is refused.
+    fingerprint: str
 
     def __len__(self) -> int: ...
 

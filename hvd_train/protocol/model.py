@@ -13,7 +13,8 @@ from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import Optimizer, Packing, Update
 
-Sums = Tensor  # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples]
+# float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
+Sums = Tensor
 Scale = float | Sequence[float]
 
 
@@ -116,4 +117,5 @@ class FrontEndModule(Protocol):
         """Count the GPUs that the framework sees."""
 
 
-Build = Callable[..., Any]  # a model function: build(**options), with input_shape= and num_classes= if it has them
+# A model function: build(**options), with input_shape= and num_classes= if it has them.
+Build = Callable[..., Any]

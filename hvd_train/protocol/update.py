@@ -22,7 +22,8 @@ class Wire:
     tensors: tuple[Tensor, ...]
 
 
-State = tuple[Tensor, ...]  # a compressor's state for one bucket: residual, low-rank basis, ...
+# A compressor's state for one bucket: residual, low-rank basis, ...
+State = tuple[Tensor, ...]
 Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
 
 
@@ -32,7 +33,8 @@ class Compressor(Protocol):
     Law: input + old residual = this rank's decoded part + new residual.
     """
 
-    per_tensor: bool  # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets
+    # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets.
+    per_tensor: bool
 
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
@@ -90,8 +92,10 @@ class Placement(Enum):
     """The ranks on which an entry of state lives, and so the way in which a checkpoint writes it."""
 
     REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it
-    PER_RANK = "per rank"  # each rank has another one: all are written, and left behind on another number of ranks
-    SHARDED = "sharded"  # each rank has a part of it: joined in rank order before it is written
+    # Each rank has another one: all are written, and left behind on another number of ranks.
+    PER_RANK = "per rank"
+    # Each rank has a part of it: joined in rank order before it is written.
+    SHARDED = "sharded"
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Update(Protocol):
 
     exchange: Exchange
     diverged: bool  # whether the ranks' weights may differ now
-    local_gradients: bool  # a rank's gradient is the mean over its samples, not its part of the global mean
+    # A rank's gradient is the mean over its samples, not its part of the global mean.
+    local_gradients: bool
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...

@@ -48,7 +48,8 @@ class Task:
             Objective(name, *names, sample, config.ignore_index, ops) for name, names in config.terms.items()
         ]
         self.has_user_functions = config.own
-        self._output_shapes: Any = None  # where losses of the user are asked for their weights
+        # Where losses of the user are asked for their weights.
+        self._output_shapes: Any = None
         self._lay_out()
 
     def _lay_out(self) -> None:

@@ -13,8 +13,10 @@ from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpe
 from hvd_train.update.exchange import Exchange
 
 CANDIDATES = ("none", "fp16", "powersgd", "topk")  # what leaves out least comes first
-WORTH = 0.9  # a candidate that leaves out more must take less than this share of the time
-LONG_SECONDS, TURNS = 0.5, 5  # an exchange that takes longer is timed once, others so many times
+# A candidate that leaves out more must take less than this share of the time.
+WORTH = 0.9
+# An exchange that takes longer is timed once, others so many times.
+LONG_SECONDS, TURNS = 0.5, 5
 
 
 def choose(
@@ -56,7 +58,8 @@ def _seconds(
         began = time.perf_counter()
         reduced, states = exchange.reduce(copies, states)
         for flat in reduced:
-            ops.to_numpy(flat[:1])  # a device's work is done only when its result is here
+            # A device's work is done only when its result is here.
+            ops.to_numpy(flat[:1])
         seconds = time.perf_counter() - began
         best = min(best, max(json.loads(part) for part in communicator.allgather_bytes(json.dumps(seconds).encode())))
         if turn == 0 and best > LONG_SECONDS:

@@ -10,9 +10,8 @@ from hvd_train.protocol import Packing, TensorSpec
 SMALL = 4096
 # The same in every framework, because what a compressor leaves out depends on its bucket.
 COMPRESSED = Packing(4 << 20, 4 << 20)
-JOINED = Packing(
-    bucket_bytes=1 << 20, alone_bytes=1 << 20
-)  # small tensors, where a compressor takes each of the others alone
+# Of small tensors, where a compressor takes each of the others alone.
+JOINED = Packing(bucket_bytes=1 << 20, alone_bytes=1 << 20)
 
 
 def plan(

@@ -23,7 +23,8 @@ class Context:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops, self.empty = ops, False
         self.weight: Callable[[], float] = lambda: 1.0  # by which this rank's gradients will count
-        self.before: Callable[[], None] = lambda: None  # called before each forward pass that joins statistics
+        # Called before each forward pass that joins statistics.
+        self.before: Callable[[], None] = lambda: None
         self._first = ""  # the layer that a forward pass comes to first
 
     def begin(self, layer: str) -> None:
@@ -113,7 +114,8 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, weight_gradient = gradient.sum(_others(x)), (gradient * normal).sum(_others(x))
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            share = ctx.layer._context.weight()  # the others' gradients reach them through this one's
+            # The others' gradients reach them through this one's.
+            share = ctx.layer._context.weight()
             # (2, C): sums of dL/dy and of dL/dy normal.
             sums = torch.stack([bias_gradient, weight_gradient]) * share
             handle = communicator.allreduce_async(sums, f"{ctx.layer._wire}.backward")
@@ -158,6 +160,7 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
             what = "track_running_stats=False normalizes an evaluation by its own batches, which depend on the ranks"
             raise ConfigError(what, where=where, fix="switch sync_batchnorm off, or track the statistics")
         if layer.momentum is not None:
-            layer.num_batches_tracked = None  # no arithmetic uses it, and Keras has none: checkpoints cross
+            # No arithmetic uses it, and Keras has none: checkpoints cross.
+            layer.num_batches_tracked = None
         layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})
     return context

@@ -98,7 +98,8 @@ def to_onnx(trained: Trained) -> Exported:
     model, _, _, example = _model(trained, "float32")
     outputs, alone = shapes(_output(model, example)), len(example) == 1
     batch = {0: torch.export.Dim("batch")}
-    logging.disable(logging.CRITICAL)  # the exporter misses torchvision, and thinks aloud
+    # The exporter misses torchvision, and thinks aloud.
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -73,7 +73,8 @@ class PyTorchFrontEnd(StateTree):
         options = dict(config.model.options)
         model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
         self.model, self._channels_last = model.to(self.device, self.dtype), False
-        if lazy(model):  # before batch normalization is prepared: a lazy one becomes another class
+        # Before batch normalization is prepared: a lazy one becomes another class.
+        if lazy(model):
             self._take_shapes()
         self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm)
         table = canonical_table(module, model)

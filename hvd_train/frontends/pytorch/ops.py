@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from hvd_train.update.state import Cell
 
-ROW = 4096  # entries that one thread adds up, whatever the number of threads
-THIN = 32  # columns: below, MKL takes up to twenty times as long for a product as for its transpose
+# Entries that one thread adds up, whatever the number of threads.
+ROW = 4096
+# Columns: below, MKL takes up to twenty times as long for a product as for its transpose.
+THIN = 32
 
 
 class TorchOps:
@@ -63,7 +65,8 @@ class TorchOps:
 
     def orthonormal(self, x) -> torch.Tensor:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # LAPACK's bits depend on their number, and all ranks must find the same basis
+        # LAPACK's bits depend on the number of threads, and all ranks must find the same basis.
+        torch.set_num_threads(1)
         try:
             return torch.linalg.qr(x).Q
         finally:

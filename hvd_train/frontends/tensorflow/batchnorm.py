@@ -53,7 +53,8 @@ class _Joined(keras.layers.BatchNormalization):
         """1 for values that count and 0 for others: the shape of x with a channel axis of 1, other axes 1 or whole."""
         weights = tf.cast(self._context.weights, x.dtype)
         rows, length = x.shape[0], weights.shape[0]
-        if rows != length:  # (samples, time, ...) merged into (samples time, ...)
+        # (samples, time, ...) was merged into (samples time, ...).
+        if rows != length:
             if rows is not None and rows % length:
                 what = f"batch normalization over a first axis of {rows} for {length} samples"
                 raise ConfigError(what, where=f"model layer {self.name}", fix="keep the samples in the first axis")

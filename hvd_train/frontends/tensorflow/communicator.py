@@ -55,7 +55,8 @@ class HorovodTensorFlow(HorovodCommunicator):
 
     @guarded
     def _allgather(self, data, name) -> np.ndarray:
-        if name not in self._gathers:  # a graph, for outside of one TensorFlow drops the name
+        # A graph, for outside of one TensorFlow drops the name.
+        if name not in self._gathers:
             gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
             self._gathers[name] = graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
         return self._gathers[name](tf.constant(data)).numpy()

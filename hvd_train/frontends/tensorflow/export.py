@@ -20,7 +20,8 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     """Return the trained model, the modules that loading it needs besides Keras, and the shapes of its outputs."""
     name, sample, kinds = trained.config.model.name, trained.sample, trained.inputs(dtype)
     tf.config.set_visible_devices([], "GPU")
-    keras.utils.clear_session()  # Keras numbers its layers: names must be those of the training
+    # Keras numbers its layers: names must be those of the training.
+    keras.utils.clear_session()
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
     model, module, _ = build_model(

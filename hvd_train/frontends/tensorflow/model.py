@@ -76,7 +76,8 @@ class TensorFlowFrontEnd(StateTree):
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
-        keras.utils.clear_session()  # Keras numbers its layers: names must not depend on models built before
+        # Keras numbers its layers: names must not depend on models built before.
+        keras.utils.clear_session()
         keras.config.set_floatx(self.dtype)
         keras.config.set_dtype_policy(MIXED.get(config.precision, self.dtype))
         keras.utils.set_random_seed(config.seed)
@@ -374,7 +375,8 @@ def _device(config: Config, communicator: Communicator) -> str:
 
 
 def configure(threads: int) -> None:
-    with suppress(RuntimeError):  # in a notebook TensorFlow may compute already: its threads stand
+    # In a notebook TensorFlow may compute already: its threads stand.
+    with suppress(RuntimeError):
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 

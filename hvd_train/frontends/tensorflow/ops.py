@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-ROW = 4096  # entries that one thread adds up, whatever the number of threads
+# Entries that one thread adds up, whatever the number of threads.
+ROW = 4096
 
 
 class VariableCell:

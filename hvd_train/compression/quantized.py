@@ -17,6 +17,8 @@ class Float16(ErrorFeedback):
     Entries are limited so that no sum over ranks overflows; what lies beyond stays in the residual as well.
     """
 
+    elementwise = True
+
     def __init__(self, size: int) -> None:
         self.limit = LARGEST_FLOAT16 / size
 

@@ -9,6 +9,7 @@ class Uncompressed:
     """Decoded = input, residual = nothing."""
 
     per_tensor = False
+    elementwise = True
 
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[()]:
         return ()

@@ -366,6 +366,10 @@ class OptimConfig(Section):
     step_size: float = Field(30.0, gt=0, description="schedule step: epochs between two drops")
     gamma: float = Field(0.1, gt=0, le=1, description="schedule step: factor of a drop; exponential: factor per epoch")
     min_lr: float = Field(0.0, ge=0, description="the schedule's lowest learning rate")
+    sharded: bool = free(
+        False,
+        description="each rank keeps the optimizer's slots of its part of the weights and moves that part (ZeRO-1)",
+    )
 
     @model_validator(mode="after")
     def _combinations(self) -> OptimConfig:
@@ -611,6 +615,12 @@ class Config(Section):
                     self._notes.append(f"{key}.mode: {one.mode} {what}; set {key}.mode: auto to change that")
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
+        if self.optim.sharded and self.exchange.mode != ALLREDUCE:
+            problems.append(
+                ("optim.sharded", f"ranks move their weights apart with exchange.mode: {self.exchange.mode}")
+            )
+        if self.optim.sharded and self.exchange.op == "adasum":
+            problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))
         rule(problems)

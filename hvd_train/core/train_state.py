@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -36,7 +37,8 @@ def size(training: Training, writer: Writer) -> int:
     if training.communicator.rank or not (rule.save_last or rule.save_top_k):
         return 0
     writer.tree = training_state(training.frontend, training.update, writer.tree)
-    return sum(array.nbytes for array in writer.tree.values())
+    shards = [entry for entry in training.update.state() if entry.placement is Placement.SHARDED]
+    return sum(x.nbytes for x in writer.tree.values()) + sum(math.prod(e.shape) * e.read().itemsize for e in shards)
 
 
 def save(

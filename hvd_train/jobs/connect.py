@@ -10,6 +10,7 @@ from hvd_train.protocol import Communicator, Compressor, Update
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.sharded import ShardedExchange
 
 
 def connect(job: Job, compression: str) -> tuple[Update, str]:
@@ -29,7 +30,7 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
             print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
 
     def build(over: Communicator) -> Exchange:
-        return Exchange(
+        return (ShardedExchange if config.optim.sharded else Exchange)(
             specs,
             frontend.packing,
             compressor(compression),
@@ -40,7 +41,7 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
             world=groups.world,
         )
 
-    return make_update(options, frontend, build, Serial()), compression
+    return make_update(options, frontend, build, Serial(), config.optim.sharded), compression
 
 
 def _check_adasum(communicator: Communicator) -> None:

@@ -11,7 +11,7 @@ from hvd_train.protocol.communicator import Groups
 from hvd_train.protocol.data import Batch, Sample
 from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
-from hvd_train.protocol.update import Optimizer, Packing, Update
+from hvd_train.protocol.update import Optimizer, Packing, ShardedOptimizer, Update
 
 # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
 Sums = Tensor
@@ -42,7 +42,7 @@ class FrontEnd(Protocol):
     def without_dropout(self) -> None:
         """Set the rate of every dropout layer to 0; before ``connect``."""
 
-    def connect(self, update: Update) -> Optimizer:
+    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.
 
         Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.

@@ -35,6 +35,8 @@ class Compressor(Protocol):
 
     # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets.
     per_tensor: bool
+    # True: each entry is summed by itself, so that a rank may ask for a part of the sum.
+    elementwise: bool = False
 
     def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]: ...
 
@@ -88,6 +90,24 @@ class Optimizer(Protocol):
         """Take slots by these names; others stay as they are."""
 
 
+class ShardedOptimizer(Protocol):
+    """An optimizer of this rank's part of each bucket, and of the slots that belong to it."""
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        """Move this rank's part of the weights; ``gradients``: (n,) of this rank's part of each bucket."""
+
+    def part(self, bucket: int) -> Tensor:
+        """Return (n,): the weights of this rank's part."""
+
+    def take(self, bucket: int, weights: Tensor) -> None:
+        """Take (n,): all weights of a bucket."""
+
+    def entries(self) -> Sequence[Entry]: ...
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's parts of whole slots by their names; others stay as they are."""
+
+
 class Placement(Enum):
     """The ranks on which an entry of state lives, and so the way in which a checkpoint writes it."""
 
@@ -102,13 +122,15 @@ class Placement(Enum):
 class Entry:
     """One array of an update's state. ``read`` gives a view of what this rank has, not copied where that can be helped.
 
-    ``shape``: of the whole array, where this rank has a part of it.
+    Where this rank has a part of the array, ``read`` gives it flat, ``shape`` is that of the whole array, and ``whole``
+    makes the array of all flat parts, joined in rank order.
     """
 
     name: str
     placement: Placement
     read: Callable[[], np.ndarray]
     shape: tuple[int, ...] = ()
+    whole: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 class Update(Protocol):
@@ -118,6 +140,8 @@ class Update(Protocol):
     diverged: bool  # whether the ranks' weights may differ now
     # A rank's gradient is the mean over its samples, not its part of the global mean.
     local_gradients: bool
+    # Each rank moves its part of the weights (update/sharded.py).
+    sharded: bool
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...

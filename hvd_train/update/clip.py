@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvd_train.protocol import Ops, Tensor
@@ -9,10 +10,14 @@ from hvd_train.protocol import Ops, Tensor
 
 @dataclass(frozen=True)
 class Clip:
-    """Bounds on the reduced gradient: its global 2-norm, or each entry's absolute value. ``limit`` 0: no bound."""
+    """Bounds on the reduced gradient: its global 2-norm, or each entry's absolute value. ``limit`` 0: no bound.
+
+    ``total``: turns the sum of squares of what this rank has of the gradient into that of the whole gradient.
+    """
 
     limit: float = 0.0
     algorithm: str = "norm"
+    total: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, gradients: list[Tensor], ops: Ops) -> list[Tensor]:
         if not self.limit:
@@ -22,6 +27,8 @@ class Clip:
         # After the exchange gradients are equal on all ranks, so that every rank computes the same norm and nothing
         # travels for it.
         squares = sum(ops.sum_of_squares(g) for g in gradients)
+        if self.total:
+            squares = self.total(squares)
         # The 1e-6 is that of torch.nn.utils.clip_grad_norm_: a zero gradient stays zero.
         factor = ops.clip(self.limit / (squares**0.5 + 1e-6), 1.0)
         return [g * factor for g in gradients]

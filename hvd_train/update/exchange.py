@@ -17,7 +17,7 @@ from hvd_train.update.clip import Clip
 
 
 @dataclass(frozen=True)
-class _Started:
+class Started:
     bucket: int
     rounds: Rounds
     wire: Wire
@@ -95,15 +95,19 @@ class Exchange:
         """Exchange all buckets at once: ``start`` for each, then ``finish``."""
         return self.finish([self.start(b, flat, states[b]) for b, flat in enumerate(flats)])
 
-    def start(self, bucket: int, gradient: Tensor, state: State) -> _Started:
+    def start(self, bucket: int, gradient: Tensor, state: State) -> Started:
         """Start the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
         # (n,), or the shape of the tensor for a compressor that takes each alone.
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
         rounds = self._compressors[bucket].rounds(shaped, state, self.ops)
         return self._send(bucket, rounds, next(rounds), 0)
 
-    def finish(self, started: Sequence[_Started]) -> tuple[list[Tensor], list[State]]:
+    def finish(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         """Wait for every bucket; return reduced flat gradients and new states in bucket order."""
+        gradients, states = self._received(started)
+        return self.clip(gradients, self.ops), states
+
+    def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         results: dict[int, tuple[Tensor, State]] = {}
         pending, turn = list(started), 0
         while pending:
@@ -123,9 +127,9 @@ class Exchange:
         # A bucket of few rounds has its result before others.
         ordered = [results[b] for b in range(len(self.buckets))]
         flat = [self.ops.reshape(gradient, (-1,)) for gradient, _ in ordered]
-        return self.clip(flat, self.ops), [state for _, state in ordered]
+        return flat, [state for _, state in ordered]
 
-    def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> _Started:
+    def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> Started:
         # Names say which transfers belong together on all ranks, whatever order they start in.
         names = [f"bucket{bucket}.{turn}.{k}" for k in range(len(wire.tensors))]
         if wire.kind == "gather":
@@ -133,7 +137,7 @@ class Exchange:
         else:
             pairs = zip(wire.tensors, names, strict=True)
             handles = [self.communicator.allreduce_async(x, n, self._op) for x, n in pairs]
-        return _Started(bucket, rounds, wire, tuple(handles))
+        return Started(bucket, rounds, wire, tuple(handles))
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return (1,) float32: on how many ranks a gradient of this step is not finite. All ranks ask together."""

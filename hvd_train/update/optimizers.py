@@ -1,24 +1,53 @@
 """Layer-wise optimizers for large batches, once for every framework.
 
-A function takes one tensor's weight, gradient and slots in one shape, and returns what is to be taken from the weight,
+A formula takes one tensor's weight, gradient and slots in one shape, and returns what is to be taken from the weight,
 then the new slots. ``o`` holds the keys of ``optim``. Norms are 2-norms over the whole tensor. Tensors of fewer than 2
 dimensions (biases, scales of a normalization) have ratio 1 and no weight decay, as both papers' authors train them.
+
+Formulas are generators: each yields once, the sums of squares of what it has of the tensor, and receives those of the
+whole tensor. ``side_by_side`` runs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
 from hvd_train.config.keys import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 
+Formula = Generator[list[Tensor], Sequence[Tensor], tuple[Tensor, ...]]
+Total = Callable[[list[Tensor]], Sequence[Tensor]]  # sums of squares of parts of tensors -> of the whole tensors
 
-def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, Tensor]:
+
+def whole(squares: list[Tensor]) -> list[Tensor]:
+    """Return sums of squares as they are: this rank has the whole tensors."""
+    return squares
+
+
+def side_by_side(formulas: Sequence[Formula], total: Total) -> list[tuple[Tensor, ...]]:
+    """Return the result of each formula. ``total`` is called once, so that one small transfer joins all norms."""
+    asked = [next(formula) for formula in formulas]
+    totals = list(total([square for squares in asked for square in squares]))
+    results: list[Any] = []
+    for formula, squares in zip(formulas, asked, strict=True):
+        try:
+            formula.send([totals.pop(0) for _ in squares])
+        except StopIteration as done:
+            results.append(done.value)
+    return results
+
+
+def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """m = momentum m + rate r (g + decay w), r = trust |w| / (|g| + decay |w| + eps); w -= m.
 
     You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks". r is 1 where |w| or |g| is 0.
     """
     ratio: Tensor = 1.0
-    if len(w.shape) > 1:
-        norm, slope = _norm(w, ops), _norm(g, ops)
+    matrix = len(w.shape) > 1
+    squares = yield [ops.sum_of_squares(w), ops.sum_of_squares(g)] if matrix else []
+    if matrix:
+        norm, slope = squares[0] ** 0.5, squares[1] ** 0.5
         some = (norm > 0) & (slope > 0)
         ratio = _ratio(o.trust_coefficient * norm, slope + o.weight_decay * norm + o.eps, some, ops)
         g = g + o.weight_decay * w
@@ -26,9 +55,7 @@ def lars(w: Tensor, g: Tensor, m: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
     return m, m
 
 
-def lamb(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
-) -> tuple[Tensor, Tensor, Tensor]:
+def lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """m, v, and u = m' / (sqrt(v') + eps) + decay w as in AdamW at step ``t`` (from 1, float64); w -= rate |w| / |u| u.
 
     You et al. 2020, "Large Batch Optimization for Deep Learning". The ratio is 1 where |w| or |u| is 0.
@@ -37,15 +64,14 @@ def lamb(
     v = o.betas[1] * v + (1 - o.betas[1]) * g * g
     corrections = [ops.cast(1 - beta**t, ops.dtype(g)) for beta in o.betas]
     u = m / corrections[0] / ((v / corrections[1]) ** 0.5 + o.eps)
-    if len(w.shape) > 1:
+    matrix = len(w.shape) > 1
+    if matrix:
         u = u + o.weight_decay * w
-        norm, length = _norm(w, ops), _norm(u, ops)
+    squares = yield [ops.sum_of_squares(w), ops.sum_of_squares(u)] if matrix else []
+    if matrix:
+        norm, length = squares[0] ** 0.5, squares[1] ** 0.5
         u = _ratio(norm, length, (norm > 0) & (length > 0), ops) * u
     return rate * u, m, v
-
-
-def _norm(x: Tensor, ops: Ops) -> Tensor:
-    return ops.sum_of_squares(x) ** 0.5
 
 
 def _ratio(a: Tensor, b: Tensor, some: Tensor, ops: Ops) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hvd_train.protocol import Entry, Exchange, FrontEnd, Placement, State, Tensor
+from hvd_train.protocol import Entry, Exchange, FrontEnd, Optimizer, Placement, State, Tensor
 from hvd_train.update.error_meter import compression_error
 
 
@@ -19,11 +19,11 @@ class Replicated:
     means, and neither adds nor averages them), instead of its part of the global mean.
     """
 
-    diverged = False
+    diverged = sharded = False
 
     def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
-        self.optimizer = frontend.connect(self)
+        self.optimizer = cast(Optimizer, frontend.connect(self))
         self._residuals = [tuple(map(frontend.ops.keep, arrays)) for arrays in exchange.init_state()]
 
     @property

@@ -29,7 +29,8 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
             x = np.ascontiguousarray(entry.read())
             parts = communicator.gather_bytes(x.tobytes())
             if communicator.rank == 0:
-                tree[entry.name] = np.frombuffer(b"".join(parts), x.dtype).reshape(entry.shape)
+                joined = np.frombuffer(b"".join(parts), x.dtype)
+                tree[entry.name] = entry.whole(joined) if entry.whole else joined.reshape(entry.shape)
     return tree
 
 

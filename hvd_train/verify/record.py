@@ -20,7 +20,7 @@ from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
 from hvd_train.protocol import Tree
 from hvd_train.run_folder.log import NullLog
-from hvd_train.update.state import training_state
+from hvd_train.update.state import join_shards, training_state
 
 STAGES = ("first", "last")
 
@@ -36,8 +36,14 @@ class Recorder(Hook):
         self._notes: dict[str, list[Any]] = {"sums": [], "rates": [], "samples": []}
 
     def on_start(self, trainer: Training) -> None:
-        self._first = training_state(trainer.frontend, trainer.update)
+        self._first = self._state(trainer)
         self._notes["losses"] = [list(entries) for entries in trainer.frontend.task.entries]
+
+    @staticmethod
+    def _state(trainer: Training) -> Tree:
+        """Weights and slots; those of a sharded optimizer, on rank 0 alone, are joined."""
+        shards = join_shards(trainer.update.state(), trainer.frontend.groups.world)
+        return training_state(trainer.frontend, trainer.update) | shards
 
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in info.local_sums], axis=0)
@@ -47,7 +53,7 @@ class Recorder(Hook):
         self._notes["samples"].append(np.concatenate(indices).tolist())
 
     def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
-        stages = zip(STAGES, (self._first, training_state(trainer.frontend, trainer.update)), strict=True)
+        stages = zip(STAGES, (self._first, self._state(trainer)), strict=True)
         trees = {f"{stage}:{key}": x for stage, tree in stages for key, x in tree.items()}
         # Ranks but 0 write only what differs from rank 0's, bit for bit: nothing, as a rule.
         hashes = {key: hashlib.sha256(x.tobytes()).hexdigest() for key, x in trees.items()}

@@ -30,6 +30,9 @@ TRAININGS = {
     "lamb": MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
+# The optimizer divided over the ranks moves the weights as the whole one does.
+SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb")}
+TRAININGS |= {name: TRAININGS[base] | {"optim.sharded": True} for base, name in SHARDED.items()}
 # Batches of 479 leave one sample for the last step of an epoch, so all ranks but the first have an empty part in it.
 NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_decay": 1e-3, "max_epochs": 3}
 NORM.pop("model.hidden")
@@ -131,6 +134,8 @@ CHANGED = {
     "from-topk": ({"exchange": COMPRESSED["topk"]}, {"exchange": {"compression": "none"}}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
+RESHARDED = {"to-sharded": (False, True), "from-sharded": (True, False)}
+ADAM_SHORT = SHORT | {"optim.name": "adam", "optim.lr": 0.01}
 CNN_CUT = CNN | {"max_steps": 12}
 # Layers used or not as the samples have it, on each rank in another way; tied, frozen and sparse ones among them.
 CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
@@ -202,6 +207,13 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
         made.append({"name": f"{name}-first", "kind": "train", "config": cut | before | {"max_steps": 5}})
         allow = [key.partition(".")[0] for key in before]
         made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last", "allow": allow})
+    made.append({"name": "adam-short", "kind": "train", "config": own("adam-short", ADAM_SHORT)})
+    for name, (before, after) in RESHARDED.items():
+        cut = own(f"{name}-cut", ADAM_SHORT)
+        first = cut | {"optim.sharded": before, "max_steps": 5}
+        made.append({"name": f"{name}-first", "kind": "train", "config": first})
+        rest = cut | {"optim.sharded": after}
+        made.append({"name": f"{name}-rest", "kind": "train", "config": rest, "resume": "last"})
     made.append({"name": "dropout", "kind": "train", "config": own("dropout", DROPOUT)})
     cut = own("dropout-cut", DROPOUT)
     made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.ranks.cases import COMPRESSED, EVERY_SIZE, FULL, LARGEST, LOOSE, MIXED, TRAININGS
+from tests.ranks.cases import COMPRESSED, EVERY_SIZE, FULL, LARGEST, LOOSE, MIXED, RESHARDED, SHARDED, TRAININGS
 
 TOLERANCE = 1e-9  # relative, in float64: another order of sums costs about 1e-14 here
 FRAMEWORKS = ["pytorch", "tensorflow"]
@@ -40,6 +40,22 @@ def test_n_ranks_equal_one(worlds, framework, launcher, size, training):
     one = worlds(framework, launcher, 1).trees(training)[0]
     for tree in worlds(framework, launcher, size).trees(training):
         assert distance(one, tree)[0] < TOLERANCE, distance(one, tree)
+
+
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
+def test_a_sharded_optimizer_moves_weights_and_slots_as_a_whole_one(worlds, framework, launcher, size):
+    world = worlds(framework, launcher, size)
+    for training, sharded in SHARDED.items():
+        for tree in world.trees(sharded):
+            assert distance(world.trees(training)[0], tree)[0] < TOLERANCE, distance(world.trees(training)[0], tree)
+
+
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
+def test_a_run_goes_on_with_a_sharded_optimizer_and_back(worlds, framework, launcher, size):
+    world = worlds(framework, launcher, size)
+    for name in RESHARDED:
+        for tree in world.trees(f"{name}-rest"):
+            assert distance(world.trees("adam-short")[0], tree)[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("training", TRAININGS)

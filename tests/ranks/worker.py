@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from hvd_train.checkpoint.arrays import broadcast
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
@@ -36,7 +37,7 @@ from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
 from hvd_train.protocol import Placement
 from hvd_train.rank.session import Session
-from hvd_train.update.state import read, training_state
+from hvd_train.update.state import join_shards, read, training_state
 from tests.seconds import counted
 
 SECONDS = 120  # of one case
@@ -71,8 +72,11 @@ def train(case, module, communicator, folder):
 
 
 def whole(frontend):
-    """Weights, running statistics and slots."""
-    return training_state(frontend, frontend.update)
+    """Weights, running statistics and slots, on all ranks."""
+    tree, shards = {}, join_shards(frontend.update.state(), frontend.groups.world)
+    for piece in broadcast(frontend.groups.world, shards):
+        tree |= {key: x.copy() for key, x in piece.items()}
+    return training_state(frontend, frontend.update) | tree
 
 
 def connected(case, module, communicator):

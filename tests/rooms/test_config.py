@@ -232,6 +232,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "on_nonfinite",
         "watchdog_s",
         "slurm",
+        "optim.sharded",
     ]
     assert set(free_keys(cosine=True)) == set(always)
     assert set(free_keys(cosine=False)) == {*always, "max_epochs", "max_steps"}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hvd_train.config.keys import OptimConfig
-from hvd_train.update.optimizers import lamb, lars
+from hvd_train.update import optimizers as formulas
+from hvd_train.update.optimizers import side_by_side, whole
 from tests.numpy_frontend import NumpyOps
 
 OPS = NumpyOps()
@@ -14,6 +15,14 @@ W = np.array([[3.0, 0.0], [0.0, 4.0]])  # norm 5
 G = np.array([[0.0, 0.6], [0.8, 0.0]])  # norm 1
 ZERO = np.zeros_like(W)
 ONE = np.float64(1)  # the first step
+
+
+def lars(*given):
+    return side_by_side([formulas.lars(*given)], whole)[0]
+
+
+def lamb(*given):
+    return side_by_side([formulas.lamb(*given)], whole)[0]
 
 
 def options(name, **keys):

@@ -26,10 +26,10 @@ class Flat:
     ) -> None:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
-        self._sizes = [math.prod(shape) for shape in self.shapes]
+        self.sizes = [math.prod(shape) for shape in self.shapes]
         # In entries. The last tensor needs no zeros behind it.
         step = max(1, align // parameters[0].element_size())
-        self._steps = [-(-size // step) * step for size in self._sizes[:-1]] + self._sizes[-1:]
+        self._steps = [-(-size // step) * step for size in self.sizes[:-1]] + self.sizes[-1:]
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
         self.weight = self.aligned(torch.cat(values))
         self._parameters = parameters
@@ -69,7 +69,7 @@ class Flat:
 
     def aligned(self, flat: torch.Tensor) -> torch.Tensor:
         """Lay out a flat gradient as the weights lie; returns the same tensor where that is the same."""
-        if self._steps == self._sizes:
+        if self._steps == self.sizes:
             return flat
         laid_out = flat.new_zeros(sum(self._steps))
         torch._foreach_copy_(self.parts(laid_out), self.parts(flat))
@@ -77,9 +77,9 @@ class Flat:
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cut what lies as weights or as gradients do into the flat parts of the tensors."""
-        if len(flat) == sum(self._sizes):
-            return list(torch.split(flat, self._sizes))
-        return [part[:size] for part, size in zip(torch.split(flat, self._steps), self._sizes, strict=True)]
+        if len(flat) == sum(self.sizes):
+            return list(torch.split(flat, self.sizes))
+        return [part[:size] for part, size in zip(torch.split(flat, self._steps), self.sizes, strict=True)]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views = [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]

@@ -23,6 +23,7 @@ from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, stored_shape
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
+from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
@@ -38,6 +39,7 @@ from hvd_train.protocol import (
 )
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
+from hvd_train.update.sharded import Sharded
 
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
@@ -162,7 +164,7 @@ class PyTorchFrontEnd(StateTree):
             elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
                 layer.dropout = 0.0
 
-    def connect(self, update: Update) -> FlatOptimizer:
+    def connect(self, update: Update) -> FlatOptimizer | ShardedOptimizer:
         self.update = update
         names, parameters = list(self._trainable), list(self._trainable.values())
         align = GPU_ALIGN if self.device.type == "cuda" else 1
@@ -180,6 +182,8 @@ class PyTorchFrontEnd(StateTree):
         if overlap:
             for i, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+        if isinstance(update, Sharded):
+            return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
         return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
 
     def _overlap(self) -> bool:

@@ -22,6 +22,7 @@ from hvd_train.protocol import Ops
 from hvd_train.update import optimizers as formulas
 
 Tensors = list[torch.Tensor]
+Total = formulas.Total
 
 
 class Kernel(Protocol):
@@ -36,9 +37,16 @@ class Kernel(Protocol):
     per_tensor: bool
 
     def __call__(
-        self, weights: Tensors, gradients: Tensors, slots: Sequence[Tensors], steps: Tensors, learning_rate: float
+        self,
+        weights: Tensors,
+        gradients: Tensors,
+        slots: Sequence[Tensors],
+        steps: Tensors,
+        learning_rate: float,
+        total: Total | None = None,
     ) -> None:
-        """Move weights and slots in place. ``steps``: () float32 for each weight, counted up here."""
+        """Move weights and slots in place. ``steps``: () float32 for each weight, counted up here. ``total``: joins the
+        norms of tensors of which this rank has parts."""
 
 
 class SGD:
@@ -48,7 +56,7 @@ class SGD:
         self.options = options
         self.slots = ("momentum",) if options.momentum else ()
 
-    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         o = self.options
         keys: dict[str, Any] = {"weight_decay": o.weight_decay, "momentum": o.momentum, "nesterov": o.nesterov}
         momentum = slots[0] if slots else [None] * len(weights)
@@ -63,7 +71,7 @@ class Adam:
     def __init__(self, options: OptimConfig, ops: Ops) -> None:
         self.options = options
 
-    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         o = self.options
         keys: dict[str, Any] = {"beta1": o.betas[0], "beta2": o.betas[1], "eps": o.eps, "weight_decay": o.weight_decay}
         keys |= {"decoupled_weight_decay": o.name == "adamw", "amsgrad": False, "maximize": False}
@@ -77,11 +85,12 @@ class LARS:
     def __init__(self, options: OptimConfig, ops: Ops) -> None:
         self.options, self.ops = options, ops
 
-    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
-        for w, g, m in zip(weights, gradients, *slots, strict=True):
-            loss, new = formulas.lars(w, g, m, learning_rate, self.options, self.ops)
-            w.sub_(loss)
-            m.copy_(new)
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
+        rounds = [
+            formulas.lars(w, g, m, learning_rate, self.options, self.ops)
+            for w, g, m in zip(weights, gradients, *slots, strict=True)
+        ]
+        _move(weights, slots, rounds, total)
 
 
 class LAMB:
@@ -91,15 +100,27 @@ class LAMB:
     def __init__(self, options: OptimConfig, ops: Ops) -> None:
         self.options, self.ops = options, ops
 
-    def __call__(self, weights, gradients, slots, steps, learning_rate) -> None:
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         torch._foreach_add_(steps, 1)
         # (), in 64 bits, as 1 - beta^t cancels in 32.
         t = steps[0].double()
-        for w, g, m, v in zip(weights, gradients, *slots, strict=True):
-            loss, *new = formulas.lamb(w, g, m, v, t, learning_rate, self.options, self.ops)
-            w.sub_(loss)
-            m.copy_(new[0])
-            v.copy_(new[1])
+        rounds = [
+            formulas.lamb(w, g, m, v, t, learning_rate, self.options, self.ops)
+            for w, g, m, v in zip(weights, gradients, *slots, strict=True)
+        ]
+        _move(weights, slots, rounds, total)
+
+
+def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.Formula], total: Total | None) -> None:
+    """Apply a formula to each tensor. Whole tensors are moved one after the other, which needs the least memory."""
+    if total:
+        results = iter(formulas.side_by_side(rounds, total))
+    else:
+        results = (formulas.side_by_side([one], formulas.whole)[0] for one in rounds)
+    for weight, old, (loss, *new) in zip(weights, zip(*slots, strict=True), results, strict=True):
+        weight.sub_(loss)
+        for slot, value in zip(old, new, strict=True):
+            slot.copy_(value)
 
 
 KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB}

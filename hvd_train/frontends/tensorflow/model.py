@@ -24,6 +24,7 @@ from hvd_train.frontends.tensorflow import batchnorm
 from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
+from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
@@ -39,6 +40,7 @@ from hvd_train.protocol import (
     one_or_all,
 )
 from hvd_train.task.task import Task
+from hvd_train.update.sharded import Sharded
 
 DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
@@ -137,15 +139,19 @@ class TensorFlowFrontEnd(StateTree):
                 if isinstance(getattr(layer, rate, None), float):
                     setattr(layer, rate, 0.0)
 
-    def connect(self, update: Update) -> VariableOptimizer:
+    def connect(self, update: Update) -> VariableOptimizer | ShardedOptimizer:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         wanted = self.config.exchange.overlap
         self._overlap = overlaps(wanted, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            optimizer = VariableOptimizer(
-                self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets
-            )
+            optimizer: VariableOptimizer | ShardedOptimizer
+            if isinstance(update, Sharded):
+                optimizer = ShardedOptimizer(self.config.optim, self._trainable, self.layouts, update)
+            else:
+                optimizer = VariableOptimizer(
+                    self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets
+                )
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
                 for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())

@@ -28,23 +28,31 @@ class Kernel(Protocol):
 
     slots: tuple[str, ...]
     counts_steps: bool
+    per_tensor: bool  # whether its norms belong to tensors
 
     def __call__(
-        self, weight: tf.Variable, gradient: tf.Tensor, slots: Sequence[tf.Variable], step: tf.Tensor, rate: tf.Tensor
+        self,
+        weight: tf.Variable,
+        gradient: tf.Tensor,
+        slots: Sequence[tf.Variable],
+        step: tf.Tensor,
+        rate: tf.Tensor,
+        total: formulas.Total = formulas.whole,
     ) -> None:
-        """Move weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's type."""
+        """Move weight and slots in place. ``step``: () int64, from 1; ``rate``: () of the gradient's type; ``total``:
+        joins the norms of a tensor of which this rank has a part."""
 
 
 class SGD:
     """g += decay w; m = momentum m + g; w -= lr (g + momentum m if nesterov else m)."""
 
-    counts_steps = False
+    counts_steps = per_tensor = False
 
     def __init__(self, options: OptimConfig) -> None:
         self.options = options
         self.slots = ("momentum",) if options.momentum else ()
 
-    def __call__(self, weight, gradient, slots, step, rate) -> None:
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         o = self.options
         if o.weight_decay:
             gradient = gradient + tf.constant(o.weight_decay, gradient.dtype) * weight
@@ -68,12 +76,12 @@ class Adam:
     """
 
     slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = True
+    counts_steps, per_tensor = True, False
 
     def __init__(self, options: OptimConfig) -> None:
         self.options = options
 
-    def __call__(self, weight, gradient, slots, step, rate) -> None:
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         o, dtype = self.options, gradient.dtype
         decay = tf.constant(o.weight_decay, dtype)
         if o.weight_decay and o.name == "adamw":
@@ -102,14 +110,15 @@ class LARS:
     """The formula of update/optimizers.py."""
 
     slots = ("momentum",)
-    counts_steps = False
+    counts_steps, per_tensor = False, True
 
     def __init__(self, options: OptimConfig) -> None:
         self.options, self.ops = options, TensorFlowOps()
 
-    def __call__(self, weight, gradient, slots, step, rate) -> None:
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         (m,) = slots
-        loss, new = formulas.lars(weight.value(), gradient, m.value(), rate, self.options, self.ops)
+        formula = formulas.lars(weight.value(), gradient, m.value(), rate, self.options, self.ops)
+        ((loss, new),) = formulas.side_by_side([formula], total)
         m.assign(new)
         weight.assign_sub(loss)
 
@@ -118,15 +127,16 @@ class LAMB:
     """The formula of update/optimizers.py."""
 
     slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = True
+    counts_steps = per_tensor = True
 
     def __init__(self, options: OptimConfig) -> None:
         self.options, self.ops = options, TensorFlowOps()
 
-    def __call__(self, weight, gradient, slots, step, rate) -> None:
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         m, v = slots
         t = tf.cast(step, tf.float64)
-        loss, *new = formulas.lamb(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+        formula = formulas.lamb(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+        ((loss, *new),) = formulas.side_by_side([formula], total)
         m.assign(new[0])
         v.assign(new[1])
         weight.assign_sub(loss)

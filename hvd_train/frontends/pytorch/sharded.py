@@ -1,0 +1,124 @@
+"""PyTorch's optimizers over this rank's part of each flat bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hvd_train.config.keys import OptimConfig
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.pytorch.buckets import Flat
+from hvd_train.frontends.pytorch.optimizers import KERNELS, Kernel, array_of
+from hvd_train.protocol import Entry, Ops, Placement
+from hvd_train.update.sharded import Sharded, pieces
+
+
+class Piece(NamedTuple):
+    """The consecutive entries of a tensor, as it lies in its bucket, that are this rank's to move."""
+
+    flat: Flat
+    member: int  # of the bucket
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        return self.flat.names[self.member]
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """A view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
+        layer-wise formulas treat tensors of fewer than 2 dimensions apart."""
+        part = self.flat.parts(bucket)[self.member][self.first : self.last]
+        return part.view(-1, 1) if len(self.flat.shapes[self.member]) > 1 else part
+
+
+class ShardedOptimizer:
+    """A kernel over pieces of tensors. Slots are made for them alone."""
+
+    def __init__(
+        self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout], ops: Ops, update: Sharded
+    ) -> None:
+        self._flats, self._layouts, self._update = flats, layouts, update
+        self.kernel: Kernel = KERNELS[options.name](options, ops)
+        self._pieces = [
+            [Piece(flat, i, *bounds) for i, bounds in enumerate(pieces(flat.sizes, *update.bounds(b)))]
+            for b, flat in enumerate(flats)
+        ]
+        weights = [piece.of(piece.flat.weight) for piece in self._all()]
+        self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
+        self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
+        # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
+        self._moved = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
+
+    def _all(self) -> Iterator[Piece]:
+        return (piece for bucket in self._pieces for piece in bucket)
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """``gradients``: (n,) of this rank's part of each bucket."""
+        weights = [piece.of(piece.flat.weight) for piece in self._all()]
+        split = [
+            part
+            for bucket, gradient in zip(self._pieces, gradients, strict=True)
+            for part in torch.split(gradient, [piece.last - piece.first for piece in bucket])
+        ]
+        lists = [weights, [g.view(w.shape) for g, w in zip(split, weights, strict=True)], *self.slots.values()]
+        lists = [[tensors[k] for k in self._moved] for tensors in (*lists, self.steps)]
+        if self._moved:
+            self.kernel(lists[0], lists[1], lists[2:-1], lists[-1], learning_rate, self._update.total)
+
+    def part(self, bucket: int) -> torch.Tensor:
+        """(n,): the weights of a bucket that this rank has moved, as gradients travel."""
+        return torch.cat([piece.of(piece.flat.weight).view(-1) for piece in self._pieces[bucket]])
+
+    @torch.no_grad()
+    def take(self, bucket: int, weights: torch.Tensor) -> None:
+        """Take (n,): the weights of a bucket, of all ranks."""
+        flat = self._flats[bucket]
+        torch._foreach_copy_(flat.parts(flat.weight), list(torch.split(weights, flat.sizes)))
+
+    # ---- state
+
+    def entries(self) -> list[Entry]:
+        entries = []
+        if self.kernel.counts_steps:
+            entries.append(Entry("slots/step", Placement.REPLICATED, lambda: array_of(self.steps[self._moved[0]])))
+        for slot, tensors in self.slots.items():
+            for piece, x in zip(self._all(), tensors, strict=True):
+                layout = self._layouts[piece.name]
+                entries.append(
+                    Entry(
+                        f"slots/{slot}/{layout.name}",
+                        Placement.SHARDED,
+                        partial(array_of, x.view(-1)),
+                        layout.shape,
+                        partial(self._canonical, piece),
+                    )
+                )
+        return entries
+
+    def _canonical(self, piece: Piece, stored: np.ndarray) -> np.ndarray:
+        """Return a whole tensor as a checkpoint has it, from its entries in the order of memory."""
+        x = stored.reshape(piece.flat.shapes[piece.member])
+        native = x.transpose(0, 3, 1, 2) if piece.flat.channels_last and x.ndim == 4 else x
+        return self._layouts[piece.name].to_canonical(native)
+
+    @torch.no_grad()
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
+        for slot, tensors in self.slots.items():
+            for piece, x in zip(self._all(), tensors, strict=True):
+                layout = self._layouts[piece.name]
+                key = f"slots/{slot}/{layout.name}"
+                if key in tree:
+                    native: Any = layout.from_canonical(tree[key])
+                    stored = native.transpose(0, 2, 3, 1) if piece.flat.channels_last and native.ndim == 4 else native
+                    part = np.ascontiguousarray(stored).reshape(-1)[piece.first : piece.last]
+                    x.view(-1).copy_(torch.from_numpy(part))
+        if self.kernel.counts_steps and "slots/step" in tree:
+            for steps in self.steps:
+                steps.copy_(torch.from_numpy(np.asarray(tree["slots/step"])))

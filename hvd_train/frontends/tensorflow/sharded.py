@@ -1,0 +1,133 @@
+"""The optimizers over this rank's part of each bucket of Keras' variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.config.keys import OptimConfig
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, view
+from hvd_train.protocol import Entry, Placement
+from hvd_train.update.sharded import Sharded, pieces
+
+
+class Piece(NamedTuple):
+    """The consecutive entries of a variable that are this rank's to move. ``weight``: where a kernel moves them."""
+
+    path: str
+    variable: Any
+    first: int
+    last: int
+    weight: tf.Variable
+
+    def read(self) -> tf.Tensor:
+        return tf.reshape(tf.reshape(self.variable.value, (-1,))[self.first : self.last], self.weight.shape)
+
+
+class ShardedOptimizer:
+    """A kernel over pieces of variables. TensorFlow's kernels move a variable as a whole, so each piece has one, beside
+    the variables of its slots."""
+
+    def __init__(
+        self, options: OptimConfig, trainable: Mapping[str, Any], layouts: Mapping[str, Layout], update: Sharded
+    ) -> None:
+        self._layouts, self._update, self._variables = layouts, update, list(trainable.values())
+        self.kernel: Kernel = KERNELS[options.name](options)
+        paths = list(trainable)
+        self._buckets: list[list[Piece]] = []
+        for b, members in enumerate(update.buckets):
+            bounds = pieces([int(np.prod(self._variables[i].shape)) for i in members], *update.bounds(b))
+            self._buckets.append(
+                [
+                    Piece(paths[i], self._variables[i], first, last, self._make(self._variables[i], last - first))
+                    for i, (first, last) in zip(members, bounds, strict=True)
+                ]
+            )
+        self.slots = {
+            slot: [self._make(piece.variable, piece.last - piece.first) for piece in self._all()]
+            for slot in self.kernel.slots
+        }
+        self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    @staticmethod
+    def _make(variable: Any, entries: int) -> tf.Variable:
+        """(n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
+        shape = (entries, 1) if len(variable.shape) > 1 else (entries,)
+        return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
+
+    def _all(self) -> Iterator[Piece]:
+        return (piece for bucket in self._buckets for piece in bucket)
+
+    def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
+        """``gradients``: (n,) of this rank's part of each bucket."""
+        step = self.steps.value() + 1
+        slots = list(zip(*self.slots.values(), strict=True)) or [()] * sum(map(len, self._buckets))
+        parts = [
+            part
+            for bucket, gradient in zip(self._buckets, gradients, strict=True)
+            for part in tf.split(gradient, [piece.last - piece.first for piece in bucket])
+        ]
+        for piece, gradient, cells in zip(self._all(), parts, slots, strict=True):
+            # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
+            if piece.last > piece.first or self.kernel.per_tensor:
+                piece.weight.assign(piece.read())
+                gradient = tf.reshape(gradient, piece.weight.shape)
+                rate = tf.cast(learning_rate, gradient.dtype)
+                self.kernel(piece.weight, gradient, cells, step, rate, self._update.total)
+        if self.kernel.counts_steps:
+            self.steps.assign(step)
+
+    def part(self, bucket: int) -> tf.Tensor:
+        """(n,): the weights of a bucket that this rank has moved."""
+        return tf.concat([tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]], 0)
+
+    def take(self, bucket: int, weights: tf.Tensor) -> None:
+        """Take (n,): the weights of a bucket, of all ranks."""
+        sizes = [int(np.prod(piece.variable.shape)) for piece in self._buckets[bucket]]
+        for piece, part in zip(self._buckets[bucket], tf.split(weights, sizes), strict=True):
+            variable = piece.variable
+            variable.assign(tf.reshape(part, variable.shape))
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    # ---- state
+
+    def entries(self) -> list[Entry]:
+        entries = []
+        if self.kernel.counts_steps:  # PyTorch counts in float32
+            entries.append(
+                Entry("slots/step", Placement.REPLICATED, lambda: np.asarray(view(self.steps).astype(np.float32)))
+            )
+        for slot, variables in self.slots.items():
+            for piece, variable in zip(self._all(), variables, strict=True):
+                layout = self._layouts[piece.path]
+                read, whole = partial(self._read, variable), partial(self._canonical, piece)
+                entries.append(
+                    Entry(f"slots/{slot}/{layout.name}", Placement.SHARDED, read, tuple(layout.shape), whole)
+                )
+        return entries
+
+    @staticmethod
+    def _read(variable: tf.Variable) -> np.ndarray:
+        return view(variable).reshape(-1)
+
+    def _canonical(self, piece: Piece, native: np.ndarray) -> np.ndarray:
+        """Return a whole variable as a checkpoint has it, from its entries in the order of memory."""
+        return self._layouts[piece.path].to_canonical(native.reshape(piece.variable.shape))
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
+        for slot, variables in self.slots.items():
+            for piece, variable in zip(self._all(), variables, strict=True):
+                layout = self._layouts[piece.path]
+                key = f"slots/{slot}/{layout.name}"
+                if key in tree:
+                    part = layout.from_canonical(tree[key]).reshape(-1)[piece.first : piece.last]
+                    variable.assign(part.reshape(variable.shape).astype(variable.dtype.as_numpy_dtype))
+        if self.kernel.counts_steps and "slots/step" in tree:
+            self.steps.assign(int(tree["slots/step"]))

@@ -1,0 +1,120 @@
+"""The update whose optimizer is divided over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1).
+
+Each rank receives the summed gradient of its part of every bucket, moves that part of the weights with its part of the
+slots, and the ranks gather the new weights. The numbers are those of ``Replicated``, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, cast
+
+from hvd_train.protocol import Entry, FrontEnd, Rounds, ShardedOptimizer, State, Tensor, Wire
+from hvd_train.update.error_meter import compression_error
+from hvd_train.update.exchange import Exchange, Started
+from hvd_train.update.replicated import Replicated
+
+
+def part_sizes(entries: int, ranks: int) -> list[int]:
+    """Return how many consecutive entries of a flat bucket belong to each rank; rank 0's part is never the smaller."""
+    return [entries // ranks + (rank < entries % ranks) for rank in range(ranks)]
+
+
+def pieces(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return, for each tensor of a flat bucket, which of its entries lie in [start, stop) of the bucket."""
+    bounds, offset = [], 0
+    for size in sizes:
+        first, last = (min(max(edge - offset, 0), size) for edge in (start, stop))
+        bounds.append((first, last))
+        offset += size
+    return bounds
+
+
+class ShardedExchange(Exchange):
+    """An exchange of which each rank receives its part of every bucket."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.clip = replace(self.clip, total=self._total)
+        self.parts = [
+            part_sizes(sum(self._specs[i].size for i in members), self.communicator.size) for members in self.buckets
+        ]
+
+    def bounds(self, bucket: int) -> tuple[int, int]:
+        """Return the first entry of this rank's part of a bucket, and the one behind its last."""
+        sizes, rank = self.parts[bucket], self.communicator.rank
+        return sum(sizes[:rank]), sum(sizes[: rank + 1])
+
+    def whole(self) -> Exchange:
+        """Return the same exchange, of which each rank receives all."""
+        exchange = Exchange.__new__(Exchange)
+        exchange.__dict__.update(self.__dict__)
+        return exchange
+
+    def _total(self, squares: Tensor) -> Tensor:
+        total = self.communicator.allreduce_async(self.ops.reshape(squares, (1,)), "gradient_norm")
+        return self.ops.reshape(self.communicator.synchronize(total), ())
+
+    def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> Started:
+        if wire.kind != "sum" or not getattr(self._compressors[bucket], "elementwise", False):
+            return super()._send(bucket, rounds, wire, turn)
+        (x,) = wire.tensors
+        flat, name = self.ops.reshape(x, (-1,)), f"bucket{bucket}.{turn}.part"
+        return Started(bucket, rounds, wire, (self.communicator.reduce_scatter_async(flat, self.parts[bucket], name),))
+
+    def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
+        """Cut this rank's part out of what came whole: compressors that are not elementwise decode all of it."""
+        gradients, states = super()._received(started)
+        for b, sizes in enumerate(self.parts):
+            if not getattr(self._compressors[b], "elementwise", False):
+                gradients[b] = self.ops.split(gradients[b], sizes)[self.communicator.rank]
+        return gradients, states
+
+
+class Sharded(Replicated):
+    """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
+
+    sharded = True
+
+    def __init__(self, frontend: FrontEnd, exchange: ShardedExchange) -> None:
+        self._parts = exchange
+        super().__init__(frontend, exchange)
+        self._sharded = cast(ShardedOptimizer, self.optimizer)
+
+    def bounds(self, bucket: int) -> tuple[int, int]:
+        return self._parts.bounds(bucket)
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        self._norms = count()
+        self.optimizer.step(gradients, learning_rate)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied: all at
+        once would hold the weights twice."""
+        communicator, before = self.exchange.communicator, None
+        for bucket in range(len(self.buckets)):
+            handle = communicator.allgather_async(self._sharded.part(bucket), f"weights{bucket}")
+            if before is not None:
+                self._sharded.take(bucket - 1, communicator.synchronize(before))
+            before = handle
+        self._sharded.take(len(self.buckets) - 1, communicator.synchronize(before))
+
+    def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
+        """Join the sums of squares of parts of tensors over the ranks, which all call it alike."""
+        if not squares:
+            return squares
+        ops, communicator = self.frontend.ops, self.exchange.communicator
+        handle = communicator.allreduce_async(ops.stack(squares), f"norms{next(self._norms)}")
+        joined = communicator.synchronize(handle)
+        return [ops.reshape(one, ()) for one in ops.split(joined, [1] * len(squares))]
+
+    def compression_error(self, gradients: Sequence[Tensor]) -> Tensor:
+        states = [self._state(b) for b in range(len(self.buckets))]
+        return compression_error(self._parts.whole(), gradients, states)
+
+    def state(self) -> list[Entry]:
+        self.frontend.run_queued()
+        return [*self._sharded.entries(), *self._residual_entries()]

@@ -1,0 +1,44 @@
+"""A sharded optimizer through the command line: other ranks, the other framework and whole slots go on from it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from hvd_train.launch.start import environment
+from tests.ranks.job import BIN, ROOT, SECONDS, TINY
+
+KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "optim.momentum=0", "optim.lr=0.01"]
+CNN = ["model={name: cnn, hidden: 20}", "data.image_size=16"]  # kernels that PyTorch and Keras lay out apart
+
+
+def fit(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> str:
+    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
+    for one in (*KEYS, *CNN, *sets):
+        line += ["--set", one]
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    (last,) = (folder / "checkpoints").glob("step-*12")
+    return load_file(last / "weights.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def test_a_sharded_run_goes_on_whole_in_the_other_framework_on_other_ranks(tmp_path):
+    fit(tmp_path / "one", sets=("max_steps=12",))
+    first = ("max_steps=5", "optim.sharded=true")
+    fit(tmp_path / "run", "-np", "2", "--launcher", "horovodrun", sets=first)
+    go_on = ("--resume", "auto", "--allow-change", "framework")
+    fit(tmp_path / "run", "-np", "3", *go_on, sets=("max_steps=9", "optim.sharded=true", "framework=tensorflow"))
+    fit(tmp_path / "run", *go_on, sets=("max_steps=12",))
+    one, run = arrays(tmp_path / "one"), arrays(tmp_path / "run")
+    assert one.keys() == run.keys() and any("exp_avg_sq" in key for key in one)
+    for key, x in one.items():
+        np.testing.assert_allclose(run[key], x, rtol=1e-8, atol=1e-12, err_msg=key)

@@ -1,0 +1,79 @@
+"""The division of an optimizer over ranks: its cuts, and norms of tensors of which each rank has a part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_train.config import load_config
+from hvd_train.errors import ConfigError
+from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
+from hvd_train.update.sharded import part_sizes, pieces
+from tests.numpy_frontend import NumpyOps, run_ranks
+
+SHAPES = [(5, 3), (7,), (1, 1), (4, 2), (2,)]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 9))
+def test_parts_and_pieces_cover_each_entry_once(sizes, ranks):
+    parts = part_sizes(sum(sizes), ranks)
+    assert sum(parts) == sum(sizes) and max(parts) - min(parts) <= 1 and parts[0] == max(parts)
+    counted, start = [np.zeros(size, int) for size in sizes], 0
+    for part in parts:
+        bounds = pieces(sizes, start, start + part)
+        assert sum(last - first for first, last in bounds) == part
+        for tensor, (first, last) in zip(counted, bounds, strict=True):
+            tensor[first:last] += 1
+        start += part
+    assert all((tensor == 1).all() for tensor in counted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 40])
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_layerwise_formulas_over_parts_give_what_they_give_over_whole_tensors(name, ranks):
+    """Also where a rank has nothing of a tensor, or nothing at all."""
+    options = load_config(None, [f"optim.name={name}", "optim.weight_decay=0.1", "optim.lr=0.3"]).optim
+    ops, rng = NumpyOps(), np.random.default_rng(0)
+    tensors = [[rng.standard_normal(shape) for _ in range(4)] for shape in SHAPES]
+
+    def formula(w, g, m, v):
+        return lars(w, g, m, 0.3, options, ops) if name == "lars" else lamb(w, g, m, abs(v), 3.0, 0.3, options, ops)
+
+    expected = [side_by_side([formula(*one)], whole)[0] for one in tensors]
+    sizes = [int(np.prod(shape)) for shape in SHAPES]
+    parts = part_sizes(sum(sizes), ranks)
+
+    def work(communicator):
+        start = sum(parts[: communicator.rank])
+        bounds = pieces(sizes, start, start + parts[communicator.rank])
+
+        def piece(x, first, last):
+            return x.reshape(-1)[first:last].reshape((-1, 1) if x.ndim > 1 else (-1,))
+
+        def total(squares):
+            return list(communicator.allreduce_async(np.array(squares), "norms"))
+
+        cut = [[piece(x, *edges) for x in one] for one, edges in zip(tensors, bounds, strict=True)]
+        return side_by_side([formula(*one) for one in cut], total)
+
+    of_ranks = run_ranks(ranks, work)
+    for k, results in enumerate(expected):
+        for i, result in enumerate(results):
+            joined = np.concatenate([rank[k][i].reshape(-1) for rank in of_ranks]).reshape(result.shape)
+            np.testing.assert_allclose(joined, result, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["exchange.mode=partial"], "optim.sharded: ranks move their weights apart with exchange.mode: partial"),
+        (["exchange.mode=local_sgd"], "optim.sharded: ranks move their weights apart with exchange.mode: local_sgd"),
+        (["exchange.op=adasum"], "optim.sharded: adasum joins whole tensors"),
+    ],
+)
+def test_what_a_sharded_optimizer_cannot_do_is_refused(keys, words):
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, ["optim.sharded=true", *keys])
+    assert words in str(raised.value)

@@ -110,13 +110,13 @@ def test_a_reducer_weights_gradients_alone():
     """A gradient of the last batch counts by its samples, a running statistic as it is."""
     model, norm = nn.Linear(1, 1, bias=False).double(), nn.BatchNorm1d(1).double()
     Reducer(dict(model.named_parameters()), [(norm, "running_var")], Twins(), Uncompressed())
-    found = []
+    gradients = []
     for x in uneven():
         model.zero_grad()
         model(torch.ones(len(x), 1, dtype=torch.float64)).mean().backward()
-        found.append(model.weight.grad.item())
+        gradients.append(model.weight.grad.item())
         assert norm.running_var == 1
-    assert found == pytest.approx([1.0, 1.0, SEVEN_TO_SIX])
+    assert gradients == pytest.approx([1.0, 1.0, SEVEN_TO_SIX])
 
 
 def test_wrapped_models():

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.script.launching import launch
-from tests.torch.cases.alike import ALIKE
 from tests.torch.cases.same import SAME
+from tests.torch.cases.same_bits import SAME_BITS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -52,25 +52,24 @@ def furthest(one: Path, other: Path) -> float:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_ranks_train_as_one(cases, world):
     (single, _), (folder, _) = cases(1), cases(*world)
-    found = {name: furthest(single / f"{name}.0.npz", folder / f"{name}.0.npz") for name in SAME}
-    assert max(found.values()) < TOLERANCE, found
+    distances = {name: furthest(single / f"{name}.0.npz", folder / f"{name}.0.npz") for name in SAME}
+    assert max(distances.values()) < TOLERANCE, distances
     assert furthest(single / "sgd.0.npz", single / "zeros.0.npz") > 1e-3  # which is clipped
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_all_ranks_hold_the_same_bits(cases, world):
     _, facts = cases(*world)
-    for name in ALIKE:
-        assert len({own[f"digest {name}"] for own in facts}) == 1, name
+    for name in SAME_BITS:
+        assert len({rank_facts[f"digest {name}"] for rank_facts in facts}) == 1, name
     exact, *others = [facts[0][f"digest {name}"] for name in ("not compressed", "fp16", "topk", "powersgd")]
     assert exact not in others
     # The planted fault: without ht.distribute they differ.
-    assert len({own["digest apart"] for own in facts}) == world[0]
-    assert len({own["broadcast"] for own in facts}) == 1
+    assert len({rank_facts["digest apart"] for rank_facts in facts}) == world[0]
+    assert len({rank_facts["broadcast"] for rank_facts in facts}) == 1
 
 
-def test_compile_scheduler_and_passes_take_their_own_way(cases):
-    """The cases are not all the same training."""
+def test_the_cases_are_not_all_the_same_training(cases):
     _, facts = cases(1)
     distinct = ["sgd", "adam", "clip", "zeros", "scheduler", "two optimizers", "tied and frozen", "norm synchronized"]
     assert len({facts[0][f"digest {name}"] for name in distinct}) == len(distinct)
@@ -80,8 +79,8 @@ def test_compile_scheduler_and_passes_take_their_own_way(cases):
 @pytest.mark.parametrize("name", ["scaler", "scaler topk"])
 def test_all_ranks_leave_out_an_overflown_step(cases, world, name):
     _, facts = cases(*world)
-    for own in facts:
-        assert own[name] == [[2.0, True], [1.0, False], [1.0, True]]
+    for rank_facts in facts:
+        assert rank_facts[name] == [[2.0, True], [1.0, False], [1.0, True]]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -89,25 +88,31 @@ def test_parts_of_a_model_without_gradient(cases, world):
     """Part 0 on even ranks, part 2 on odd ones; part 1 nowhere: no gradient, and no step moves it."""
     size, facts = world[0], cases(*world)[1]
     even = (size + 1) // 2
-    for own in facts:
-        assert own["dynamic"]["gradients"] == [pytest.approx(even / size), None, pytest.approx((size - even) / size)]
-        assert own["dynamic"]["untouched"] and own["dynamic"]["then"]
+    for rank_facts in facts:
+        assert rank_facts["dynamic"]["gradients"] == [
+            pytest.approx(even / size),
+            None,
+            pytest.approx((size - even) / size),
+        ]
+        assert rank_facts["dynamic"]["untouched"] and rank_facts["dynamic"]["then"]
 
 
 @pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
 def test_resumed_training_is_the_same_bits(cases, world):
-    for own in cases(*world)[1]:
-        assert own["resume"] == {"same": True, "found": {"epoch": 1, "best": float("inf")}, "left": []}
+    for rank_facts in cases(*world)[1]:
+        assert rank_facts["resume"] == {"same": True, "found": {"epoch": 1, "best": float("inf")}, "left": []}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_gradients_thrown_away_leave_no_trace(cases, world):
     """In what a compressor keeps: not of the whole model's passes, nor of the half that a pass was not for."""
-    for own in cases(*world)[1]:
-        for name, (without, whole, half) in own["thrown away"].items():
+    for rank_facts in cases(*world)[1]:
+        for name, (without, whole, half) in rank_facts["thrown away"].items():
             assert without == whole == half, name
-        assert len(own["thrown away"]) == len({digests[0] for digests in own["thrown away"].values()}) == 3
-        by_optimizer, by_hand = own["residual by hand"]
+        assert (
+            len(rank_facts["thrown away"]) == len({digests[0] for digests in rank_facts["thrown away"].values()}) == 3
+        )
+        by_optimizer, by_hand = rank_facts["residual by hand"]
         assert by_optimizer == by_hand
 
 
@@ -119,25 +124,25 @@ def test_statistics_are_never_compressed(cases, world):
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_synchronized_model_is_saved_whole(cases, world):
-    for own in cases(*world)[1]:
-        assert own["pickled"] == {"same": True, "class": True, "joined": True, "batches": 20}
+    for rank_facts in cases(*world)[1]:
+        assert rank_facts["pickled"] == {"same": True, "class": True, "joined": True, "batches": 20}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_checkpointed_model_is_exchanged_once(cases, world):
-    for own in cases(*world)[1]:
-        assert own["transfers"] == {"plain": 3, "checkpointed": 3}
+    for rank_facts in cases(*world)[1]:
+        assert rank_facts["transfers"] == {"plain": 3, "checkpointed": 3}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_masks_differ_between_ranks(cases, world):
     _, facts = cases(*world)
-    assert len({str(own["masks"]) for own in facts}) == world[0]
+    assert len({str(rank_facts["masks"]) for rank_facts in facts}) == world[0]
 
 
 def batches_of(facts: list[dict], epoch: int, loader: int) -> list[list[int]]:
     """Global batches, sorted, from the ranks' batches."""
-    ranks = [own["looks"][epoch][loader] for own in facts]
+    ranks = [rank_facts["looks"][epoch][loader] for rank_facts in facts]
     return [sorted(i for part in parts for i in part) for parts in zip(*ranks, strict=True)]
 
 
@@ -146,11 +151,11 @@ def test_looks_of_one_rank_shift_nothing(cases, world):
     """Each sample once an epoch, on one rank; other orders in each epoch, also after one left early, and loader."""
     (_, single), (_, facts) = cases(1), cases(*world)
     orders = [batches_of(facts, epoch, loader) for epoch in range(4) for loader in range(2)]
-    for found in orders:
-        seen = Counter(i for batch in found for i in batch)
-        assert set(seen.values()) == {1} and len(seen) == (996 if len(found) == 83 else 51 * 12)
-    assert [len(found) for found in orders] == [83, 83, 51, 51, 83, 83, 83, 83]
-    assert len({str(found[:51]) for found in orders}) == 8
+    for batches in orders:
+        counts = Counter(i for batch in batches for i in batch)
+        assert set(counts.values()) == {1} and len(counts) == (996 if len(batches) == 83 else 51 * 12)
+    assert [len(batches) for batches in orders] == [83, 83, 51, 51, 83, 83, 83, 83]
+    assert len({str(batches[:51]) for batches in orders}) == 8
     assert orders == [batches_of(single, epoch, loader) for epoch in range(4) for loader in range(2)]
 
 
@@ -158,7 +163,7 @@ def test_looks_of_one_rank_shift_nothing(cases, world):
 def test_draws_differ_between_ranks_and_repeat(cases, world):
     """Of torch, NumPy and random: in the loop, in a loader, in a loader's worker."""
     _, facts = cases(*world)
-    drawn = [own["draws"] for own in facts]
+    drawn = [rank_facts["draws"] for rank_facts in facts]
     for one, again, _ in drawn:
         assert one == again
     assert one[0] != one[1]
@@ -166,55 +171,59 @@ def test_draws_differ_between_ranks_and_repeat(cases, world):
         rows = [(first + [worker])[place] for first, _, worker in drawn]
         for values in zip(*map(np.ravel, rows), strict=True):
             assert len(set(values)) == len(values)
-    assert len({str(own["sampled"]) for own in facts}) == world[0]
+    assert len({str(rank_facts["sampled"]) for rank_facts in facts}) == world[0]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_a_model_that_was_not_distributed_is_told(cases, world):
-    first, *others = [own["forgotten"] for own in cases(*world)[1]]
-    told = "Adagrad.step(): no parameter of this optimizer came to ht.distribute, so each rank trains them by its own"
-    assert first == [[], [f"{told} gradients"], [f"{told} gradients"]]
-    assert all(own == [[], [], []] for own in others)
+def test_a_model_that_was_not_distributed_is_warned_of(cases, world):
+    first, *others = [rank_facts["forgotten"] for rank_facts in cases(*world)[1]]
+    message = (
+        "Adagrad.step(): no parameter of this optimizer came to ht.distribute, so each rank trains them by its own"
+    )
+    assert first == [[], [f"{message} gradients"], [f"{message} gradients"]]
+    assert all(rank_facts == [[], [], []] for rank_facts in others)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_ranks_that_do_the_same_work_are_told(cases, world):
-    (same, apart), *others = [own["same work"] for own in cases(*world)[1]]
+def test_ranks_that_do_the_same_work_are_warned_of(cases, world):
+    (same, apart), *others = [rank_facts["same work"] for rank_facts in cases(*world)[1]]
     assert len(same) == 1 and same[0].startswith("all ranks computed the same gradients") and apart == []
-    assert all(own == [[], []] for own in others)
+    assert all(rank_facts == [[], []] for rank_facts in others)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_tensors_that_are_no_buffers_are_told(cases, world):
-    (told,), *others = [own["plain tensors"] for own in cases(*world)[1]]
-    assert told.startswith("1.table: tensors of the model that are no buffers, and differ between ranks; ht.distribute")
-    assert all(own == [] for own in others)
+def test_tensors_that_are_no_buffers_are_warned_of(cases, world):
+    (message,), *others = [rank_facts["plain tensors"] for rank_facts in cases(*world)[1]]
+    assert message.startswith(
+        "1.table: tensors of the model that are no buffers, and differ between ranks; ht.distribute"
+    )
+    assert all(rank_facts == [] for rank_facts in others)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_what_a_data_set_holds_by_itself_is_its_own(cases, world):
-    assert all(0 < own["own data"] < 60 for own in cases(*world)[1])
+def test_caches_of_a_data_set_stay_each_ranks(cases, world):
+    assert all(0 < rank_facts["own data"] < 60 for rank_facts in cases(*world)[1])
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_slow_rank_is_named(cases, world):
     """F15"""
-    told = [own["slow"] for own in cases(*world)[1]]
+    printed = [rank_facts["slow"] for rank_facts in cases(*world)[1]]
     line = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
-    assert re.search(line, told[0]) and not any(told[1:]), told
+    assert re.search(line, printed[0]) and not any(printed[1:]), printed
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_barrier_waits(cases, world):
-    assert all(own["waits"] == ["1.bias", "1.weight", "4.bias", "4.weight"] for own in cases(*world)[1])
+    assert all(rank_facts["waits"] == ["1.bias", "1.weight", "4.bias", "4.weight"] for rank_facts in cases(*world)[1])
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_rank_0_alone_prints_and_shows_progress(cases, world):
     size, facts = world[0], cases(*world)[1]
-    (printed, bar, batches), *others = [own["main"] for own in facts]
+    (printed, bar, batches), *others = [rank_facts["main"] for rank_facts in facts]
     assert printed == f"{size} ranks, all\n" and "10/10" in bar and batches == 10
-    assert all(own == ["", "", 10] for own in others)
+    assert all(rank_facts == ["", "", 10] for rank_facts in others)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -223,7 +232,7 @@ def test_sums(cases, world):
     whole = [["int", 3 * size + sum(range(size))], ["int", 10 * size]]
     exact = [["int", (2**53 + 1) * size], ["int", size], ["float", 0.5], ["float", 2.0 * size]]
     expected = [*whole, ["float", float(np.sum([0.1] * size))], *exact]
-    assert all(own["sums"] == expected for own in facts)
+    assert all(rank_facts["sums"] == expected for rank_facts in facts)
 
 
 @pytest.mark.parametrize("world", [(1, "mpirun"), *WORLDS], ids=str)
@@ -240,7 +249,7 @@ def test_sums_of_several_numbers(cases, world):
         float(size), 3.0 * size, "ndarray",
         "it cannot add up a list; ht.sum; give numbers, tensors or arrays of numbers",
     ]  # fmt: skip
-    assert all(own["sums of tensors"] == expected for own in facts)
+    assert all(rank_facts["sums of tensors"] == expected for rank_facts in facts)
 
 
 ERRORS = {
@@ -283,12 +292,15 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_mistakes_are_told_on_all_ranks(cases, world):
-    for own in cases(*world)[1]:
+def test_mistakes_are_raised_on_all_ranks(cases, world):
+    for rank_facts in cases(*world)[1]:
         for name, pattern in ERRORS.items():
-            assert own["errors"][name] and re.match(pattern, own["errors"][name]), (name, own["errors"][name])
+            assert rank_facts["errors"][name] and re.match(pattern, rank_facts["errors"][name]), (
+                name,
+                rank_facts["errors"][name],
+            )
             if "the ranks differ" not in pattern:
-                assert "\n" not in own["errors"][name]
+                assert "\n" not in rank_facts["errors"][name]
 
 
 UNEQUAL = (
@@ -297,22 +309,22 @@ UNEQUAL = (
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_parts_of_uneven_shares_are_told_once(cases, world):
+def test_parts_of_uneven_shares_are_warned_of_once(cases, world):
     """25 samples in parts of 6 on 2 ranks waited for 10 minutes: 3 backward passes of 13 samples, 2 of 12."""
-    first, *others = [own["parts"] for own in cases(*world)[1]]
+    first, *others = [rank_facts["parts"] for rank_facts in cases(*world)[1]]
     assert len(first) == 1 and re.match(UNEQUAL.partition(" ")[2] + "make unequal numbers of parts of them", first[0])
     assert "rank 0 calls backward() more often than rank 1; ht.shard; this is exact where each part counts" in first[0]
-    assert all(own == [] for own in others)
+    assert all(rank_facts == [] for rank_facts in others)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_a_validation_that_each_rank_keeps_is_told(cases, world):
+def test_a_validation_that_each_rank_keeps_is_warned_of(cases, world):
     """Each rank printed a loss of its own, and kept another best."""
-    first, *others = [own["alone"] for own in cases(*world)[1]]
-    told = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks: "
+    first, *others = [rank_facts["alone"] for rank_facts in cases(*world)[1]]
+    message = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks: "
     cure = "each rank has a sum of its own (join them: loss, count = ht.sum(loss, count))"
-    assert first[0] == first[4] == [told + cure]
-    assert first[1:4] == [[], [], []] and all(own == [[]] * 5 for own in others)
+    assert first[0] == first[4] == [message + cure]
+    assert first[1:4] == [[], [], []] and all(rank_facts == [[]] * 5 for rank_facts in others)
 
 
 FAULTS = {

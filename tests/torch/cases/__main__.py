@@ -16,34 +16,24 @@ import torch
 
 import hvd_train.torch as ht
 from tests.seconds import counted
-from tests.torch.cases.alike import ALIKE, trained_apart
+from tests.torch.cases.drawing import draws, local_caches, looks, masks, sampled
 from tests.torch.cases.facts import (
-    alone,
     broadcast,
-    draws,
     dynamic,
-    forgotten,
-    looks,
-    main_rank,
-    masks,
-    own_data,
-    parts_told,
     pickled,
-    plain_tensors,
     residual_by_hand,
     resume,
-    same_work,
-    sampled,
     scaler_skips,
-    slow,
     sums,
     sums_of_tensors,
     thrown_away,
     transfers,
     waits,
 )
+from tests.torch.cases.messages import alone, forgotten, main_rank, plain_tensors, same_work, slow, uneven_parts
 from tests.torch.cases.mistakes import errors
 from tests.torch.cases.models import digest
+from tests.torch.cases.same_bits import SAME_BITS, trained_apart
 
 SECONDS = 120  # of one case
 
@@ -52,7 +42,7 @@ def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang is a failure, and says where it was
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     facts = {}
-    for name, case in ALIKE.items():
+    for name, case in SAME_BITS.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         torch.manual_seed(0)
         with counted("PyTorch scripts", name):
@@ -61,7 +51,7 @@ def main(folder: Path) -> None:
         weights = {k.replace("/", "|"): v.detach().numpy() for k, v in model.state_dict().items()}
         np.savez(folder / f"{name}.{ht.rank()}.npz", **weights)
     torch.manual_seed(0)
-    told = {
+    fact_of = {
         "digest apart": lambda: digest(trained_apart()),
         "resume": lambda: resume(folder),
         "masks": masks,
@@ -73,7 +63,7 @@ def main(folder: Path) -> None:
         "main": main_rank,
     }
     if ht.size() > 1:
-        told |= {
+        fact_of |= {
             "scaler": scaler_skips,
             "scaler topk": lambda: scaler_skips(compression="topk", ratio=0.5),
             "dynamic": dynamic,
@@ -83,16 +73,16 @@ def main(folder: Path) -> None:
             "pickled": lambda: pickled(folder),
             "forgotten": forgotten,
             "transfers": transfers,
-            "own data": own_data,
+            "own data": local_caches,
             "same work": same_work,
             "plain tensors": plain_tensors,
             "slow": slow,
-            "parts": parts_told,
+            "parts": uneven_parts,
             "alone": alone,
             "sampled": sampled,
             "errors": lambda: errors(folder),
         }
-    for name, fact in told.items():
+    for name, fact in fact_of.items():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         with counted("PyTorch scripts", name):
             facts[name] = fact()

@@ -1,36 +1,29 @@
-"""Cases that tell something else than weights: messages, random numbers, sums."""
+"""Cases that give something else than weights: sums, gradients, files."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
-import io
-import itertools
-import random
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
-from hvd_train.core import meeting
 from hvd_train.errors import TrainError
-from hvd_train.torch import registry, step_hooks
+from hvd_train.torch import registry
+from tests.torch.cases.gradients import Checkpointed
 from tests.torch.cases.models import WIDE, cnn, digest, digits, fit, loader, mlp, sgd
-from tests.torch.cases.same import Checkpointed, in_parts
 
 
 def scaler_skips(**options):
     """Rank 1 alone overflows at step 1: every rank leaves this step out, and only this one."""
     model = mlp(hidden=WIDE).float()
     model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0), []
+    scaler, steps = torch.amp.GradScaler("cpu", init_scale=2.0), []
     for step, (x, y) in zip(range(3), loader(), strict=False):
         before = digest(model)
         optimizer.zero_grad()
@@ -41,8 +34,8 @@ def scaler_skips(**options):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        found.append([scaler.get_scale(), digest(model) != before])
-    return found
+        steps.append([scaler.get_scale(), digest(model) != before])
+    return steps
 
 
 class Dynamic(nn.Module):
@@ -85,9 +78,9 @@ def thrown_away():
                 (model if waste else first).zero_grad(set_to_none=step % 4 == 1)
                 second.zero_grad(set_to_none=step % 4 == 1)
             # As adversaries do: the gradients of one half are used, those of the other cleared.
-            for own in (first, second):
+            for half in (first, second):
                 F.cross_entropy(model(x), y).backward()
-                own.step()
+                half.step()
                 model.zero_grad()
         return digest(model)
 
@@ -101,7 +94,7 @@ def thrown_away():
 def residual_by_hand():
     """A loop that updates weights itself keeps what its compressor leaves out, and a half's residual is its own."""
     out, batches = [], list(loader())
-    for own in (False, True):
+    for by_hand in (False, True):
         torch.manual_seed(0)
         model = mlp(hidden=WIDE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,7 +102,7 @@ def residual_by_hand():
         for x, y in batches:
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            if own:
+            if by_hand:
                 for p in model.parameters():
                     p.data.sub_(p.grad, alpha=0.1)
             else:
@@ -132,105 +125,14 @@ def pickled(folder: Path):
     }
 
 
-def forgotten():
-    """What is told where only one of two models is distributed, and where a copy of it trains on."""
-    model, optimizer = ht.distribute(model := mlp(), sgd(model))
-    found = []
-    for other in (model, mlp(), copy.deepcopy(model)):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            fit(other, optimizer if other is model else torch.optim.Adagrad(other.parameters()))
-        found.append([str(x.message) for x in told if "ht.distribute" in str(x.message)])
-        step_hooks.warn_of_local_optimizer.cache_clear()
-    return found
-
-
-class Words(torch.utils.data.Dataset):
-    """Of the user's own. What a rank has by itself is right."""
-
-    def __init__(self, count: int = 60) -> None:
-        self.rank, self.shape, self.folder = ht.rank(), (ht.rank(), 3), f"/tmp/rank{ht.rank()}"
-        self.files = [f"{self.folder}/{k}.png" for k in range(count)]
-        self.options = {"device": f"cuda:{ht.rank()}", "seconds": time.perf_counter()}
-        self.ready, self.made = {}, [None] * count
-        self.seen = np.zeros(count, bool)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i):
-        self.ready[i], self.made[i], self.seen[i] = i, torch.ones(1), True
-        return torch.full((1,), float(self.files[i].rpartition("/")[2][:-4]))
-
-
-def walked(samples, epochs=2, **options):
-    model, optimizer = ht.distribute(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1e-9))
-    batches = ht.shard(DataLoader(samples, batch_size=12 // ht.size(), **options))
-    for _ in range(epochs):
-        yield
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).mean().backward()
-            optimizer.step()
-
-
-def own_data():
-    """Caches that are filled on each rank apart, a seeded shuffle for each epoch."""
-    for epoch, _ in enumerate(walked(samples := Words(), shuffle=True, epochs=4)):
-        random.Random(epoch).shuffle(samples.files)
-    return len(samples.ready)
-
-
-def same_work():
-    """What is told where ranks take the same batches, and where they do not."""
-    found = []
-    for batches in (DataLoader(digits(240), 60), loader(240)):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            model = mlp()
-            fit(*ht.distribute(model, sgd(model)), batches=batches)
-        found.append([str(x.message) for x in told if "same gradients" in str(x.message)])
-    return found
-
-
-def plain_tensors():
-    """Attributes that are no buffers: drawn on each rank apart, the same, made anew in each forward."""
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), nn.utils.spectral_norm(nn.Linear(2, 2)))
-    model[1].table, model.scale = torch.full((3,), 1.0 + ht.rank()), torch.ones(2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        ht.distribute(model)
-    return [str(x.message) for x in told if "register_buffer" in str(x.message)]
-
-
 def transfers():
     """name -> how many backward passes were exchanged in three steps."""
-    found = {}
+    passes = {}
     for name, model in {"plain": mlp(), "checkpointed": Checkpointed()}.items():
         model, optimizer = ht.distribute(model, sgd(model), overlap=False)
         fit(model, optimizer, batches=[batch for _, batch in zip(range(3), loader(), strict=False)])
-        found[name] = registry.distributed[-1][1].passes
-    return found
-
-
-def slow():
-    """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
-    registry.slow_rank_report.cache_clear()
-    own, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
-    model, optimizer = ht.distribute(model := mlp(), sgd(model))
-    with contextlib.redirect_stderr(told := io.StringIO()):
-        for step in range(80):
-            time.sleep(0.02 if ht.rank() == 1 and step >= 20 else 0)
-            fit(model, optimizer, batches=[digits(8)[:]])
-    meeting.MOST_SECONDS = own
-    return told.getvalue()
-
-
-def masks():
-    torch.manual_seed(0)
-    model = mlp(dropout=0.5)
-    ht.distribute(model)
-    return F.dropout(torch.ones(64), 0.5).tolist()
+        passes[name] = registry.distributed[-1][1].passes
+    return passes
 
 
 def broadcast():
@@ -263,82 +165,13 @@ def sums_of_tensors():
         torch.full((2,), 200, dtype=torch.uint8), torch.full((2, 2), 0.1, requires_grad=True),
         torch.full((2,), 60000.0, dtype=torch.float16), np.array([[True, False]]), torch.ones(1), 3,
     )  # fmt: skip
-    told = ""
+    message = ""
     try:
         ht.sum([1, 2])
     except TrainError as error:
-        told = str(error)
-    found = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
-    return [*([str(x.dtype), x.tolist()] for x in found), one, number, type(array).__name__, told]
-
-
-def looks():
-    """Samples in the order in which they were trained on: [epoch][loader] -> this rank's batches.
-
-    Rank 0 looks at batches by itself, before training, within an epoch and after it; epoch 1 ends early; the second
-    loader has an order of its own.
-    """
-    samples = TensorDataset(torch.arange(996.0, dtype=torch.float64))
-    options = dict(batch_size=12 // ht.size(), shuffle=True)
-    loaders = [ht.shard(DataLoader(samples, **options)) for _ in range(2)]
-    model = nn.Linear(1, 1).double()
-    model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-9))
-    kept, found = [], []
-
-    def look():
-        if ht.rank() == 0:
-            for one in loaders:
-                next(iter(one))
-                kept.append(iter(one))
-                next(kept[-1])
-
-    look()
-    for epoch in range(4):
-        found.append([[], []])
-        for step, parts in enumerate(zip(*loaders, strict=True)):
-            for mine, (x,) in zip(found[-1], parts, strict=True):
-                mine.append(x.long().tolist())
-                optimizer.zero_grad()
-                model(x[:, None]).mean().backward()
-                look() if step % 40 == 3 else None
-                optimizer.step()
-            look() if step % 40 == 7 else None
-            if epoch == 1 and step == 50:
-                break
-        if epoch == 2 and ht.rank() == 0:
-            list(loaders[1])
-    return found
-
-
-class Drawn(torch.utils.data.Dataset):
-    """Samples of what the three generators draw."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, i):
-        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
-
-
-def draws():
-    """What two trainings of the same seeds draw: [run] -> draws by the loop, by a loader, by its worker."""
-
-    def run():
-        torch.manual_seed(3)
-        np.random.seed(3)
-        random.seed(3)
-        ht.distribute(mlp())
-        loaders = [ht.shard(DataLoader(Drawn(), batch_size=2, num_workers=n)) for n in (0, 1)]
-        return [Drawn()[0].tolist(), *[next(iter(one))[0].tolist() for one in loaders]]
-
-    return [run()[:2], run()[:2], run()[2]]
-
-
-def sampled():
-    """Which samples ranks draw with replacement, each its own."""
-    torch.manual_seed(0)
-    ht.distribute(mlp())
-    return list(torch.utils.data.WeightedRandomSampler(torch.ones(1000), 1000 // ht.size()))
+        message = str(error)
+    totals = [alone - 2**60 * ht.size(), small, floats, half, torch.from_numpy(array)]
+    return [*([str(x.dtype), x.tolist()] for x in totals), one, number, type(array).__name__, message]
 
 
 def waits(folder: Path):
@@ -373,66 +206,13 @@ def resume(folder: Path):
         other, second, later, again = job()
         if not early:
             ht.distribute(other, second)
-        found = ht.load(path, model=other, optimizer=second, schedule=later, batches=again)
+        values = ht.load(path, model=other, optimizer=second, schedule=later, batches=again)
         if early:
             ht.distribute(other, second)
         fit(other, second, scheduler=later, batches=again)
         digests.add(digest(other))
     return {
         "same": len(digests) == 1,
-        "found": found,
+        "found": values,
         "left": sorted(p.name for p in folder.glob("*tmp*")),
     }
-
-
-def alone():
-    """What is said of a validation: not joined, joined, read for a look, read whole by each rank; and at the end."""
-
-    def score(batches):
-        with torch.no_grad():
-            return sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches)
-
-    model, optimizer = ht.distribute(model := mlp(), sgd(model))
-    checks, found = ht.shard(DataLoader(digits(101), batch_size=7)), []
-    loops = [
-        lambda: score(checks),
-        lambda: ht.sum(score(checks)),
-        lambda: score(itertools.islice(checks, 2)),
-        lambda: score(DataLoader(digits(101), batch_size=7)),
-    ]
-    for loop in loops:
-        registry.unshared_sums()._main = ht.rank() == 0
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            fit(model, optimizer, batches=loader(240))
-            loop()
-            fit(model, optimizer, batches=loader(240))
-        found.append([str(one.message) for one in told if "ht.sum" in str(one.message)])
-    score(checks)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        registry.unshared_sums()._main = ht.rank() == 0
-        registry.unshared_sums().begins()
-        registry.unshared_sums().begins()
-    return [*found, [str(one.message) for one in told]]
-
-
-def parts_told():
-    """What is said of parts that travel by themselves, where a run of them has said nothing so far."""
-    registry.part_sync()._warned = False
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        in_parts()()
-        in_parts()()
-    return [str(one.message) for one in told if "shares of a batch" in str(one.message)]
-
-
-def main_rank():
-    """What is printed, the end of the bar, and the batches that a loop within a bar gets."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        ht.print(ht.size(), "ranks,", "all", flush=True)
-    bar = ht.tqdm(ht.shard(DataLoader(digits(20 * ht.size()), batch_size=2)), file=(shown := io.StringIO()))
-    batches = len(list(bar))
-    bar.set_postfix(loss=0.5)
-    assert ht.is_main() == (ht.rank() == 0)
-    return [printed.getvalue(), shown.getvalue(), batches]

@@ -13,15 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
-from tests.torch.cases.facts import Words, walked
+from tests.torch.cases.batches import PART, in_parts, streamed
+from tests.torch.cases.drawing import Words, walked
+from tests.torch.cases.gradients import Faulty
 from tests.torch.cases.models import GLOBAL_BATCH, cnn, digits, loader, mlp, sgd
-from tests.torch.cases.same import PART, Faulty, in_parts, streamed
 
 
 def errors(folder: Path):
     """name -> the one line, which every rank must raise alike."""
 
-    def told(work):
+    def message_of(work):
         try:
             work()
         except TrainError as error:
@@ -75,9 +76,9 @@ def errors(folder: Path):
             for every in (0, 100):
                 torch.manual_seed(0)
                 model, optimizer = ht.distribute(model := mlp(), sgd(model), agreement_every_n_steps=every)
-                own = batches()
+                loader_of_rank = batches()
                 for epoch in range(2):
-                    for step, (x, y) in enumerate(own):
+                    for step, (x, y) in enumerate(loader_of_rank):
                         optimizer.zero_grad()
                         F.cross_entropy(model(x), y).backward()
                         optimizer.step()
@@ -204,7 +205,7 @@ def errors(folder: Path):
                 optimizer.step()
 
     return {
-        name: told(work)
+        name: message_of(work)
         for name, work in {
             "parts clipped": in_parts(clip=0.2),
             "parts joined": joined_in_parts,

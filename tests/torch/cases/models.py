@@ -23,8 +23,8 @@ def digits(count: int = 1200, dtype: torch.dtype = torch.float64) -> TensorDatas
 
 
 def loader(count: int = 1200, **options) -> DataLoader:
-    own = {"batch_size": GLOBAL_BATCH // ht.size(), "shuffle": True, **options}
-    return ht.shard(DataLoader(digits(count), **own))
+    settings = {"batch_size": GLOBAL_BATCH // ht.size(), "shuffle": True, **options}
+    return ht.shard(DataLoader(digits(count), **settings))
 
 
 def mlp(dropout: float = 0.0, hidden: int = 32) -> nn.Module:

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hvd_train.torch as ht
+from tests.torch.cases.batches import in_parts
 from tests.torch.cases.models import WIDE, cnn, fit, loader, mlp, sgd
-from tests.torch.cases.same import SAME, in_parts, norm_kept
+from tests.torch.cases.same import SAME
+from tests.torch.cases.trainings import norm_kept
 
 
 def trained_apart():
@@ -123,7 +125,7 @@ def in_stages(**options):
 
 
 # Weights are the same bits on all ranks.
-ALIKE = {
+SAME_BITS = {
     **SAME,
     "norm local": norm_local,
     "norm kept": norm_kept(True),

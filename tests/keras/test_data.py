@@ -24,7 +24,7 @@ from hvd_train.script.rng import Draws
 
 
 def world(size: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(rank=rank, size=size, allgather_bytes=lambda own: [own]) for rank in range(size)]
+    return [SimpleNamespace(rank=rank, size=size, allgather_bytes=lambda data: [data]) for rank in range(size)]
 
 
 class Batches(keras.utils.PyDataset):
@@ -41,7 +41,7 @@ class Batches(keras.utils.PyDataset):
 
 def parts(kind: str, n: int, batch: int, size: int, epoch: int = 0, **options) -> list[list[list[int]]]:
     """[rank][step] -> the samples of an epoch, which are their own numbers."""
-    found = []
+    samples = []
     for rank in world(size):
         whole = {
             "arrays": lambda: np.arange(n),
@@ -53,8 +53,8 @@ def parts(kind: str, n: int, batch: int, size: int, epoch: int = 0, **options) -
         if kind != "dataset":
             mine.epoch = epoch
             mine = [mine[i] for i in range(len(mine))]
-        found.append([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in mine])
-    return found
+        samples.append([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in mine])
+    return samples
 
 
 @pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset"])
@@ -72,24 +72,24 @@ def test_every_sample_once_and_equal_steps(kind, size, n):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "sequence"])
-def test_epochs_have_orders_of_their_own(kind):
+def test_each_epoch_has_another_order(kind):
     first, again, other = (parts(kind, 60, 4, 2, seed=7, epoch=e) for e in (0, 0, 1))
     assert first == again != other
     for ranks in (first, other):
         assert sorted(i for steps in ranks for step in steps for i in step) == list(range(60))
 
 
-def epochs(given, count: int, steps: int | None, execution: int = 1, first: int = 0, **options) -> list[list[list]]:
+def epochs(data, count: int, steps: int | None, execution: int = 1, first: int = 0, **options) -> list[list[list]]:
     """[epoch][step] -> the samples that Keras takes."""
-    iterator = EpochIterator(given, steps_per_epoch=steps, steps_per_execution=execution, **options)
+    iterator = EpochIterator(data, steps_per_epoch=steps, steps_per_execution=execution, **options)
     iterator.reset()
-    found = []
+    samples = []
     for epoch in range(first, first + count):
-        begin = getattr(getattr(given, "py_dataset", given), "begin", lambda epoch: None)
+        begin = getattr(getattr(data, "py_dataset", data), "begin", lambda epoch: None)
         begin(epoch)
-        taken = [batch for *_, buffer in iterator.enumerate_epoch() for batch in buffer]
-        found.append([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in taken])
-    return found
+        batches = [batch for *_, buffer in iterator.enumerate_epoch() for batch in buffer]
+        samples.append([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in batches])
+    return samples
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -110,8 +110,8 @@ def test_steps_per_epoch_take_what_keras_takes(kind, n, steps, execution):
             mine.begin(2)
             mine = pipeline
         ranks.append(epochs(mine, 5, steps, execution, 2))
-    found = [[sorted(a + b) for a, b in zip(*steps, strict=True)] for steps in zip(*ranks, strict=True)]
-    assert found == alone
+    joined = [[sorted(a + b) for a, b in zip(*steps, strict=True)] for steps in zip(*ranks, strict=True)]
+    assert joined == alone
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -157,22 +157,22 @@ def test_the_pipeline_gives_the_same_steps(n, first):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
+def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_refused(repeated):
     def orders(look: bool) -> list[bytes]:
         shuffled = tf.data.Dataset.range(64).shuffle(64, seed=3)
         shuffled = (shuffled.repeat() if repeated else shuffled).batch(4)
-        seen = BatchOrderDigest()
+        digests = BatchOrderDigest()
         options: dict = {"batch": None, "steps": 8, "seed": None, "draws": Draws(world(2)[0])}
-        mine = divide_training(shuffled, None, None, order_digest=seen, **options)[0]["x"]
+        mine = divide_training(shuffled, None, None, order_digest=digests, **options)[0]["x"]
         next(iter(mine))
-        seen.begin()
-        iterator, found = EpochIterator(mine, steps_per_epoch=8), []
+        digests.begin()
+        iterator, orders = EpochIterator(mine, steps_per_epoch=8), []
         iterator.reset()
         for epoch in range(3):
             assert len(list(iterator.enumerate_epoch())) == 8
-            found.append(seen.order(8 * epoch + 8))
+            orders.append(digests.order(8 * epoch + 8))
             next(iter(shuffled)) if look and not epoch else None
-        return found
+        return orders
 
     plain, looked = orders(False), orders(True)
     assert plain == orders(False) and plain[0] == looked[0] and plain[2] != looked[2] and len(set(plain)) == 3
@@ -180,21 +180,21 @@ def test_a_look_on_one_rank_at_a_shuffled_pipeline_is_seen(repeated):
 
 def test_what_tensorflow_cannot_hold_has_no_pipeline():
     y, weight = np.arange(8), np.ones(8)
-    given: dict = {"batch": 2, "steps": None, "seed": None, "draws": Draws(world(2)[0])}
-    assert divide_training(np.array([1, None] * 4, object), (y, y), weight, **given)[0]["x"].pipeline() is None
-    parts = divide_training(y, (y, y), (weight, None), **given)[0]["x"].pipeline()
+    options: dict = {"batch": 2, "steps": None, "seed": None, "draws": Draws(world(2)[0])}
+    assert divide_training(np.array([1, None] * 4, object), (y, y), weight, **options)[0]["x"].pipeline() is None
+    parts = divide_training(y, (y, y), (weight, None), **options)[0]["x"].pipeline()
     assert [len(batch[0]) for batch in parts] == [2, 2] and next(iter(parts))[2][1] is None
 
 
 def scored(whole, size: int, *, uncut: bool = False, steps: int | None = None, batch: int | None = 4) -> list:
-    """[(samples of each batch of this rank's, what is told of them)]"""
-    found = []
+    """[(samples of each batch of this rank's, their EvalShard)]"""
+    shards = []
     for rank in world(size):
         mine = divide_scoring(whole, None, None, rank, batch=batch, steps=steps, uncut=uncut)
         x = mine.data[0]
-        cut = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if kind_of(x) == "arrays" else x
-        found.append(([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in cut], mine))
-    return found
+        batches = [x[k : k + (batch or 99)] for k in range(0, len(x), batch or 99)] if kind_of(x) == "arrays" else x
+        shards.append(([np.ravel(b[0] if isinstance(b, tuple) else b).tolist() for b in batches], mine))
+    return shards
 
 
 def whole_data(kind: str, n: int):
@@ -205,12 +205,12 @@ def whole_data(kind: str, n: int):
 @pytest.mark.parametrize("kind", ["arrays", "sequence", "dataset"])
 @pytest.mark.parametrize(("n", "steps"), [(12, None), (13, None), (50, None), (50, 3), (50, 9)])
 def test_what_is_scored_is_the_whole_in_order(kind, n, steps, uncut):
-    found = scored(whole_data(kind, n), 3, uncut=uncut, steps=steps)
-    assert all(mine.part and mine.limit is None for _, mine in found)
-    counted = [batch for batches, mine in found if mine.counts for batch in batches]
-    assert [i for batch in counted for i in batch] == list(range(min(n, 12 * (steps or n))))
+    shards = scored(whole_data(kind, n), 3, uncut=uncut, steps=steps)
+    assert all(mine.part and mine.limit is None for _, mine in shards)
+    counting = [batch for batches, mine in shards if mine.counts for batch in batches]
+    assert [i for batch in counting for i in batch] == list(range(min(n, 12 * (steps or n))))
     if uncut:  # windows of 3 batches of 4 begin with a global batch
-        for batches, mine in found:
+        for batches, mine in shards:
             assert batches and mine.window == 3 and all(batch[0] % 12 == 0 for batch in batches[::3])
 
 
@@ -230,9 +230,9 @@ def test_steps_to_score_are_made_in_whole_executions(kind):
     whole = stream.unbatch().batch(4) if kind == "unknown" else whole_data(kind, 50)
     ranks = [divide_scoring(whole, None, None, r, batch=4, steps=3, execution=2, uncut=False) for r in world(3)]
     options = {"batch_size": 4} if kind == "arrays" else {}
-    found = [epochs(mine.data[0], 1, mine.limit, 2, **options)[0] for mine in ranks]
-    found = found[:1] if kind == "unknown" else found  # whole on every rank
-    assert [i for batches in found for batch in batches for i in batch] == [i for batch in alone for i in batch]
+    shards = [epochs(mine.data[0], 1, mine.limit, 2, **options)[0] for mine in ranks]
+    shards = shards[:1] if kind == "unknown" else shards  # whole on every rank
+    assert [i for batches in shards for batch in batches for i in batch] == [i for batch in alone for i in batch]
 
 
 def test_ranks_with_other_arrays_are_told_apart():
@@ -291,7 +291,7 @@ def test_a_loop_that_is_left_goes_on_in_another_order_and_a_look_shifts_nothing(
     assert before == look == first() and after not in (before, ended) and ended != before
 
 
-def test_batches_made_anew_for_each_epoch_have_orders_of_their_own():
+def test_batches_made_anew_for_each_epoch_have_other_orders():
     """As in ``for epoch in range(9): for x in hk.shard(x, batch_size=4)``."""
     optimizer = keras.optimizers.SGD()
     loop.follow([optimizer])
@@ -305,7 +305,7 @@ def test_batches_made_anew_for_each_epoch_have_orders_of_their_own():
 
 
 X, Y, W = np.ones((8, 3)), np.arange(8), np.linspace(0, 1, 8)
-GIVEN = {
+HANDED = {
     "an array alone": (X,),
     "an array, its labels, a weight for one of two": (X, (Y, Y), (W, None)),
     "a list alone": ([X, Y],),
@@ -322,24 +322,24 @@ GIVEN = {
 }
 
 
-def handed(framework: str, given: tuple) -> str:
+def handed(framework: str, arguments: tuple) -> str:
     """The structure of a batch that Keras hands to ``train_step``: # is an array."""
-    adapter = get_data_adapter(*given)
+    adapter = get_data_adapter(*arguments)
     batches = adapter.get_tf_dataset() if framework == "tensorflow" else adapter.get_torch_dataloader()
     batch = tf.nest.map_structure(str, batches.element_spec) if framework == "tensorflow" else next(iter(batches))
     return str(keras.tree.map_structure(lambda leaf: "#", batch))
 
 
 @pytest.mark.parametrize("framework", ["tensorflow", "torch"])
-@pytest.mark.parametrize("given", GIVEN)
-def test_train_step_gets_what_keras_alone_would_hand_it(given, framework):
-    if framework == "torch" and given.startswith("strings"):
+@pytest.mark.parametrize("name", HANDED)
+def test_train_step_gets_what_keras_alone_would_hand_it(name, framework):
+    if framework == "torch" and name.startswith("strings"):
         pytest.skip("PyTorch has none")
-    x, y, weight = (*GIVEN[given], None, None)[:3]
+    x, y, weight = (*HANDED[name], None, None)[:3]
     mine = divide_training(x, y, weight, batch=2, steps=None, seed=None, draws=Draws(world(2)[1]))[0]["x"]
     if isinstance(mine, ArrayParts):
         mine = mine.as_keras(framework == "tensorflow")
-    assert handed(framework, (mine,)) == handed(framework, GIVEN[given])
+    assert handed(framework, (mine,)) == handed(framework, HANDED[name])
 
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]  # of texts
@@ -349,14 +349,14 @@ def texts_of_lengths():
     """Text k has LENGTHS[k] times the number k + 1, and the target k."""
     rows = [np.full(n, k + 1) for k, n in enumerate(LENGTHS)]
     spec = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
-    found = tf.data.Dataset.from_generator(lambda: zip(rows, range(len(rows)), strict=True), output_signature=spec)
-    return found.apply(tf.data.experimental.assert_cardinality(len(rows)))
+    data = tf.data.Dataset.from_generator(lambda: zip(rows, range(len(rows)), strict=True), output_signature=spec)
+    return data.apply(tf.data.experimental.assert_cardinality(len(rows)))
 
 
 def steps_of_ranks(whole, size: int, **options) -> list[list]:
     """[step][rank] -> what a rank's step gets."""
-    given: dict = {"batch": None, "steps": None, "seed": None} | options
-    ranks = [divide_training(whole, None, None, draws=Draws(rank), **given)[0]["x"] for rank in world(size)]
+    arguments: dict = {"batch": None, "steps": None, "seed": None} | options
+    ranks = [divide_training(whole, None, None, draws=Draws(rank), **arguments)[0]["x"] for rank in world(size)]
     return list(zip(*map(list, ranks), strict=True))
 
 
@@ -367,9 +367,9 @@ def test_texts_are_padded_to_the_longest_of_a_global_batch(size, padding):
     values = np.int64(padding), np.int64(0)
     whole = texts_of_lengths().padded_batch(4, padding_values=values)
     alone = list(texts_of_lengths().padded_batch(4 * size, padding_values=values).as_numpy_iterator())
-    found = steps_of_ranks(whole, size)
+    steps = steps_of_ranks(whole, size)
     used = [batch for batch in alone if len(batch[1]) >= size]
-    for parts, batch in zip(found, used, strict=True):
+    for parts, batch in zip(steps, used, strict=True):
         assert max(len(part[1]) for part in parts) - min(len(part[1]) for part in parts) <= 1
         for k in range(2):
             np.testing.assert_array_equal(np.concatenate([part[k] for part in parts]), batch[k])
@@ -391,14 +391,14 @@ def test_buckets_and_ragged_batches_are_divided():
 
 def test_what_is_scored_of_texts_is_what_one_process_scores():
     whole, alone = (texts_of_lengths().padded_batch(n) for n in (4, 8))
-    found = [list(divide_scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
-    batches = [batch for rank in found for batch in rank]
+    steps = [list(divide_scoring(whole, None, None, r, batch=None, steps=None, uncut=True).data[0]) for r in world(2)]
+    batches = [batch for rank in steps for batch in rank]
     for (x, y), (own_x, own_y) in zip(alone, batches, strict=True):
         np.testing.assert_array_equal(x, own_x)
         np.testing.assert_array_equal(y, own_y)
 
 
-def test_padding_that_cannot_be_told_is_refused():
+def test_padding_that_cannot_be_known_is_refused():
     whole = texts_of_lengths().padded_batch(4, padding_values=(np.int64(7), np.int64(0)))
     for strange in (whole.map(lambda x, y: (tf.cast(x, tf.float32), y)), whole.unbatch().padded_batch(2)):
         with pytest.raises(ConfigError, match=r"pad with zeros, or to one length"):
@@ -420,8 +420,8 @@ class Texts(keras.utils.PyDataset):
 
 def test_batches_of_other_widths_are_joined_at_the_end_of_a_pass():
     ranks = [divide_training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(2)]
-    found = [[mine["x"][k] for k in range(len(mine["x"]))] for mine, _ in ranks]
-    assert [x.shape for x, _ in found[0]] == [(4, 1), (4, 3), (2, 5)]
+    steps = [[mine["x"][k] for k in range(len(mine["x"]))] for mine, _ in ranks]
+    assert [x.shape for x, _ in steps[0]] == [(4, 1), (4, 3), (2, 5)]
     three = [divide_training(Texts(), None, None, draws=Draws(r), batch=None, steps=None, seed=None) for r in world(3)]
     parts = [mine["x"][1] for mine, _ in three]  # batches of 4 and 5 places: 8 rows
     assert np.concatenate([x for x, _ in parts]).tolist() == [[4] * 4 + [0]] * 4 + [[5] * 5] * 4

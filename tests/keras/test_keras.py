@@ -38,7 +38,7 @@ ON_THREE = ["arrays", "py_dataset", "self_shuffled", "masked", "own_losses", "lo
 # "draws" after "loader", which loads torch: nobody has seeded it, and the other generators stay alike all the same.
 NOT_ALONE = ["main_rank", "stops", "compressed", "gan_compressed", "draws", "slow", "batchnorm_and_dropout", "frozen"]
 THREE_NOT_ALONE = ["main_rank", "stops", "gan_compressed", "frozen"]
-OWN = ("own/", "files")  # what a rank has for itself
+LOCAL = ("own/", "files")  # what a rank has for itself
 ON_TORCH = [
     "arrays", "clipnorm", "own_step", "two_inputs", "py_dataset", "residual", "saved", "summed", "masked_own_step",
     "own_losses", "gan", "unbuilt", "loader", "loop", "loop_gan", "steps", "masked_scores",
@@ -94,7 +94,7 @@ def long(case: str, size: int = 2):
 
 def assert_same(case: str, one: dict, ranks: list[dict], tolerance: float = 1e-9) -> None:
     for key, value in ranks[0].items():
-        if key.startswith(OWN):
+        if key.startswith(LOCAL):
             continue
         for rank, other in enumerate(ranks):
             np.testing.assert_array_equal(other[key], value, err_msg=f"{case} {key}: rank {rank} has other bits")
@@ -139,8 +139,8 @@ def test_ranks_stay_together(results, case, size, launcher, backend):
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_a_slow_rank_is_named(results, backend):
     """F15"""
-    told = [str(rank["own/told"]) for rank in results(2, "mpirun", backend)["slow"]]
-    assert re.search(SLOW, told[0]) and not told[1], told
+    printed = [str(rank["own/told"]) for rank in results(2, "mpirun", backend)["slow"]]
+    assert re.search(SLOW, printed[0]) and not printed[1], printed
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend"), [WORLDS[0], pytest.param(*WORLDS[1], marks=LONG)])
@@ -163,8 +163,8 @@ def test_ranks_draw_other_numbers_for_the_same_order(results, size, launcher, ba
             assert sorted(np.concatenate(ids)) == sorted(4 * list(range(116))), name
         # random, numpy.random and tf.random stay with the data set's order, and a step that runs eagerly has no other.
         pipeline = 3 * len(drawn[0]) // 5 * (size - 1) * ("generator" in name)
-        told = [rank[f"{name} told"] for rank in ranks]
-        assert list(map(len, told)) == [int("generator" in name), *[0] * (size - 1)], told
+        messages = [rank[f"{name} told"] for rank in ranks]
+        assert list(map(len, messages)) == [int("generator" in name), *[0] * (size - 1)], messages
         several = len(set(np.concatenate(drawn))) + pipeline
         assert several >= 0.99 * sum(map(len, drawn)), f"{name}: {several} of {sum(map(len, drawn))} differ"
         for rank in ranks:
@@ -209,11 +209,11 @@ def test_a_saved_model_trains_on_without_us(results, tmp_path, backend, toleranc
     env = {**environment(), "KERAS_BACKEND": backend, "PYTHONPATH": ""}
     run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 0, run.stderr
-    found = dict(np.load(tmp_path / "found.npz"))
-    assert_same("saved", case, [found], tolerance)
+    read = dict(np.load(tmp_path / "found.npz"))
+    assert_same("saved", case, [read], tolerance)
 
 
-def test_a_compiled_graph_is_told_in_one_line_on_rank_0(results):
+def test_a_compiled_graph_is_named_in_one_line_on_rank_0(results):
     first, second = results(2, "mpirun")["jit_compile"]
     (line,) = first["own/told"]
     assert line.startswith("jit_compile is off: ") and "\n" not in line and not second["own/told"].size
@@ -233,10 +233,10 @@ def test_a_compiled_graph_is_told_in_one_line_on_rank_0(results):
     ],
 )
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_ranks_that_came_apart_are_told(results, backend, case, where, says):
+def test_ranks_that_came_apart_are_named(results, backend, case, where, says):
     for rank in results(2, "mpirun", backend)["apart"]:
-        told = str(rank[f"own/{case}"])
-        assert told.startswith("5 ") and says in told and f"; {where}; " in told and "rank 1" in told
+        message = str(rank[f"own/{case}"])
+        assert message.startswith("5 ") and says in message and f"; {where}; " in message and "rank 1" in message
 
 
 @pytest.mark.parametrize(("size", "launcher", "backend"), WORLDS)
@@ -247,7 +247,7 @@ def test_weights_that_are_not_trained(results, size, launcher, backend):
         np.testing.assert_allclose(rank["weights/1"], [1 + 1.5 * (size - 1), 1], rtol=1e-12)
 
 
-def test_a_loss_that_cannot_be_joined_is_told(results):
+def test_a_loss_that_cannot_be_joined_is_named(results):
     for backend in ("tensorflow", "torch"):
         first, second = results(2, "mpirun", backend)["own_losses"]
         for name in ("own_root", "own_pairs"):
@@ -265,13 +265,14 @@ def test_rank_0_alone_prints_and_says_what_no_rank_added_up(results, backend):
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_layers_of_other_states_are_told(results, backend):
+def test_layers_of_other_states_are_named(results, backend):
     first, other = results(2, "mpirun", backend)["states"]
-    told = list(first["own/told"])
-    assert len(told) == 4 and not other["own/told"].size
+    messages = list(first["own/told"])
+    assert len(messages) == 4 and not other["own/told"].size
     names = ["normalization", "discretization", *(["text_vectorization", "lookup"] if backend == "tensorflow" else [])]
-    assert all(name in told[0] for name in names) and all("normalization: ranks adapted" in x for x in told[1:3])
-    assert told[3].startswith("attributes of layers differ") and "scaled.factor" in told[3]
+    assert all(name in messages[0] for name in names)
+    assert all("normalization: ranks adapted" in x for x in messages[1:3])
+    assert messages[3].startswith("attributes of layers differ") and "scaled.factor" in messages[3]
 
 
 @pytest.mark.parametrize(
@@ -311,8 +312,8 @@ def test_layers_of_other_states_are_told(results, backend):
 )
 def test_refused_on_all_ranks(results, misuse, says):
     for rank in results(2, "mpirun")["refused"]:
-        told = str(rank[f"own/{misuse}"])
-        assert told.startswith("2 ") and says in told
+        message = str(rank[f"own/{misuse}"])
+        assert message.startswith("2 ") and says in message
 
 
 def test_the_gpu_is_chosen_as_fit_does(monkeypatch):
@@ -352,8 +353,8 @@ def test_an_error_is_a_table_without_traceback(tmp_path, launcher):
     (tmp_path / "script.py").write_text(SCRIPT)
     run = launch(2, launcher, [str(tmp_path / "script.py")])
     assert run.returncode == 2 or launcher == "horovodrun" and run.returncode
-    told = run.stdout + run.stderr
-    assert told.count("the ranks differ") == 1 and "rank 1: 3" in told and "Traceback" not in told
+    output = run.stdout + run.stderr
+    assert output.count("the ranks differ") == 1 and "rank 1: 3" in output and "Traceback" not in output
 
 
 ALONE = """
@@ -370,9 +371,9 @@ if hk.rank() == 0:
 def test_evaluate_and_predict_on_one_rank_alone_end(tmp_path, launcher, call):
     (tmp_path / "script.py").write_text(ALONE.replace("CALL", call))
     run = launch(2, launcher, [str(tmp_path / "script.py")])
-    told = run.stdout + run.stderr
-    assert run.returncode == 5 and "Traceback" not in told
-    assert f"rank 1 came to the end of the script, and this rank waits for it; model.{call}; fit, evaluate" in told
+    output = run.stdout + run.stderr
+    assert run.returncode == 5 and "Traceback" not in output
+    assert f"rank 1 came to the end of the script, and this rank waits for it; model.{call}; fit, evaluate" in output
 
 
 def weights(folder: Path, name: str, size: int) -> list[dict]:

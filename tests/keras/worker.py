@@ -21,7 +21,7 @@ import hvd_train.keras as hk
 from tests.keras.cases.callbacks import backup, callbacks, stops
 from tests.keras.cases.data import lengths, loader, py_dataset, self_shuffled, steps, tf_data, undivided
 from tests.keras.cases.draws import draws
-from tests.keras.cases.fitting import OwnStep, arrays, class_weight, own_logs, own_step, rates, two_inputs
+from tests.keras.cases.fitting import UserStep, arrays, class_weight, rates, two_inputs, user_logs, user_step
 from tests.keras.cases.gradients import compressed, jit_compile, overflow, residual, saved
 from tests.keras.cases.layers import states
 from tests.keras.cases.loops import loop, main_rank, slow
@@ -43,8 +43,8 @@ CASES = {
     "adam_accumulation": simple(lambda: Adam(0.01, gradient_accumulation_steps=2)),
     "nothing_left_out": simple(lambda: Adam(0.01), WIDE, {"compression": "topk", "ratio": 1.0}),
     "run_eagerly": simple(lambda: SGD(0.1), run_eagerly=True),
-    "own_step": own_step,
-    "own_logs": own_logs,
+    "own_step": user_step,
+    "own_logs": user_logs,
     "rates": rates,
     "two_inputs": two_inputs,
     "class_weight": class_weight,
@@ -73,7 +73,7 @@ CASES = {
     "slow": slow,
     "summed": summed,
     "masked": reading(cross_entropy, weights=True),
-    "masked_own_step": reading(cross_entropy, OwnStep),
+    "masked_own_step": reading(cross_entropy, UserStep),
     "masked_sum": reading(lambda: cross_entropy(reduction="sum")),
     "masked_weighted_mean": reading(lambda: cross_entropy(reduction="mean_with_sample_weight"), weights=True),
     "weighted_mean": weighted("mean_with_sample_weight"),

@@ -17,15 +17,15 @@ from tests.script.loaders import world_of
 def passed(loaders: list) -> list[list[list[int]]]:
     """[batch][rank] -> samples of a pass; each rank's weights must be those of a mean over the samples."""
     rounds = [list(loader) for loader in loaders]
-    assert len({len(own) for own in rounds}) == 1
+    assert len({len(part) for part in rounds}) == 1
     iterators, found = [iter(loader) for loader in loaders], []
     for parts in zip(*iterators, strict=True):
         parts = [part.tolist() for part in parts]
         found.append(parts)
         total = sum(map(len, parts))
-        assert [p.weight for p in iterators] == [len(own) * len(parts) / total for own in parts]
+        assert [p.weight for p in iterators] == [len(part) * len(parts) / total for part in parts]
         passes.exchanged()
-    assert [[batch.tolist() for batch in own] for own in rounds] == [list(own) for own in zip(*found, strict=True)]
+    assert [[batch.tolist() for batch in part] for part in rounds] == [list(part) for part in zip(*found, strict=True)]
     return found
 
 
@@ -53,10 +53,10 @@ class Lines(data.IterableDataset):
 
     def __iter__(self):
         worker = data.get_worker_info()
-        own = list(range(self.count))[worker.id :: worker.num_workers] if worker else list(range(self.count))
+        part = list(range(self.count))[worker.id :: worker.num_workers] if worker else list(range(self.count))
         if self.shuffle:
-            random.shuffle(own)
-        yield from own
+            random.shuffle(part)
+        yield from part
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -66,7 +66,7 @@ def test_a_sampler_of_ones_own(size):
     for world in (1, size):
         loaders = world_of(lambda world=world: data.DataLoader(range(44), 12 // world, sampler=Ordered(44)), world)
         for _ in range(2):
-            seen.append([[i for own in parts for i in own] for parts in passed(loaders)])
+            seen.append([[i for part in parts for i in part] for parts in passed(loaders)])
             shares.stepped()
             assert len(loaders[0]) == len(seen[-1]) == 4
     one, again, first, second = seen
@@ -76,7 +76,7 @@ def test_a_sampler_of_ones_own(size):
 
 
 class Numbered(data.Sampler):
-    """An order of its own for each epoch that it is told."""
+    """Another order for each epoch."""
 
     epoch = 0
 
@@ -101,8 +101,8 @@ def test_a_sampler_that_is_told_the_epoch():
         assert len(loader) == len(batched) == 3
         sampler.set_epoch(epoch)
         batched.batch_sampler.set_epoch(epoch)
-        for own in (loader, batched):
-            assert torch.cat(list(own)).tolist() == order(epoch)
+        for part in (loader, batched):
+            assert torch.cat(list(part)).tolist() == order(epoch)
     loader.set_epoch(7)
     assert torch.cat(list(loader)).tolist() == order(7)
     loader.share.load_state_dict({"seed": 0, "epoch": 300})
@@ -114,11 +114,11 @@ def test_a_batch_sampler_of_ones_own(size):
     """Its batches, one for each rank; what is left of 7 is divided by samples."""
     loaders = world_of(lambda: data.DataLoader(range(22), batch_sampler=Buckets()), size)
     found = passed(loaders)
-    assert sorted(i for parts in found for own in parts for i in own) == list(range(22))
+    assert sorted(i for parts in found for part in parts for i in part) == list(range(22))
     lengths = [3, 1, 4, 1, 5, 2, 6]
-    assert sum(len(own) in lengths for parts in found[:-1] for own in parts) == (len(found) - 1) * size
+    assert sum(len(part) in lengths for parts in found[:-1] for part in parts) == (len(found) - 1) * size
     few = data.BatchSampler(range(22), 4, drop_last=True)
-    assert [len(list(own)) for own in world_of(lambda: data.DataLoader(range(22), batch_sampler=few), size)] == (
+    assert [len(list(part)) for part in world_of(lambda: data.DataLoader(range(22), batch_sampler=few), size)] == (
         [5 // size] * size
     )
 
@@ -131,13 +131,13 @@ def test_a_stream(size, count):
     for found, world in zip(made, (1, size), strict=True):
         loaders = world_of(lambda world=world: data.DataLoader(Lines(count), 12 // world), world)
         before = random.getstate()
-        found += [sorted(i for own in parts for i in own) for parts in passed(loaders)]
+        found += [sorted(i for part in parts for i in part) for parts in passed(loaders)]
         assert random.getstate() == before
     assert sorted(sum(made[1], [])) == list(range(count))
     if count % 12 == 0 or count % 12 >= size:  # else the last few join the batch before
         assert made[0] == made[1]
     dropped = world_of(lambda: data.DataLoader(Lines(count), 12 // size, drop_last=True), size)
-    assert [len(list(own)) for own in dropped] == [count // 12] * size
+    assert [len(list(part)) for part in dropped] == [count // 12] * size
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -145,8 +145,8 @@ def test_a_stream_of_workers(persistent):
     options = dict(num_workers=2, persistent_workers=persistent)
     loaders = world_of(lambda: data.DataLoader(Lines(27), 3, **options), 2)
     found = passed(loaders)
-    assert sorted(i for parts in found for own in parts for i in own) == list(range(27))
-    assert {len({i % 2 for own in parts for i in own}) for parts in found} == {1}  # of one worker's part each
+    assert sorted(i for parts in found for part in parts for i in part) == list(range(27))
+    assert {len({i % 2 for part in parts for i in part}) for parts in found} == {1}  # of one worker's part each
 
 
 def test_a_stream_too_short_and_its_length():
@@ -171,9 +171,9 @@ def test_orders_that_ranks_do_not_share_have_other_digests(accumulate):
             self.rng = random.Random()
 
         def __iter__(self):
-            own = list(range(self.count))
-            self.rng.shuffle(own)
-            yield from own
+            part = list(range(self.count))
+            self.rng.shuffle(part)
+            yield from part
 
     class AloneOrdered(data.Sampler):
         def __iter__(self):
@@ -181,13 +181,13 @@ def test_orders_that_ranks_do_not_share_have_other_digests(accumulate):
 
     def digests(make):
         both = [iter(loader) for loader in world_of(make, 2)]
-        for own in both * 2:
+        for part in both * 2:
             for _ in range(accumulate):
-                next(own)
+                next(part)
             passes.exchanged()
-            assert own.digest == ""  # a look
+            assert part.digest == ""  # a look
         shares.stepped()
-        return [own.digest for own in both]
+        return [part.digest for part in both]
 
     for make, alike in {
         lambda: data.DataLoader(Lines(40), 4): True,

@@ -31,7 +31,7 @@ def runs(**changes):
     return Runs("1 rank of x", record(**changes), record(steps=1, rates=np.ones((changes.get("size", 1), 1))))
 
 
-def told(other, one=None):
+def differences(other, one=None):
     return findings(one or runs(), other)
 
 
@@ -46,7 +46,7 @@ def test_the_farthest_entry_and_its_place():
 
 
 def test_equal_worlds_have_no_findings():
-    assert told(runs(size=2)) == [] and all(row.difference == 0 for row in rows(runs(), runs(size=2)))
+    assert differences(runs(size=2)) == [] and all(row.difference == 0 for row in rows(runs(), runs(size=2)))
     names = [row.what for row in rows(runs(), runs())]
     assert names == ["loss", "learning rate", "samples", "gradient/a", "gradient/b", "weights/a", "weights/b"]
 
@@ -57,50 +57,50 @@ def test_a_tensor_of_rounding_alone_does_not_differ():
         trees = record().trees
         moved = trees | {"last": trees["last"] | {"weights/b": np.array([0, gap, 0])}}
         still = trees | {"last": trees["last"] | {"weights/b": np.zeros(3)}}
-        assert bool(told(runs(size=2, trees=moved), runs(trees=still))) == differs
+        assert bool(differences(runs(size=2, trees=moved), runs(trees=still))) == differs
 
 
 def test_samples():
     twice = [np.array([0, 1, 1, 2]), *record().samples[1:]]
-    assert told(runs(samples=twice)) == ["samples of step 1: 1 seen twice, 1 left out"]
+    assert differences(runs(samples=twice)) == ["samples of step 1: 1 seen twice, 1 left out"]
     other = [*record().samples[:2], np.array([8, 9, 10, 99])]
-    assert told(runs(samples=other)) == ["samples of step 3: 1 left out, 1 that do not belong there"]
+    assert differences(runs(samples=other)) == ["samples of step 3: 1 left out, 1 that do not belong there"]
 
 
 def test_rates_and_losses():
     rates = np.full((2, 3), 0.1)
     rates[1, 2] = 0.4
     expected = "the learning rate of step 3 is 4 times that of 1 rank of x (0.4 against 0.1)"
-    assert told(runs(size=2, rates=rates)) == [expected]
+    assert differences(runs(size=2, rates=rates)) == [expected]
     losses = np.array([1.5, 0.5, 1 / 3])
-    (text,) = told(runs(size=2, losses=losses, statistics=True), runs(statistics=True))
+    (text,) = differences(runs(size=2, losses=losses, statistics=True), runs(statistics=True))
     assert text.startswith("unsynchronized batch norm: the loss of step 1 is 1.5 against 1 ")
-    (text,) = told(runs(size=2, losses=losses))
+    (text,) = differences(runs(size=2, losses=losses))
     assert "depends on the rank" in text
-    assert told(runs(size=2, losses=np.array([1, 0.5, 0.4])))[0].startswith("loss differs by 6.7e-02 at step 3")
+    assert differences(runs(size=2, losses=np.array([1, 0.5, 0.4])))[0].startswith("loss differs by 6.7e-02 at step 3")
 
 
 def test_weights_that_differ_come_with_their_cause():
     first, last = record().trees["first"], record().trees["last"]
     far = {"first": first, "last": last | {"weights/a": last["weights/a"] * [[1, 1], [1, 1.5]]}}
-    assert told(runs(trees=far)) == ["after 3 steps weights/a differs by 5.0e-01 at [1, 1]"]
+    assert differences(runs(trees=far)) == ["after 3 steps weights/a differs by 5.0e-01 at [1, 1]"]
     apart = {"first": {1: {"weights/b": np.ones(3)}}, "last": {1: {"weights/b": np.ones(3)}}}
     expected = "the ranks start with different weights: rank 1 against rank 0, first in weights/b"
-    assert told(runs(size=2, differing=apart))[0] == expected
+    assert differences(runs(size=2, differing=apart))[0] == expected
     moved = {"first": first | {"weights/b": np.full(3, 1e-3)}, "last": last}
-    assert told(runs(trees=moved))[0].startswith("the first weights differ: weights/b by ")
+    assert differences(runs(trees=moved))[0].startswith("the first weights differ: weights/b by ")
 
 
 def test_numbers_that_are_none_on_both_sides_are_not_equal():
     losses = np.array([1.0, np.nan, np.nan])
-    (text,) = told(runs(size=2, losses=losses), runs(losses=losses))
+    (text,) = differences(runs(size=2, losses=losses), runs(losses=losses))
     assert text == "the loss of step 2 is nan in both: from there on nothing is compared"
     trees = record().trees
     spoilt = trees | {"last": trees["last"] | {"weights/b": np.array([0, np.inf, 0])}}
-    (text,) = told(runs(size=2, trees=spoilt), runs(trees=spoilt))
+    (text,) = differences(runs(size=2, trees=spoilt), runs(trees=spoilt))
     assert text == "weights/b ends with numbers that are none in both, which are not compared"
     masks = {stage: tree | {"statistics/mask": np.full(2, -np.inf)} for stage, tree in trees.items()}
-    assert told(runs(size=2, trees=masks), runs(trees=masks)) == [], "a mask is meant so"
+    assert differences(runs(size=2, trees=masks), runs(trees=masks)) == [], "a mask is meant so"
 
 
 def test_gradients():
@@ -108,11 +108,11 @@ def test_gradients():
     double = {"first": tree, "last": {k: x + 0.5 for k, x in tree.items()}}
     one, plain = runs(), record(steps=1, rates=np.ones((1, 1)))
     times = Runs("2 ranks of x", one.training, replace(plain, trees=double))
-    assert told(times) == ["the gradient of step 1 is 2 times that of 1 rank of x"]
+    assert differences(times) == ["the gradient of step 1 is 2 times that of 1 rank of x"]
     other = {"first": tree, "last": {"weights/a": tree["weights/a"] + 0.25, "weights/b": tree["weights/b"] + 0.3}}
-    assert told(Runs("", one.training, replace(plain, trees=other)))[0].startswith(
+    assert differences(Runs("", one.training, replace(plain, trees=other)))[0].startswith(
         "the gradient of step 1 differs: gradient/b by "
     )
     apart = {"first": {}, "last": {1: {"weights/a": tree["weights/a"]}}}
-    (text,) = told(Runs("", one.training, replace(plain, differing=apart)))
+    (text,) = differences(Runs("", one.training, replace(plain, differing=apart)))
     assert text == "the gradient of step 1 differs between ranks (rank 1 against rank 0): no exchange"

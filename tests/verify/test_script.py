@@ -53,7 +53,7 @@ def test_a_fault_of_a_script_is_named(run):
     assert "the gradient of step 1 is 0.5 times that of 1 rank" in out
 
 
-def test_noise_is_told_as_the_cause(run):
+def test_noise_is_named_as_the_cause(run):
     code, out, lines = run("train_torch.py", "noise")
     assert code == 1, out
     assert any(line.startswith("note: the script draws from torch's generator in its steps") for line in lines)
@@ -85,14 +85,14 @@ def test_a_keras_loop_that_depends_on_the_rank_differs(run):
 
 
 def test_mistakes_are_one_line(tmp_path):
-    def told(*words: str) -> tuple[int, str]:
+    def refused(*words: str) -> tuple[int, str]:
         line = [sys.executable, "-m", "hvd_train", "verify", "-np", "2", *words]
         env = environment() | {"PYTHONPATH": str(ROOT)}
         run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
         return run.returncode, run.stderr
 
     (tmp_path / "idle.py").write_text("print('nothing')\n")
-    code, text = told("--launcher", "mpirun", "--", "python", "idle.py")
+    code, text = refused("--launcher", "mpirun", "--", "python", "idle.py")
     assert code == 2 and text.count("\n") == 1 and "did not come to the end of a step on each rank" in text
-    code, text = told("--set", "optim.lr=1", "--", "python", "idle.py")
+    code, text = refused("--set", "optim.lr=1", "--", "python", "idle.py")
     assert code == 2 and "a script has no configuration" in text

@@ -38,16 +38,16 @@ def callbacks():
 
 def stops():
     """(steps after a rank's own wish to stop, steps after a NaN on one rank): equal on all ranks, and no hang."""
-    found = []
+    steps = []
     for extra in (StopOnOne(), keras.callbacks.TerminateOnNaN()):
         x, y = digits()
         if not isinstance(extra, StopOnOne):
             x[GLOBAL - 1] = np.nan  # the last rank's, step 0
         model = hk.distribute(compiled())
         fit(model, x, y, epochs=3, callbacks=[extra])
-        found.append(int(model.optimizer.iterations))
-    found = {"own/steps" if hk.size() == 1 else "steps": np.array(found)}
-    return found | drawn_validation() | (wrapped() if not TENSORFLOW else {})
+        steps.append(int(model.optimizer.iterations))
+    steps = {"own/steps" if hk.size() == 1 else "steps": np.array(steps)}
+    return steps | drawn_validation() | (wrapped() if not TENSORFLOW else {})
 
 
 def drawn_validation():
@@ -63,8 +63,8 @@ def drawn_validation():
     model = hk.distribute(compiled(optimizer=SGD(0.5)))
     best = keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)
     options = {"validation_data": drawing(), "validation_steps": 2, "callbacks": [best]}
-    found = trained(model, fit(model, x, y, epochs=6, **options))
-    return {f"drawn {k}": v for k, v in found.items()}
+    results = trained(model, fit(model, x, y, epochs=6, **options))
+    return {f"drawn {k}": v for k, v in results.items()}
 
 
 def wrapped():

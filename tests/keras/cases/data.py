@@ -38,16 +38,16 @@ def steps():
         endless = {"batch_size": None, "validation_data": stream.repeat(), "epochs": 2}
         ways["repeated"] = ((stream.repeat(),), few | endless)
     ways["loader"] = ((torch_loader(COUNT),), few | {"batch_size": None, "validation_data": torch_loader(157)})
-    found = {}
-    for name, (given, options) in ways.items():
+    results = {}
+    for name, (data, options) in ways.items():
         keras.utils.set_random_seed(3)
         model = hk.distribute(compiled())
-        found |= {f"{name} {k}": v for k, v in trained(model, fit(model, *given, **options)).items()}
-    for name, given in {"arrays": (x, y), "sequence": (Batches(x, y),)}.items():
+        results |= {f"{name} {k}": v for k, v in trained(model, fit(model, *data, **options)).items()}
+    for name, data in {"arrays": (x, y), "sequence": (Batches(x, y),)}.items():
         options = {"steps": 3, "verbose": 0} | ({"batch_size": BATCH} if name == "arrays" else {})
-        found[f"{name} score"] = np.asarray(model.evaluate(*given, **options))
-        found[f"{name} predicted"] = model.predict(given[0], **options)
-    return found
+        results[f"{name} score"] = np.asarray(model.evaluate(*data, **options))
+        results[f"{name} predicted"] = model.predict(data[0], **options)
+    return results
 
 
 class Dense2d(keras.layers.Layer):
@@ -90,26 +90,26 @@ def lengths():
         "stream": pooled(tokens, tokens),
     }
     texts = tf.constant([" ".join(f"w{k}" for k in row) for row in rows])
-    given = {
+    data = {
         "masked": lambda count: (padded(count, tags),),
         "padded": lambda count: (padded(count, y),),
         "texts": lambda count: (texts[:count], y[:count]),
         "ragged": lambda count: (tf.ragged.constant(rows)[:count], y[:count]),
         "stream": lambda count: (padded(count, y).filter(lambda *batch: True),),
     }
-    found = {}
+    results = {}
     for name, model in models.items():
         keras.utils.set_random_seed(3)
         hk.distribute(compiled(model))  # Keras alone squares each word's part of a gradient in Adam, not their sum
         size = BATCH if name in ("texts", "ragged") else None
-        some = given[name](157)
+        some = data[name](157)
         validation = some[0] if len(some) == 1 else some
-        history = fit(model, *given[name](COUNT), batch_size=size, validation_data=validation)
-        found |= {f"{name} {k}": v for k, v in trained(model, history).items()}
-        found[f"{name} score"] = np.array(model.evaluate(*given[name](101), batch_size=size, verbose=0))
+        history = fit(model, *data[name](COUNT), batch_size=size, validation_data=validation)
+        results |= {f"{name} {k}": v for k, v in trained(model, history).items()}
+        results[f"{name} score"] = np.array(model.evaluate(*data[name](101), batch_size=size, verbose=0))
         if name != "masked":
-            found[f"{name} predicted"] = model.predict(given[name](101)[0], batch_size=size, verbose=0)
-    return found
+            results[f"{name} predicted"] = model.predict(data[name](101)[0], batch_size=size, verbose=0)
+    return results
 
 
 class Shuffled(Batches):

@@ -14,11 +14,11 @@ from tests.keras.cases.models import BATCH, DRAWN, TENSORFLOW, Batches
 
 
 class Drawing(keras.Model):
-    """A step that tells what it got and what it draws."""
+    """A step that logs what it gets and what it draws."""
 
     def __init__(self, eager):
         super().__init__()
-        self.layer, self.own, self.eager = keras.layers.Dense(1), keras.random.SeedGenerator(5), eager
+        self.layer, self.user_seed, self.eager = keras.layers.Dense(1), keras.random.SeedGenerator(5), eager
         self.layer.build((None, 1))
         self.built = True
 
@@ -27,7 +27,7 @@ class Drawing(keras.Model):
 
     def train_step(self, data):
         ids, *noise = data if isinstance(data, tuple | list) else (data,)
-        drawn = [keras.random.normal(()), keras.random.normal((), seed=self.own)]
+        drawn = [keras.random.normal(()), keras.random.normal((), seed=self.user_seed)]
         if TENSORFLOW:
             import tensorflow as tf
 
@@ -43,7 +43,7 @@ class Drawing(keras.Model):
         return {"ids": ids, "drawn": drawn}  # of one length on all ranks, as logs are averaged
 
 
-class Told(keras.callbacks.Callback):
+class StepRecorder(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.steps = []
@@ -54,9 +54,9 @@ class Told(keras.callbacks.Callback):
 
 def draws():
     """[what a fit's steps got, what they drew] of this rank, with seeds and without."""
-    found = {}
+    results = {}
     ids = np.arange(DRAWN, dtype="float64")
-    given = {
+    makers = {
         "sequence": lambda: Shuffled(ids, ids, noise=run != "other seeds"),
         "arrays": lambda: ids,
         "divided": lambda: Batches(ids, ids),
@@ -68,30 +68,30 @@ def draws():
             yield from np.random.permutation(ids)
 
         spec = tf.TensorSpec((), tf.float64)
-        counted = tf.data.experimental.assert_cardinality(DRAWN)
-        given["dataset"] = lambda: tf.data.Dataset.from_tensor_slices(ids).shuffle(99).batch(BATCH)
-        given["generator"] = lambda: (
-            tf.data.Dataset.from_generator(shuffling, output_signature=spec).apply(counted).batch(BATCH)
+        sized = tf.data.experimental.assert_cardinality(DRAWN)
+        makers["dataset"] = lambda: tf.data.Dataset.from_tensor_slices(ids).shuffle(99).batch(BATCH)
+        makers["generator"] = lambda: (
+            tf.data.Dataset.from_generator(shuffling, output_signature=spec).apply(sized).batch(BATCH)
         )
     for run in ("first", "again", "other seeds"):
-        for kind, make in given.items() if run != "other seeds" else [("sequence", given["sequence"])]:
+        for kind, make in makers.items() if run != "other seeds" else [("sequence", makers["sequence"])]:
             keras.utils.clear_session()
             keras.utils.set_random_seed(7)
             if run == "other seeds":
                 random.seed(hk.rank())
                 np.random.seed(hk.rank())
-            eager, told = kind in ("arrays", "generator"), Told()
+            eager, recorder = kind in ("arrays", "generator"), StepRecorder()
             model = Drawing(eager)
             model.compile("sgd", run_eagerly=eager)
             hk.distribute(model, shard=kind != "divided")
             after = []
             for _ in range(2):
                 with warnings.catch_warnings(record=True) as warned:
-                    model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[told])
+                    model.fit(make(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[recorder])
                 after += [random.random(), np.random.random(), float(keras.random.normal(()))]
-            ids_of = np.concatenate([step["ids"] for step in told.steps])
-            found[f"own/{run} {kind} ids"] = ids_of[ids_of >= 0]
-            found[f"own/{run} {kind} drawn"] = np.concatenate([step["drawn"] for step in told.steps])
-            found[f"own/{run} {kind} after"] = np.array(after)
-            found[f"own/{run} {kind} told"] = np.array([str(w.message) for w in warned if "eager" in str(w.message)])
-    return found
+            ids_of = np.concatenate([step["ids"] for step in recorder.steps])
+            results[f"own/{run} {kind} ids"] = ids_of[ids_of >= 0]
+            results[f"own/{run} {kind} drawn"] = np.concatenate([step["drawn"] for step in recorder.steps])
+            results[f"own/{run} {kind} after"] = np.array(after)
+            results[f"own/{run} {kind} told"] = np.array([str(w.message) for w in warned if "eager" in str(w.message)])
+    return results

@@ -36,7 +36,7 @@ class TwoInputs(keras.Model):
         return self.dense(keras.ops.concatenate([embedded, inputs["image"]], -1))
 
 
-class OwnStep(keras.Model):
+class UserStep(keras.Model):
     def train_step(self, data):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         variables = self.trainable_variables
@@ -44,35 +44,35 @@ class OwnStep(keras.Model):
             import tensorflow as tf
 
             with tf.GradientTape() as tape:
-                found = self(x, training=True)
-                loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+                predicted = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=weight)
             self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         else:
             self.zero_grad()
-            found = self(x, training=True)
-            loss = self.compute_loss(x=x, y=y, y_pred=found, sample_weight=weight)
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=weight)
             loss.backward()
             self.optimizer.apply([v.value.grad for v in variables], variables)
         for metric in self.metrics:
-            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, found)
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, predicted)
         return self.get_metrics_result()
 
 
-def own_step():
+def user_step():
     inputs = keras.Input((64,))
-    model = hk.distribute(compiled(OwnStep(inputs, keras.layers.Dense(10)(inputs))))
+    model = hk.distribute(compiled(UserStep(inputs, keras.layers.Dense(10)(inputs))))
     return trained(model, fit(model, *digits(), validation_data=digits(157)))
 
 
-class OwnLogs(OwnStep):
+class UserLogs(UserStep):
     """Its step gives more than the metrics' results, and something else than the result of one of them."""
 
     def train_step(self, data):
-        found = super().train_step(data)
-        return found | {"accuracy": found["accuracy"] * 0 + 2, "more": found["loss"] * 0 + 3}
+        logs = super().train_step(data)
+        return logs | {"accuracy": logs["accuracy"] * 0 + 2, "more": logs["loss"] * 0 + 3}
 
 
-class Named(OwnStep):
+class Named(UserStep):
     """Its step gives results by the metrics' names, as in Keras' guide: those of compile as a dict of their own."""
 
     def train_step(self, data):
@@ -80,17 +80,17 @@ class Named(OwnStep):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def own_logs():
+def user_logs():
     x, y = digits()
-    found = {}
-    for kind in (OwnLogs, Named):
+    results = {}
+    for kind in (UserLogs, Named):
         inputs = keras.Input((64,))
         model = kind(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
         model.compile(SGD(0.1), "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")])
         history = fit(hk.distribute(model), x, (y % 2)[:, None], validation_data=(x[:99], y[:99, None] % 2))
         del history["loss"]  # its metric counts batches
-        found |= {f"{kind.__name__} {key}": value for key, value in trained(model, history).items()}
-    return found
+        results |= {f"{kind.__name__} {key}": value for key, value in trained(model, history).items()}
+    return results
 
 
 def rates():

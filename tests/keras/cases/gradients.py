@@ -32,7 +32,7 @@ def residual():
     x, _ = digits()
     y = np.sin(np.arange(COUNT * WIDE)).reshape(COUNT, WIDE)
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDE, use_bias=False)])
-    model.compile(SGD(1.0), lambda y, found: keras.ops.sum(y * found, -1))
+    model.compile(SGD(1.0), lambda y, predicted: keras.ops.sum(y * predicted, -1))
     hk.distribute(model, compression="topk", ratio=0.05)
     fit(model, x, y)
     (weight,) = model.get_weights()
@@ -47,9 +47,9 @@ def residual():
 
 def jit_compile():
     model = compiled(jit_compile=True)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         hk.distribute(model)
-    return trained(model, fit(model, *digits())) | {"own/told": np.array([str(w.message) for w in told])}
+    return trained(model, fit(model, *digits())) | {"own/told": np.array([str(w.message) for w in caught])}
 
 
 def saved():
@@ -66,6 +66,6 @@ def saved():
         model.export(FOLDER / "exported", verbose=False)
     hk.barrier()
     read = keras.saving.load_model(FOLDER / "by_all.keras")
-    for own, other in zip(model.get_weights(), read.get_weights(), strict=True):
-        np.testing.assert_array_equal(other, own)
+    for weight, other in zip(model.get_weights(), read.get_weights(), strict=True):
+        np.testing.assert_array_equal(other, weight)
     return trained(model, fit(model, x, y, epochs=1), predicted=predicted)

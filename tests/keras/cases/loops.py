@@ -26,8 +26,8 @@ def loop(kind="eager"):
         hk.distribute(model, optimizer)
 
         def step(x, y):
-            found = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
-            return hk.reduce({"loss": found[0], "samples": keras.ops.shape(x)[0]})
+            values = descent(optimizer, model.trainable_weights, lambda: [loss_of(y, model(x)) + sum(model.losses)])
+            return hk.reduce({"loss": values[0], "samples": keras.ops.shape(x)[0]})
 
         if kind != "eager":
             import tensorflow as tf
@@ -40,8 +40,8 @@ def loop(kind="eager"):
             next(iter(batches)) if hk.rank() == 0 else None
         for _ in range(2):
             for part in batches:
-                found = step(*part)
-                losses.append(float(found["loss"])) if len(part[0]) == BATCH else None
+                values = step(*part)
+                losses.append(float(values["loss"])) if len(part[0]) == BATCH else None
         total = float(hk.reduce(len(losses), op="sum")) / hk.size()
         return trained(model, losses=losses, steps=len(batches) if kind != "dataset" else 0, total=total)
 
@@ -56,18 +56,18 @@ def main_rank():
     batches = hk.shard(np.arange(20.0 * hk.size()), batch_size=2)
     bar = hk.tqdm(batches, file=(shown := io.StringIO()))
     assert len(list(bar)) == 10 and hk.is_main() == (hk.rank() == 0)
-    told = []
+    counts = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         hk.reduce(1.0)
         for _ in range(3):
-            told.append(len([w for w in warned if "made no step" in str(w.message)]))
+            counts.append(len([w for w in warned if "made no step" in str(w.message)]))
             list(batches)
     # Whole numbers in, whole numbers out, exact beyond 2^53; a tensor keeps its type.
     whole = hk.reduce([2**53 + 1, keras.ops.convert_to_tensor(np.int32(3))], op="sum")
     assert [int(x) for x in whole] == [(2**53 + 1) * hk.size(), 3 * hk.size()]
     assert [keras.backend.standardize_dtype(x.dtype) for x in whole] == ["int64", "int32"]
-    return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": told}
+    return {"own/printed": printed.getvalue(), "own/shown": "10/10" in shown.getvalue(), "own/told": counts}
 
 
 def slow():
@@ -80,10 +80,10 @@ def slow():
         time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
 
     api._slow.cache_clear()
-    own, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
+    usual, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
     model = hk.distribute(compiled())
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
-    with contextlib.redirect_stderr(told := io.StringIO()):
+    with contextlib.redirect_stderr(printed := io.StringIO()):
         fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
-    meeting.MOST_SECONDS = own
-    return {"own/told": np.array(told.getvalue())}
+    meeting.MOST_SECONDS = usual
+    return {"own/told": np.array(printed.getvalue())}

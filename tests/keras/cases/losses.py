@@ -58,39 +58,39 @@ def weighted(reduction):
     return case
 
 
-def own_mean(y, found):
-    return keras.ops.mean(cross_entropy(reduction=None)(y, found))
+def own_mean(y, predicted):
+    return keras.ops.mean(cross_entropy(reduction=None)(y, predicted))
 
 
-def own_sum(y, found):
-    return keras.ops.sum(cross_entropy(reduction=None)(y, found)) / 10
+def own_sum(y, predicted):
+    return keras.ops.sum(cross_entropy(reduction=None)(y, predicted)) / 10
 
 
-def own_root(y, found):
-    return keras.ops.sqrt(own_mean(y, found))
+def own_root(y, predicted):
+    return keras.ops.sqrt(own_mean(y, predicted))
 
 
-def own_pairs(y, found):
-    return keras.ops.logsumexp(found @ keras.ops.transpose(found), -1) / 100
+def own_pairs(y, predicted):
+    return keras.ops.logsumexp(predicted @ keras.ops.transpose(predicted), -1) / 100
 
 
 def own_losses():
     """Functions that give one number for a batch: a mean, a sum, and what is neither, which is told, as are losses that
     compare the samples of a batch."""
-    found = {}
+    results = {}
     for loss in (own_mean, own_sum, own_root, own_pairs):
         keras.utils.set_random_seed(3)
         model = network()
         model.compile(SGD(0.02), loss)
         hk.distribute(model)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             history = fit(model, *digits(), epochs=1)
-        told = [str(w.message) for w in told if "over samples" in str(w.message)]
-        found[f"own/{loss.__name__}"] = np.array(told)
+        messages = [str(w.message) for w in caught if "over samples" in str(w.message)]
+        results[f"own/{loss.__name__}"] = np.array(messages)
         if loss in (own_mean, own_sum):
-            found |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
-    return found | {f"batches/{k}": v for k, v in own_batches().items()}
+            results |= {f"{loss.__name__}/{k}": v for k, v in trained(model, history).items()}
+    return results | {f"batches/{k}": v for k, v in own_batches().items()}
 
 
 def own_batches():

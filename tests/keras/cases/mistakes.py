@@ -64,9 +64,9 @@ def refused():
         import tensorflow as tf
 
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(COUNT, seed=5).batch(BATCH)
-        given = (x, y) if validates else (data,)
+        train = (x, y) if validates else (data,)
         size = {"batch_size": BATCH if validates else None, "validation_data": data if validates else None}
-        fit(hk.distribute(compiled()), *given, epochs=3, callbacks=[Look(data)], **size)
+        fit(hk.distribute(compiled()), *train, epochs=3, callbacks=[Look(data)], **size)
 
     misuses = {
         "twice": lambda: hk.distribute(two),
@@ -106,16 +106,16 @@ def refused():
         "a look at shuffled data to score": lambda: look(True),
         "generator": lambda: fit(two, ((x[:9], y[:9]) for _ in range(5)), batch_size=None),
     }
-    told = {}
+    messages = {}
     for name, misuse in misuses.items():
         try:
             misuse()
         except TrainError as error:
-            told[name] = f"{error.exit_code} {error}"
-    return {f"own/{name}": np.array(text) for name, text in told.items()}
+            messages[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in messages.items()}
 
 
-class OwnPlateau(keras.callbacks.Callback):
+class LocalPlateau(keras.callbacks.Callback):
     """A user's own: goes by what this rank alone has seen."""
 
     def on_epoch_end(self, epoch, logs=None):
@@ -144,18 +144,18 @@ def apart():
         model.optimizer.learning_rate = 0.1 + 0.1 * hk.rank()
         batches(model, 2)
 
-    def scored(model):
+    def predicting(model):
         on_one(model)
         model.predict(x, verbose=0)
 
-    told = {}
+    messages = {}
 
     def callback(model):
-        fit(model, x, y, epochs=9, callbacks=[OwnPlateau()])
+        fit(model, x, y, epochs=9, callbacks=[LocalPlateau()])
 
-    for name, misuse in {"callback": callback, "loop": loop, "rate": rate, "scored": scored}.items():
+    for name, misuse in {"callback": callback, "loop": loop, "rate": rate, "scored": predicting}.items():
         try:
             misuse(models.pop())
         except TrainError as error:
-            told[name] = f"{error.exit_code} {error}"
-    return {f"own/{name}": np.array(text) for name, text in told.items()}
+            messages[name] = f"{error.exit_code} {error}"
+    return {f"own/{name}": np.array(text) for name, text in messages.items()}

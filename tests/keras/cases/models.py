@@ -53,9 +53,9 @@ def fit(model, *data, epochs=2, **options):
 
 def trained(model, history=None, **more):
     """What a case hands back: weights, the optimizer's variables, the logs of the epochs."""
-    found = {f"weights/{i}": np.array(w) for i, w in enumerate(model.get_weights())}
-    found |= {f"history/{k}": np.array(v) for k, v in (history or {}).items()}
-    return found | {k: np.asarray(v) for k, v in more.items()}
+    results = {f"weights/{i}": np.array(w) for i, w in enumerate(model.get_weights())}
+    results |= {f"history/{k}": np.array(v) for k, v in (history or {}).items()}
+    return results | {k: np.asarray(v) for k, v in more.items()}
 
 
 def simple(optimizer, hidden=32, exchange=None, **options):

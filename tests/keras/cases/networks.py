@@ -41,10 +41,10 @@ class Autoencoder(keras.Model):
 
     def losses_of(self, x):
         mean, log_variance = self.encoder(x)
-        found = self.decoder(mean + keras.ops.exp(log_variance / 2) * keras.ops.sin(mean * 9))
+        decoded = self.decoder(mean + keras.ops.exp(log_variance / 2) * keras.ops.sin(mean * 9))
         kl = keras.ops.mean(keras.ops.square(mean) + keras.ops.exp(log_variance) - log_variance - 1)
         return keras.ops.mean(
-            keras.ops.sum(keras.losses.binary_crossentropy(x[..., None], found[..., None]), 1)
+            keras.ops.sum(keras.losses.binary_crossentropy(x[..., None], decoded[..., None]), 1)
         ) + kl, kl
 
     def train_step(self, data):
@@ -61,16 +61,16 @@ def descent(optimizer, weights, losses):
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
-            found = losses()
-        optimizer.apply(tape.gradient(found[0], weights), weights)
-        return found
+            values = losses()
+        optimizer.apply(tape.gradient(values[0], weights), weights)
+        return values
     import torch
 
-    found = losses()
-    gradients = torch.autograd.grad(found[0], [w.value for w in weights])
+    values = losses()
+    gradients = torch.autograd.grad(values[0], [w.value for w in weights])
     with torch.no_grad():
         optimizer.apply(gradients, weights)
-    return [x.detach() for x in found]
+    return [x.detach() for x in values]
 
 
 def vae():
@@ -141,14 +141,14 @@ class Late(keras.Model):
         self.first, self.hidden = keras.layers.Dense(8, "tanh"), keras.layers.Dense(10)
 
     def call(self, inputs, training=None):
-        found = self.first(inputs["image"])
-        return [self.hidden(keras.ops.concatenate([found, inputs["more"][0]], -1)), found]
+        hidden = self.first(inputs["image"])
+        return [self.hidden(keras.ops.concatenate([hidden, inputs["more"][0]], -1)), hidden]
 
 
 def unbuilt():
     """Models without weights, x alone, lists of inputs and of targets, in and out of ``fit``."""
     x, y = digits()
-    found = {}
+    results = {}
     late = Late()
     losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), keras.losses.MeanSquaredError()]
     late.compile(SGD(0.1), losses)
@@ -157,24 +157,24 @@ def unbuilt():
     validation = ({"image": x[:96], "more": [x[:96, :3]]}, [y[:96], x[:96, :8]])
     history = fit(late, inputs, targets, validation_data=validation, sample_weight=x[:, 3] + 1)
     # Keras' own figures of each loss are means over batches, however many samples one has.
-    found["late"] = trained(late, {name: history[name] for name in ("loss", "val_loss")})
-    found["predicted"] = {str(i): p for i, p in enumerate(late.predict(inputs, verbose=0))}
+    results["late"] = trained(late, {name: history[name] for name in ("loss", "val_loss")})
+    results["predicted"] = {str(i): p for i, p in enumerate(late.predict(inputs, verbose=0))}
     sequential = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(10)])
     compiled(sequential)
     hk.distribute(sequential)
-    found["score"] = {"": sequential.evaluate(x, y, verbose=0)}  # its first sight of data
-    found["sequential"] = trained(sequential, fit(sequential, Batches(x, y), batch_size=None))
+    results["score"] = {"": sequential.evaluate(x, y, verbose=0)}  # its first sight of data
+    results["sequential"] = trained(sequential, fit(sequential, Batches(x, y), batch_size=None))
     image, label = keras.Input((64,), name="image"), keras.Input((), dtype="int64", name="label")
     ended = keras.Model({"image": image, "label": label}, Endpoint()(label, keras.layers.Dense(10)(image)))
     ended.compile(SGD(0.1))
     hk.distribute(ended)
-    found["endpoint"] = trained(ended, fit(ended, {"image": x, "label": y}))
+    results["endpoint"] = trained(ended, fit(ended, {"image": x, "label": y}))
     pair = [keras.Input((64,)), keras.Input((3,))]
     two = keras.Model(pair, keras.layers.Dense(1)(keras.layers.Concatenate()(pair)))
     two.compile(SGD(0.01), "mse")
     hk.distribute(two)
-    found["lists"] = trained(two, fit(two, [x, x[:, :3]], y / 10, validation_split=0.2))
-    return {f"{name} {key}": np.asarray(value) for name, case in found.items() for key, value in case.items()}
+    results["lists"] = trained(two, fit(two, [x, x[:, :3]], y / 10, validation_split=0.2))
+    return {f"{name} {key}": np.asarray(value) for name, case in results.items() for key, value in case.items()}
 
 
 def loop_gan():
@@ -198,8 +198,8 @@ def loop_gan():
     for _ in range(2):
         for real, noise in batches:
             step(real, noise)
-    found = {f"generator {k}": v for k, v in trained(generator).items()}
-    return found | trained(discriminator)
+    results = {f"generator {k}": v for k, v in trained(generator).items()}
+    return results | trained(discriminator)
 
 
 def batchnorm_and_dropout():
@@ -208,8 +208,8 @@ def batchnorm_and_dropout():
     seeds = [
         np.array(keras.ops.convert_to_numpy(v)) for v in model.variables if v.path.endswith("seed_generator_state")
     ]
-    found = trained(model, history) | {f"loop {k}": v for k, v in statistics_of_a_loop().items()}
-    return {k: v for k, v in found.items() if v.dtype.kind == "f"} | {"own/seed": np.array(seeds[0])}
+    results = trained(model, history) | {f"loop {k}": v for k, v in statistics_of_a_loop().items()}
+    return {k: v for k, v in results.items() if v.dtype.kind == "f"} | {"own/seed": np.array(seeds[0])}
 
 
 def statistics_of_a_loop():
@@ -225,23 +225,23 @@ def statistics_of_a_loop():
 
     for x, y in batches:
         step(x, y)
-    found = trained(model)
+    results = trained(model)
     if TENSORFLOW:
         import tensorflow as tf
 
         traced = tf.function(step)
         for x, y in hk.shard(tf.data.Dataset.from_tensor_slices(digits()).batch(BATCH)):
             traced(x, y)
-        found |= {f"dataset {k}": v for k, v in trained(model).items()}
-    return found
+        results |= {f"dataset {k}": v for k, v in trained(model).items()}
+    return results
 
 
 class Fixed(keras.layers.Layer):
-    """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, and ``own``."""
+    """Weights that are not trained: ``fixed``, whose sum over the ranks is no number of 32 bits, and ``local``."""
 
     def build(self, shape):
         self.fixed = self.add_weight(shape=(99,), dtype="float32", trainable=False)
-        self.own = self.add_weight(shape=(2,), initializer="ones", trainable=False)
+        self.local = self.add_weight(shape=(2,), initializer="ones", trainable=False)
         limit = np.finfo("float32").max
         self.fixed.assign(np.append(np.random.default_rng(0).normal(size=97), [-limit, limit]).astype("float32"))
 
@@ -253,10 +253,10 @@ def frozen():
     """What is equal on all ranks keeps its bits and is not sent at an epoch's end; what differs becomes its mean."""
     model = keras.Sequential([keras.Input((64,)), Fixed(), keras.layers.Dense(10)])
     hk.distribute(compiled(model))
-    fixed, own = model.layers[0].fixed, model.layers[0].own
+    fixed, local = model.layers[0].fixed, model.layers[0].local
     before = keras.ops.convert_to_numpy(fixed).copy()
     fit(model, *digits(), epochs=1)
-    own.assign_add([3.0 * hk.rank(), 0.0])
+    local.assign_add([3.0 * hk.rank(), 0.0])
     model.predict(digits()[0], verbose=0)
     return trained(model) | {"same": np.array_equal(keras.ops.convert_to_numpy(fixed), before)}
 
@@ -274,7 +274,9 @@ def fine_tuning():
     hk.distribute(compiled(model, model.optimizer, cross_entropy(reduction="sum")))
     model.optimizer.learning_rate = 1e-4
     third = fit(model, *digits(), epochs=1)
-    found = trained(model, {f"{k}{n}": v for n, fitted in enumerate((first, second, third)) for k, v in fitted.items()})
+    results = trained(
+        model, {f"{k}{n}": v for n, fitted in enumerate((first, second, third)) for k, v in fitted.items()}
+    )
     return (
-        found | {f"second/{k}": v for k, v in weights.items()} | {"accuracy": model.evaluate(*digits(), verbose=0)[1]}
+        results | {f"second/{k}": v for k, v in weights.items()} | {"accuracy": model.evaluate(*digits(), verbose=0)[1]}
     )

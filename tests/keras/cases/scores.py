@@ -29,22 +29,22 @@ def masked_scores():
         "mean": cross_entropy,
         "sum": lambda: cross_entropy(reduction="sum"),
         "weighted": lambda: cross_entropy(reduction="mean_with_sample_weight"),
-        "own": lambda: lambda y, found: keras.ops.sum(cross_entropy(reduction=None)(y, found)) / 10,
+        "own": lambda: lambda y, predicted: keras.ops.sum(cross_entropy(reduction=None)(y, predicted)) / 10,
     }
-    scored = {
+    kinds = {
         "mean": ["arrays", "few", "fewer", "sequence", "dataset", "stream"],
         "sum": ["arrays", "few", "stream"],
         "weighted": ["arrays"],
         "own": ["arrays", "sequence"],
     }
-    found = {}
+    results = {}
     for name, loss in losses.items():
         keras.utils.set_random_seed(3)
         model = reader()
         model.compile(SGD(0.01), loss=loss(), metrics=["accuracy"])
         hk.distribute(model)
         weighted = name in ("mean", "weighted")
-        given = {
+        data_of = {
             "arrays": (x, y, *([weight] if weighted else [])),
             "few": (x[:60], y[:60]),
             "fewer": (x[:5], y[:5]),
@@ -54,29 +54,29 @@ def masked_scores():
             import tensorflow as tf
 
             slices = tf.data.Dataset.from_tensor_slices((x[:157], y[:157]))
-            given["dataset"] = (slices.batch(BATCH),)
-            given["stream"] = (slices.filter(lambda *sample: True).batch(BATCH),)
-        for kind in scored[name]:
-            if kind not in given:  # Keras on PyTorch
+            data_of["dataset"] = (slices.batch(BATCH),)
+            data_of["stream"] = (slices.filter(lambda *sample: True).batch(BATCH),)
+        for kind in kinds[name]:
+            if kind not in data_of:  # Keras on PyTorch
                 continue
-            data = given[kind]
+            data = data_of[kind]
             options = {"batch_size": BATCH, "sample_weight": data[2] if len(data) > 2 else None}
             options = options if kind in ("arrays", "few", "fewer") else {}
-            found[f"{name} {kind}"] = np.asarray(model.evaluate(*data[:2], verbose=0, **options))
-        history = fit(model, x, y, epochs=2, validation_data=given["arrays"], validation_freq=[2])
-        found |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
-    return found
+            results[f"{name} {kind}"] = np.asarray(model.evaluate(*data[:2], verbose=0, **options))
+        history = fit(model, x, y, epochs=2, validation_data=data_of["arrays"], validation_freq=[2])
+        results |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
+    return results
 
 
-def own_error(y, found):
+def own_error(y, predicted):
     """A number for a whole batch, as many scripts have it."""
-    return keras.ops.mean(keras.ops.abs(keras.ops.cast(y, found.dtype) - keras.ops.mean(found, -1)))
+    return keras.ops.mean(keras.ops.abs(keras.ops.cast(y, predicted.dtype) - keras.ops.mean(predicted, -1)))
 
 
 def outputs():
     """All that ``history`` and ``evaluate`` say of several outputs: their losses, metrics and weighted metrics."""
     x, y = digits()
-    found = {}
+    results = {}
     weight = np.linspace(0.1, 2, COUNT) ** 2
 
     def heads(structure, kind=keras.Model):
@@ -120,13 +120,13 @@ def outputs():
     if TENSORFLOW:
         ways["execution"] = (heads(dict), by_name | {"steps_per_execution": 3}, x, both, None)
         ways["stream"] = (heads(dict), by_name, x, both, None)
-    for name, (model, options, given, targets, weights) in ways.items():
+    for name, (model, options, inputs, targets, weights) in ways.items():
         keras.utils.set_random_seed(3)
         model.compile(SGD(0.01), **options)
         hk.distribute(model)
 
-        def some(rows, given=given, targets=targets, weights=weights):
-            parts = (given, targets) if weights is None else (given, targets, weights)
+        def some(rows, inputs=inputs, targets=targets, weights=weights):
+            parts = (inputs, targets) if weights is None else (inputs, targets, weights)
             return keras.tree.map_structure(lambda a: a[rows], parts)
 
         chosen = {"validation_data": some(slice(0, 157)), "class_weight": None}
@@ -141,10 +141,10 @@ def outputs():
             history = fit(model, stream(COUNT), batch_size=None, validation_data=stream(157))
         else:
             history = fit(model, *some(slice(None))[:2], sample_weight=weights, **chosen)
-        found |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
+        results |= {f"{name} {k}": np.asarray(v) for k, v in history.items()}
         x_y_weight = (*some(slice(0, 101)), None)[:3]
         score = model.evaluate(*x_y_weight[:2], BATCH, 0, x_y_weight[2], return_dict=True)
-        found |= {f"{name} score {k}": np.asarray(v) for k, v in score.items()}
-        found[f"{name} score"] = np.asarray(model.evaluate(*x_y_weight[:2], BATCH, 0))
-        found |= {f"{name} {k}": v for k, v in trained(model).items()}
-    return found
+        results |= {f"{name} score {k}": np.asarray(v) for k, v in score.items()}
+        results[f"{name} score"] = np.asarray(model.evaluate(*x_y_weight[:2], BATCH, 0))
+        results |= {f"{name} {k}": v for k, v in trained(model).items()}
+    return results

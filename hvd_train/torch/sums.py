@@ -19,12 +19,12 @@ def has_several(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether one number, also in a tensor or an array, is a whole one of 64 bits or a truth value."""
+    """Return whether one number, also in a tensor or an array, is a whole one or a truth value."""
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind in "biu"
-    return isinstance(value, int) and abs(value) < 2**63
+    return isinstance(value, int)
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -37,7 +37,10 @@ def as_array(value: Any) -> np.ndarray:
     try:
         if has_several(value) and value.dtype.kind in WIDE:
             return value
-        return np.array(int(value) if is_whole(value) else float(value))
+        # NumPy makes no number of an array with an axis, also of one entry.
+        number = value.item() if isinstance(value, np.ndarray) else value
+        whole = is_whole(value) and abs(int(number)) < 2**63
+        return np.array(int(number) if whole else float(number))
     except (TypeError, ValueError) as error:
         fix = "give numbers, tensors or arrays of numbers"
         raise ConfigError(f"it cannot add up a {type(value).__name__}", where="ht.sum", fix=fix) from error

@@ -1,4 +1,4 @@
-"""``hvd_train.fit``: what ``hvd-train fit`` does, from Python, with a model, data and hooks of the caller's own."""
+"""``hvd_train.fit``: what ``hvd-train fit`` does, from Python, with the caller's model, data and hooks."""
 
 from __future__ import annotations
 

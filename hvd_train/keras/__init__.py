@@ -1,4 +1,4 @@
-"""Data parallelism for a Keras 3 script of your own, on TensorFlow or PyTorch, in two lines::
+"""Data parallelism for your Keras 3 script, on TensorFlow or PyTorch, in two lines::
 
     import hvd_train.keras as hk
 

@@ -45,7 +45,7 @@ def distribute(
 ) -> Any:
     """Train a compiled model on all ranks together; return it. After another ``compile``, call it again.
 
-    For a loop of your own give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
+    For your training loop give the optimizers as well, ``hk.distribute(model, optimizer)``: the model need not be
     compiled, and is to be built. Their ``apply`` averages over ranks.
 
     A model that is not built yet is built from the first batch that ``fit`` gets. A model may have several optimizers.
@@ -95,10 +95,10 @@ def distribute(
 def shard(
     x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int = 32, shuffle: bool = True, seed: int = 0
 ) -> Any:  # fmt: skip
-    """Return this rank's batches for a loop of your own: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
+    """Return this rank's batches for your training loop: ``for x, y in hk.shard(x, y, batch_size=64)``, 64 a rank.
 
     Every rank gives all of the data: arrays, a tf.data.Dataset of batches (a Dataset comes back), a PyDataset or
-    PyTorch's DataLoader. Each ``for`` is an epoch, with an order of its own where arrays or batches are shuffled. On
+    PyTorch's DataLoader. Each ``for`` is an epoch, with another order where arrays or batches are shuffled. On
     all ranks. Raises ConfigError or DataError on all of them.
     """
     world, _ = _opened()

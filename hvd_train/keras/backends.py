@@ -114,7 +114,7 @@ class OnTorch:
         reduction.stepped(1)
 
     def draw_apart(self) -> None:
-        """There is no graph."""
+        """Do nothing: there is no graph."""
 
     def dense(self, gradients: list[Any]) -> list[Any]:
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
@@ -126,4 +126,4 @@ class OnTorch:
         return 0.0  # the communicator counts all
 
     def fuse(self, optimizer: Any) -> None:
-        """Keras takes torch's own fused updates here."""
+        """Do nothing: Keras takes torch's fused updates."""

@@ -1,7 +1,7 @@
 """Evaluation by global batches, where a rank scores parts of them one after the other.
 
-A loss that is no plain mean over samples, and a mean over batches, depend on where batches are cut. ``window`` batches
-of a rank in a row make one global batch, as one process would take it.
+A loss that is not a plain mean over samples, and a mean over batches, depend on where batches are cut. ``window``
+batches of a rank in a row make one global batch, as one process would take it.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ class EvalWindow:
 
 
 def tensor_of(variable: Any) -> Any:
-    """Return a variable's present value; Keras 3 hands its own variables out unread."""
+    """Return a variable's present value; Keras 3 hands its variables out unread."""
     return keras.ops.convert_to_tensor(variable.value)

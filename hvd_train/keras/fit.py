@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict`` of a user's own Keras 3 model as one rank of a world."""
+"""``fit``, ``evaluate`` and ``predict`` of a user's Keras 3 model as one rank of a world."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DistributedFit:
         self.model, self.world, self.reduction, self.shard, self.seed = model, world, reduction, shard, seed
         self.optimizer, self.patches = optimizers_of(model)[0], patches
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
-        self._probed = False  # losses of the user's own
+        self._probed = False  # whether the user's losses and metrics were classified
         self._steps, self._slow = 0, slow
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, APART_FIX)
         # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
@@ -172,7 +172,7 @@ class DistributedFit:
         scoring = self._scoring
         if not scoring:
             self.state.average_statistics()
-        whole = bool(scoring and not scoring.part)  # on each rank, which may draw samples of its own
+        whole = bool(scoring and not scoring.part)  # on each rank, which may draw other samples
         # All ranks scored the same samples: one of them counts, or sums would be N times too large.
         counts = self.world.rank == 0 if whole else not scoring or scoring.counts
         return self._logs.of_all_ranks(logs, counts, whole)

@@ -1,7 +1,7 @@
-"""The gradients of a user's own Keras 3 model, joined over the ranks as the first thing that its optimizer does.
+"""The gradients of a user's Keras 3 model, averaged over the ranks as the first thing that its optimizer does.
 
 Law: what the optimizer receives is the gradient of the mean over all samples of the step, on whatever ranks they are:
-each rank's gradient is the mean over its own samples and counts by their share of the step's samples.
+each rank's gradient is the mean over its local samples and counts by their share of the step's samples.
 
 Whole gradients do not wait for the number of samples on other ranks: with n_r of them on rank r, N ranks and b =
 ``batch``, ranks send n_r / b times their gradient, and what arrives, the mean over ranks, is divided by the mean of
@@ -65,7 +65,7 @@ class Reduction:
             for arrays in self._exchange.init_state()
         ]
         self.count: Any = None
-        self.stepped: Callable[[int], None] = lambda steps: None  # after steps of a loop of the user's own
+        self.stepped: Callable[[int], None] = lambda steps: None  # after steps of the script's training loop
         self._graph_steps_reported = 0  # of the steps that graphs count
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:

@@ -1,6 +1,6 @@
 """The state of layers besides their variables: settings, vocabularies, statistics that ``adapt`` gathers.
 
-Each rank makes its own layers. Where ``adapt`` saw a rank's part of the data, or a vocabulary is a ``list(set(...))``,
+Each rank makes its layers. Where ``adapt`` saw a rank's part of the data, or a vocabulary is a ``list(set(...))``,
 the layers differ, and weights that are equal mean different things. Rank 0's state is sent, as its weights are; other
 differences are refused.
 """
@@ -27,7 +27,7 @@ ADAPT_FIX = "adapt on all of the data, and sort what a set holds"
 ADAPTED = (IndexLookup, keras.layers.TextVectorization, keras.layers.Discretization)
 SENT = ("vocabulary", "idf_weights", "vocabulary_size", "bin_boundaries")  # state that Keras keeps among settings
 APART = ("name", "seed", "rank")  # settings that may differ: weights are rank 0's, however they were initialized
-ATTRIBUTES = re.compile("cache|memo|rank|seed|time|path|name|^built$")  # of layers of the user's own, that may differ
+ATTRIBUTES = re.compile("cache|memo|rank|seed|time|path|name|^built$")  # of the user's layers, that may differ
 SHORT = 60  # characters of a setting that a message shows whole
 
 
@@ -148,7 +148,7 @@ def _digest(state: Any) -> str:
 
 
 def _settings(layer: Any) -> dict[str, str]:
-    """{name: value} of what the layer's configuration says, less what its weights or its state hold."""
+    """Return {name: value} of the layer's configuration, less what its weights or its state hold."""
     if isinstance(layer, keras.layers.TorchModuleWrapper):  # whose configuration is a pickle of the module's weights
         return {"module": repr(layer.module)}
     if isinstance(layer, keras.Model):  # its layers come one by one
@@ -163,7 +163,7 @@ def _settings(layer: Any) -> dict[str, str]:
 
 
 def _attributes(layer: Any) -> dict[str, str]:
-    """{name: digest} of the numbers, texts and arrays that a layer of the user's own holds."""
+    """Return {name: digest} of the numbers, texts and arrays that a layer of the user's class holds."""
     if not _is_users(layer):
         return {}
     held = {k: _comparable(v) for k, v in vars(layer).items() if not k.startswith("_") and not ATTRIBUTES.search(k)}

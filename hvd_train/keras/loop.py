@@ -1,4 +1,4 @@
-"""A training loop of the user's own: this rank's batches, and sums and means over ranks."""
+"""A training loop of the script: this rank's batches, and sums and means over ranks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _followed_dataset(parts: Any, batch_size: int) -> Any:
     """Return a tf.data.Dataset of this rank's batches, over which a Python loop does what one over ``Batches`` does."""
     import tensorflow as tf
 
-    dataset = parts.with_options(tf.data.Options())  # an object of our own
+    dataset = parts.with_options(tf.data.Options())  # a new object, which nobody else holds
     kind = type(dataset)
 
     def iterate(self: Any) -> Any:

@@ -19,8 +19,8 @@ from hvd_train.keras.patches import Patches
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator
 
-TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # Keras' own that compare samples of a batch
-SAMPLES = 8  # that show what a loss of the user's own is
+TOGETHER = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)  # these compare samples of a batch
+SAMPLES = 8  # of a batch, by which losses are classified
 KINDS = ("unknown", "mean", "sum", "neither")  # from the least certain on
 
 

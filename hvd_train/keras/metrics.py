@@ -1,5 +1,5 @@
 """Metrics that count batches: the loss of each of several outputs, functions that give one number for a batch, and
-means that a ``train_step`` of the user's own gives its losses to.
+means to which a ``train_step`` of the user adds its losses.
 
 Keras takes their mean over batches, whatever number of samples a batch has. A rank's batch is a part of a global one.
 Law: what a rank adds counts by its share of the global batch's samples, so that the sums over ranks are those of one

@@ -31,8 +31,8 @@ def progress_on(main: bool, where: str, *arguments: Any, **options: Any) -> Any:
 class UnsharedSums:
     """Says once, on rank 0, that sums over a rank's part of the data were not added up over ranks.
 
-    A pass over this rank's batches without an optimizer's step is a validation of the user's own. What it adds up is
-    this rank's, and so is a "best" that is chosen by it. ``cure``: what adds it up.
+    A pass over this rank's batches without an optimizer's step is the script's validation. What it adds up is this
+    rank's, and so is a "best" that is chosen by it. ``cure``: what adds it up.
     """
 
     def __init__(self, main: bool, cure: str) -> None:
@@ -42,21 +42,21 @@ class UnsharedSums:
         atexit.register(self.begins)
 
     def passed(self, since: int | None = None) -> None:
-        """A pass without a step has ended. ``since``: ``count`` at its beginning, where ``begins`` was not called."""
+        """A pass without a step has ended. ``since``: ``count`` at its beginning, if ``begins`` was not called."""
         self._open = self._open or self.count == (self._since if since is None else since)
 
     def shared(self, traced: bool = False) -> None:
-        """Numbers were added up over ranks; ``traced``: will be, whenever a graph runs."""
+        """Note that numbers were added up over ranks; ``traced``: will be, whenever a graph runs."""
         self.count += 1
         self._open, self._main = False, self._main and not traced
 
     def stepped(self) -> None:
-        """Gradients were exchanged."""
+        """Note that gradients were exchanged."""
         self.count += 1
         self.begins()
 
     def begins(self) -> None:
-        """Another pass begins, or the script ends: sums of the last one are done with."""
+        """Note that another pass begins, or the script ends: sums of the last one are done with."""
         if self._open and self._main:
             what = "a pass over this rank's part of the data made no step, and nothing of it was added up over ranks"
             warnings.warn(f"{what}: each rank has a sum of its own ({self._cure})", stacklevel=3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 class PassNumbers:
     """Number passes by the optimizer steps made so far, so that a pass without a step shifts nothing.
 
-    Ranks make equal numbers of steps, so they count alike, whatever one of them takes from its data besides. A pass
+    Ranks make equal numbers of steps, so counts are equal, whatever one of them takes from its data besides. A pass
     that begins after a step has another number than the one before, also where that was left early.
 
     ``steps`` gives the steps of this process so far; ``first`` is the number of a pass that begins now.

@@ -1,4 +1,4 @@
-"""The process' own generators of random numbers: apart on each rank for what a step draws, alike for the order.
+"""The process' generators of random numbers: each rank draws other numbers in a step, and the same for the order.
 
 Law: while ``fit`` runs, a generator starts from its state before, the rank and the number of the call: ranks draw other
 numbers, which repeat from run to run. What decides on the order of samples is drawn where rank 0 stood, on all ranks.

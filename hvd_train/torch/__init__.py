@@ -1,4 +1,4 @@
-"""PyTorch in three lines of a script of your own, started by horovodrun, mpirun or srun, or alone:
+"""Data parallelism for your PyTorch script in three lines, started by horovodrun, mpirun or srun, or alone:
 
     import hvd_train.torch as ht
 

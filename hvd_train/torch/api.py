@@ -113,7 +113,7 @@ def distribute(
     Running statistics are averaged with the gradients, or those of batch normalization taken over the global batch with
     ``sync_batchnorm``; of all other buffers that change, every rank takes rank 0's. The generators of torch, NumPy and
     ``random`` are set anew on all ranks but the first: dropout and augmentation differ between ranks, and repeat from
-    run to run where the script seeds. The learning rate stays as it is, and batches are each rank's own.
+    run to run where the script seeds. The learning rate stays as it is, and each rank takes its batches.
 
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
     call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never), and with
@@ -144,7 +144,7 @@ def distribute(
     plan.start(parameters)
     if record:
         verify_mode.add(whole, record)
-    # After all that is drawn alike: data and first weights.
+    # Last: until here all ranks have drawn the same numbers, for data and first weights.
     rng.set_apart(communicator.rank)
     registry.optimizers.update(optimizers)
     keep_memory()

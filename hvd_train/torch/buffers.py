@@ -13,7 +13,7 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.broadcast import broadcast_parts
 from hvd_train.torch.bit_sum import bits
 
-LOOKS = (1, 3)  # passes, beside those of ``due``, at which contents are compared
+LOOKS = (1, 3)  # passes, besides those of ``due``, at which contents are compared
 
 
 class Buffers:

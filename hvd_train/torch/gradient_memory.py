@@ -58,7 +58,7 @@ class GradientMemory:
         return users(self.flats[b]) > self._users[b] or any(map(self.is_referenced, members))
 
     def is_referenced(self, i: int, known: int = 0) -> bool:
-        """Return whether view ``i`` has a reference beside this object's and ``known`` others."""
+        """Return whether view ``i`` has a reference besides this object's and ``known`` others."""
         return self._count_references(i) > self._references + known
 
     def _count_references(self, i: int) -> int:

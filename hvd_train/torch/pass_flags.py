@@ -1,4 +1,4 @@
-"""Flags that travel behind the gradients of a backward pass: what any rank must tell all ranks about it."""
+"""Flags that travel behind the gradients of a backward pass: what all ranks must know of it."""
 
 from __future__ import annotations
 

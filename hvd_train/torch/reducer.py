@@ -1,4 +1,4 @@
-"""The gradients of a user's own PyTorch model, averaged over the ranks by the time that ``backward()`` returns."""
+"""The gradients of a user's PyTorch model, averaged over the ranks by the time that ``backward()`` returns."""
 
 from __future__ import annotations
 

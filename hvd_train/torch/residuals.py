@@ -43,7 +43,7 @@ class Residuals:
             ends = {i: used[i] for i in members if i in used}
             if not ends:
                 continue
-            # A bucket whose members all ended alike keeps one of the two states; copying is for mixed ones.
+            # If all members of a bucket were used, or all thrown away, one of the two states stays: nothing is copied.
             if len(ends) < len(self._buckets[b]) or len(set(ends.values())) > 1:
                 self._copy(b, ends)
             elif any(ends.values()):

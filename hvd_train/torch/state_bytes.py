@@ -1,4 +1,4 @@
-"""State dictionaries of PyTorch as bytes: tensors as safetensors, all else as JSON beside them; nothing is pickled."""
+"""State dictionaries of PyTorch as bytes: tensors as safetensors, all else as JSON in their header; no pickle."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _reducers_of(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[torch.n
                 reducers.setdefault(reducer, []).append(p)
             elif p.grad is not None and id(p) not in registry.parameters:
                 late.append(p)
-    # An optimizer may be this rank's own, but not over what is trained together.
+    # A rank may have an optimizer for itself, but not over what is trained together.
     if late and registry.communicator().size > 1:
         if reducers or optimizer in registry.optimizers or _is_of_models(late):
             what = f"a parameter of shape {tuple(late[0].shape)} came to the model after ht.distribute"

@@ -25,7 +25,7 @@ class SummedGradients:
         """Note whether gradient ``i``, to which backward is about to add, is the last sum or was cleared."""
         if not self._arrivals.get(i) or i in self._kept:
             view = self._memory.views[i]
-            # A changed view may be a sum that was clipped, or one that was zeroed: only its contents can tell.
+            # A changed view may be a sum that was clipped, or one that was zeroed: only its contents show which.
             kept = self._tensors[i].grad is view and (not self._memory.is_changed(i) or bool(view.any()))
             (self._kept.add if kept else self._kept.discard)(i)
 

@@ -1,7 +1,7 @@
 """Batches of which ranks have shares of unequal length, where a script makes parts of a share: one rank may then call
 ``backward()`` more often than another.
 
-While such a batch is in use, ranks tell one another at each backward pass, step, next batch and sum where they are. Who
+While such a batch is in use, ranks compare at each backward pass, step, next batch and sum where they are. A rank that
 is through with its parts takes part in the others' backward passes, with the gradients that all have: for a mean over
 ranks that is no change, and a missing part counts as zero. So N ranks are one, where each part counts by its samples.
 """

@@ -120,9 +120,9 @@ def _surplus(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
 
 
 def findings(a: Runs, b: Runs, tolerance: float = TOLERANCE, norm_fix: str = NORM_FIX) -> list[str]:
-    """List the differences, causes before consequences: the first line tells where to look. Empty: equal.
+    """List the differences, causes before consequences: the first line says where to look. Empty: equal.
 
-    ``norm_fix``: what to do about batch normalization over each rank's own samples.
+    ``norm_fix``: what to do about batch normalization over each rank's local samples.
     """
     # Causes come first: with other weights or samples the loss must differ, and says nothing more.
     lines = _weights_apart(b, "first", "start") + _first_weights(a, b, tolerance) + _which_samples(a, b)

@@ -1,4 +1,4 @@
-"""``hvd-train verify -- python train.py``: a script of the user's own on N ranks and on one, compared in 64 bits.
+"""``hvd-train verify -- python train.py``: a user's script on N ranks and on one, compared in 64 bits.
 
 The script runs as it is; ``hvd_train.torch`` and ``hvd_train.keras`` see by a variable (script/record.py) that it is
 to compute in 64 bits, without dropout, and to end after K steps, and leave a record each.

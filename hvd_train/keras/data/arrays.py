@@ -89,7 +89,7 @@ class ArrayParts(Epochs):
 
 
 class UnchangedBatches(PyDatasetAdapter):
-    """Batches as they are. Keras' own adapter makes a tuple of a lone array, and PyTorch's loader lists of tuples."""
+    """Batches as they are. Keras' adapter makes a tuple of a lone array, and PyTorch's loader lists of tuples."""
 
     def _standardize_batch(self, batch: Any) -> Any:
         return batch

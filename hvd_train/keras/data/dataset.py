@@ -13,7 +13,7 @@ from hvd_train.keras.data.leaves import (
 )
 from hvd_train.protocol import Communicator
 
-WATCHED = 4096  # values of a batch that tell its place in an order
+WATCHED = 4096  # values of a batch, by which its place in an order is known
 
 
 def in_order(data: Any) -> Any:

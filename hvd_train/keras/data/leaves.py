@@ -11,12 +11,12 @@ import numpy as np
 
 from hvd_train.errors import ConfigError, DataError
 
-BATCH = 32  # Keras' own, where the user gives none
+BATCH = 32  # Keras' default
 BATCH_SIZE = "batch_size"  # a fact of training: a rank's samples in every step but an epoch's last
 DIFFERS = (
     "drawn at random? call keras.utils.set_random_seed(n) first; divided already? hk.distribute(model, shard=False)"
 )
-SAMPLED = 64  # rows of an array, evenly spread, that tell whether two ranks hold the same
+SAMPLED = 64  # rows of an array, evenly spread, by which ranks are compared
 
 
 def kind_of(x: Any) -> str:
@@ -76,7 +76,7 @@ def packed(parts: tuple[Any, ...]) -> Any:
 
 
 def as_arrays(batch: Any) -> Any:
-    """Return a DataLoader's batch as Keras' own adapter gives it: a tuple of arrays."""
+    """Return a DataLoader's batch as Keras' adapter gives it: a tuple of arrays."""
     arrays = keras.tree.map_structure(lambda leaf: np.asarray(leaf), batch, none_is_leaf=False)
     return tuple(arrays) if isinstance(arrays, list) else arrays
 

@@ -68,7 +68,7 @@ class SequenceParts(Epochs):
         """
         with self._draws.common():
             self._data.on_epoch_end()
-        # The comparison reads batches, which may draw: these draws are given back.
+        # The comparison reads batches, which may draw: these draws are undone.
         with self._draws.common(keep=True):
             batches = digest([self._data[i] for i in sorted({0, self._n - 1})])
         if len(set(self._world.allgather_bytes(batches.encode()))) > 1:
@@ -78,7 +78,7 @@ class SequenceParts(Epochs):
 
 
 class LocalSequence(keras.utils.PyDataset):
-    """A PyDataset that the user has divided. If it shuffles before it takes its part, all ranks shuffle alike."""
+    """A PyDataset that the user has divided. If it shuffles before it takes its part, all ranks have one order."""
 
     def __init__(self, data: Any, draws: Draws) -> None:
         super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)

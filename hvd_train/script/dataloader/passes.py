@@ -39,9 +39,9 @@ class Pass:
 
     def __init__(self, batches: Iterator, share: shares.Passes, in_order: bool, plan: shares.Plan | None) -> None:
         self._batches, self._share = batches, share
-        self._plan = plan  # None: of a stream, whose batches tell
+        self._plan = plan  # None: of a stream, whose batches carry it
         self._known = in_order  # whether batch k is the k-th that the share names
-        self._single_exchange = in_order  # and has an exchange of its own
+        self._single_exchange = in_order  # and no other batch travels in its exchange
         self._steps, self._batch = shares.steps(), -1
         self._joined = unshared.count if unshared else 0
         self.new = self.used = False  # given since the last exchange; given before it

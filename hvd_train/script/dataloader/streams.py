@@ -46,7 +46,7 @@ class StreamShare(data.IterableDataset):
     """Gives (weight, digest of what was read so far, samples) of each batch of this rank; see shares.Plan.
 
     A rest of fewer samples than ranks joins the batch before. ``key``: what draws of a pass without workers follow
-    from, the same on all ranks (workers are told it).
+    from, the same on all ranks (workers get it with their batches).
     """
 
     key = 0
@@ -85,7 +85,7 @@ class StreamShare(data.IterableDataset):
     def _blocks(self) -> Iterator[list]:
         drawing: Any = rng.CommonDraws(self.key).drawing
         if worker := data.get_worker_info():
-            # A worker's generators are its own process': they are seeded once, not for each block.
+            # A worker is a process with its generators: they are seeded once, not for each block.
             drawing = nullcontext
             rng.start_stream(worker.id)
         with drawing():

@@ -1,5 +1,7 @@
-"""A rank's share of a loader with a sampler or a batch sampler of the user's own: every rank draws the whole order, in
-the same way, and takes its part of it."""
+"""A rank's share of a loader with the user's sampler or batch sampler.
+
+Every rank draws the whole order, in the same way, and takes its part of it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from hvd_train.script.last_batch import EvenBatches, places_of
 class UserOrder(Share):
     """Samples in the order of ``sampler``, which may draw them at random, leave some out or give some again.
 
-    What it draws, from generators of its own or those of torch, NumPy and ``random``, follows from (seed, epoch).
+    What it draws, from its generators or those of torch, NumPy and ``random``, follows from (seed, epoch).
     """
 
     def __init__(self, sampler: Iterable, batch_size: int, *, drop_last: bool, seed: int, rank: int, size: int) -> None:

@@ -195,7 +195,7 @@ def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
         task.probe(z[:2], {"label": y[:2]}, np.ones(2))
     labels = y if classes else y.astype(float)
     found = task.results(sum(task(z[k], {"label": labels[k]}, np.ones(len(k)))[1] for k in np.split(np.arange(200), 4)))
-    known = {"y": y, "z": z[:, 1] - z[:, 0] if classes == 2 else z, "found": z.argmax(1) if classes else z > 0}
+    known = {"y": y, "z": z[:, 1] - z[:, 0] if classes == 2 else z, "predicted": z.argmax(1) if classes else z > 0}
     for name in names:
         cell = calls[name]
         while cell.startswith("as `"):

@@ -57,9 +57,9 @@ def sweep(
     from hvd_train.launch.environment import world
     from hvd_train.launch.plan import starts_ranks
     from hvd_train.sweep.folder import Sweep, load
-    from hvd_train.sweep.halving import ladder
     from hvd_train.sweep.plan import plan
     from hvd_train.sweep.results import report
+    from hvd_train.sweep.rungs import ladder
 
     here, folder = world(), Path(load_config(path, sets, run_dir=run_dir).run_dir)
     if collect:

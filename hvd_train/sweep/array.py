@@ -13,10 +13,10 @@ from pathlib import Path
 from hvd_train.errors import ConfigError
 from hvd_train.launch import submit as jobs
 from hvd_train.sweep.folder import CONFIG, LOG, PLAN, Sweep, begin, fail, load, state
-from hvd_train.sweep.halving import ladder
 from hvd_train.sweep.local import STOPPED, reason
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import finish, left
+from hvd_train.sweep.rungs import ladder
 
 TRIAL = jobs.Shell('"$trial"')
 WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")

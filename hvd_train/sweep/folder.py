@@ -6,7 +6,6 @@ The result of a trial stands in its folder, so that every reader sees the same, 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from typing import Any
 from hvd_train.config import digest, load_config, resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
-from hvd_train.sweep.halving import Rung
 from hvd_train.sweep.plan import Trial
+from hvd_train.sweep.rungs import Rung
 
 PLAN, DECIDED, CONFIG, FAILED, LOG = "sweep.json", "rungs.json", "trial.yaml", "failed.json", "output.log"
 
@@ -58,7 +57,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
             if json.loads(path.read_bytes()) != json.loads(json.dumps(content)):
                 fix = "give the same configuration and parameters, or another --run-dir"
                 raise ConfigError("the folder holds another sweep", where=str(path), fix=fix)
-            for trial in _going(sweep)[1]:
+            for trial in survivors(sweep)[1]:
                 (Path(trial.config.run_dir) / FAILED).unlink(missing_ok=True)
             return
         if path.exists():
@@ -124,42 +123,16 @@ def fail(trial: Trial, error: str, code: int) -> None:
     put(run_dir / FAILED, json.dumps({"error": error, "code": code}).encode())
 
 
-def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
-    """Return (the trials to run next, the epoch at which they pause). No trials: the sweep has ended.
-
-    If a rung has ended, this decides which trials continue. Call it in one process only.
-    """
-    while True:
-        rung, going = _going(sweep)
-        states = [(trial, state(sweep, trial)) for trial in going]
-        todo = [trial for trial, one in states if one.word != "failed" and one.rung <= rung]
-        if todo or rung + 1 == len(sweep.rungs):
-            return todo, sweep.rungs[rung].end
-        if all(one.word == "failed" for _, one in states):
-            return [], None  # --resume tries them again
-        chosen = best_first(sweep, going)[: sweep.rungs[rung + 1].size]
-        decided = [*_decided(sweep), sorted(trial.number for trial in chosen)]
-        put(sweep.folder / DECIDED, json.dumps(decided).encode())
-
-
-def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
-    """Sort trials by ``checkpoint.monitor`` at the end of what each has trained, equal ones by number.
-
-    Trials without a result are left out.
-    """
-    ranked = []
-    for trial in trials:
-        one, rule = state(sweep, trial), trial.config.checkpoint
-        value: Any = one.summary.get(rule.monitor)
-        if isinstance(value, int | float) and math.isfinite(value):
-            ranked.append((value if trial.config.mode_of(rule) == "min" else -value, trial.number))
-    return [sweep.trials[number] for _, number in sorted(ranked)]
-
-
-def _going(sweep: Sweep) -> tuple[int, Sequence[Trial]]:
+def survivors(sweep: Sweep) -> tuple[int, Sequence[Trial]]:
     """Return (how many rungs are decided, the trials that continue after them)."""
     decided = _decided(sweep)
     return len(decided), [sweep.trials[number] for number in decided[-1]] if decided else sweep.trials
+
+
+def decide_rung(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Record the trials that continue after the rung that has ended."""
+    decided = [*_decided(sweep), sorted(trial.number for trial in trials)]
+    put(sweep.folder / DECIDED, json.dumps(decided).encode())
 
 
 def _decided(sweep: Sweep) -> list[list[int]]:

@@ -6,53 +6,39 @@ checkpoint, so that one which comes to the end has the bits of a run that nobody
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from hvd_train.errors import ConfigError
+from hvd_train.sweep.folder import Sweep, decide_rung, state, survivors
 from hvd_train.sweep.plan import Trial
 
-SAME = ("max_epochs", "check_val_every_n_epoch", "checkpoint")
 
+def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
+    """Return (the trials to run next, the epoch at which they pause). No trials: the sweep has ended.
 
-class Rung(NamedTuple):
-    """``end``: the epoch at which its trials are left, None: that of the training; ``size``: how many train to it."""
-
-    end: int | None
-    size: int
-
-
-def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
-    """Make as many rungs as there are trials and epochs for, each ``eta`` times as long as the one before.
-
-    Without ``eta`` there is one rung. A rung ends only where a trial is evaluated anyway, because one more evaluation
-    would change the bits of the run.
+    If a rung has ended, this decides which trials continue. Call it in one process only.
     """
-    if eta is None:
-        return [Rung(None, len(trials))]
-    for key in SAME:
-        if any(getattr(trial.config, key) != getattr(trials[0].config, key) for trial in trials):
-            raise ConfigError("cannot differ between trials of --halving", where=f"--param {key}")
-    config = trials[0].config
-    if config.max_epochs is None:
-        raise ConfigError("counts epochs", where="--halving", fix="set max_epochs")
-    if not config.checkpoint.monitor.startswith("val_"):
-        what = f"compares evaluations, not {config.checkpoint.monitor}"
-        raise ConfigError(what, where="--halving", fix="set checkpoint.monitor, to val_loss for example")
-    every = config.check_val_every_n_epoch
-    units, halvings = config.max_epochs // every, 0
-    while eta ** (halvings + 1) <= min(units, len(trials)):
-        halvings += 1
-    if not halvings:
-        what = f"too few trials ({len(trials)}) or evaluations ({units} a trial) to go on with 1 in {eta}"
-        raise ConfigError(what, where="--halving", fix="give more values or epochs, or leave it out")
-    ends = [every * (units // eta ** (halvings - k)) for k in range(halvings)]
-    return [Rung(end, len(trials) // eta**k) for k, end in enumerate([*ends, None])]
+    while True:
+        rung, going = survivors(sweep)
+        states = [(trial, state(sweep, trial)) for trial in going]
+        todo = [trial for trial, one in states if one.word != "failed" and one.rung <= rung]
+        if todo or rung + 1 == len(sweep.rungs):
+            return todo, sweep.rungs[rung].end
+        if all(one.word == "failed" for _, one in states):
+            return [], None  # --resume tries them again
+        decide_rung(sweep, best_first(sweep, going)[: sweep.rungs[rung + 1].size])
 
 
-def describe(rungs: Sequence[Rung]) -> str:
-    """Describe the rungs: ``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
-    return ", ".join(
-        f"{rung.size}{' trials' * (k == 0)} to {f'epoch {rung.end}' if rung.end else 'the end'}"
-        for k, rung in enumerate(rungs)
-    )
+def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
+    """Sort trials by ``checkpoint.monitor`` at the end of what each has trained, equal ones by number.
+
+    Trials without a result are left out.
+    """
+    ranked = []
+    for trial in trials:
+        one, rule = state(sweep, trial), trial.config.checkpoint
+        value: Any = one.summary.get(rule.monitor)
+        if isinstance(value, int | float) and math.isfinite(value):
+            ranked.append((value if trial.config.mode_of(rule) == "min" else -value, trial.number))
+    return [sweep.trials[number] for _, number in sorted(ranked)]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hvd_train.launch.process import end_with_parent
 from hvd_train.launch.start import environment
-from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state, turn
+from hvd_train.sweep.folder import CONFIG, LOG, Sweep, begin, fail, state
+from hvd_train.sweep.halving import turn
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import report
 from hvd_train.sweep.table import live

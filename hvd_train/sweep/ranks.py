@@ -24,7 +24,8 @@ from hvd_train.launch.world import World
 from hvd_train.protocol import Communicator
 from hvd_train.rank.session import Session, failures_explained
 from hvd_train.run_folder.terminal import warn
-from hvd_train.sweep.folder import LOG, Sweep, begin, fail, turn
+from hvd_train.sweep.folder import LOG, Sweep, begin, fail
+from hvd_train.sweep.halving import turn
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import report
 from hvd_train.sweep.table import live

@@ -13,7 +13,8 @@ from hvd_train.config import resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
 from hvd_train.report.tables import table
-from hvd_train.sweep.folder import Sweep, best_first, state
+from hvd_train.sweep.folder import Sweep, state
+from hvd_train.sweep.halving import best_first
 from hvd_train.sweep.plan import Trial
 
 

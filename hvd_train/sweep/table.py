@@ -11,8 +11,8 @@ from typing import TextIO
 
 from hvd_train.run_folder.terminal import on_terminal
 from hvd_train.sweep.folder import State, Sweep, state
-from hvd_train.sweep.halving import describe
 from hvd_train.sweep.results import shown
+from hvd_train.sweep.rungs import describe
 
 SECONDS = 0.5
 

@@ -18,10 +18,10 @@ from PIL import Image
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
-from hvd_train.sweep import array, results
+from hvd_train.sweep import array, halving, results
 from hvd_train.sweep import folder as sweeps
-from hvd_train.sweep.halving import describe, ladder
 from hvd_train.sweep.plan import plan
+from hvd_train.sweep.rungs import describe, ladder
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -122,7 +122,7 @@ def test_the_best_trial_has_the_largest_accuracy(tmp_path):
     trials = plan(TINY, ["checkpoint.monitor=val_accuracy"], ["optim.lr=0.1,0.01"], None, 0, tmp_path)
     for trial, accuracy in zip(trials, (0.8, 0.9), strict=True):
         finished(trial, val_loss=1 - accuracy, val_accuracy=accuracy)
-    assert [trial.number for trial in sweeps.best_first(sweeps.Sweep(tmp_path, trials, []), trials)] == [1, 0]
+    assert [trial.number for trial in halving.best_first(sweeps.Sweep(tmp_path, trials, []), trials)] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_best_of_a_rung_go_on(tmp_path):
     sweeps.begin(sweep, resume=False)
 
     def numbers():
-        found, until = sweeps.turn(sweep)
+        found, until = halving.turn(sweep)
         return [trial.number for trial in found], until
 
     assert numbers() == ([0, 1, 2, 3, 4], 1)
@@ -192,9 +192,9 @@ def test_a_rung_in_which_all_have_failed_is_tried_again(tmp_path):
     sweeps.begin(sweep, resume=False)
     for trial in trials:
         sweeps.fail(trial, "no such file", 3)
-    assert sweeps.turn(sweep)[0] == []
+    assert halving.turn(sweep)[0] == []
     sweeps.begin(sweep, resume=True)
-    assert sweeps.turn(sweep) == (trials, 1)
+    assert halving.turn(sweep) == (trials, 1)
 
 
 def test_the_last_task_of_an_array_writes_the_results(tmp_path, capsys):

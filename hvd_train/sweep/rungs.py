@@ -1,0 +1,54 @@
+"""The rungs of successive halving: how many trials train, and to which epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvd_train.errors import ConfigError
+from hvd_train.sweep.plan import Trial
+
+SAME = ("max_epochs", "check_val_every_n_epoch", "checkpoint")
+
+
+class Rung(NamedTuple):
+    """``end``: the epoch at which its trials are left, None: that of the training; ``size``: how many train to it."""
+
+    end: int | None
+    size: int
+
+
+def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
+    """Make as many rungs as there are trials and epochs for, each ``eta`` times as long as the one before.
+
+    Without ``eta`` there is one rung. A rung ends only where a trial is evaluated anyway, because one more evaluation
+    would change the bits of the run.
+    """
+    if eta is None:
+        return [Rung(None, len(trials))]
+    for key in SAME:
+        if any(getattr(trial.config, key) != getattr(trials[0].config, key) for trial in trials):
+            raise ConfigError("cannot differ between trials of --halving", where=f"--param {key}")
+    config = trials[0].config
+    if config.max_epochs is None:
+        raise ConfigError("counts epochs", where="--halving", fix="set max_epochs")
+    if not config.checkpoint.monitor.startswith("val_"):
+        what = f"compares evaluations, not {config.checkpoint.monitor}"
+        raise ConfigError(what, where="--halving", fix="set checkpoint.monitor, to val_loss for example")
+    every = config.check_val_every_n_epoch
+    units, halvings = config.max_epochs // every, 0
+    while eta ** (halvings + 1) <= min(units, len(trials)):
+        halvings += 1
+    if not halvings:
+        what = f"too few trials ({len(trials)}) or evaluations ({units} a trial) to go on with 1 in {eta}"
+        raise ConfigError(what, where="--halving", fix="give more values or epochs, or leave it out")
+    ends = [every * (units // eta ** (halvings - k)) for k in range(halvings)]
+    return [Rung(end, len(trials) // eta**k) for k, end in enumerate([*ends, None])]
+
+
+def describe(rungs: Sequence[Rung]) -> str:
+    """Describe the rungs: ``8 trials to epoch 1, 4 to epoch 2, 2 to the end``."""
+    return ", ".join(
+        f"{rung.size}{' trials' * (k == 0)} to {f'epoch {rung.end}' if rung.end else 'the end'}"
+        for k, rung in enumerate(rungs)
+    )

@@ -65,7 +65,7 @@ def sweep(
     if collect:
         sys.exit(report(load(folder)))
     if here.size > 1 and ranks_per_trial is None:
-        what, fix = f"{here.size} ranks, and not told how to share them", "give --ranks-per-trial N"
+        what, fix = f"{here.size} ranks, and nothing says how many a trial gets", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
     trials = plan(path, sets, params, draws, options.seed_of_draws(draws, seed), folder)
     whole = Sweep(folder, trials, ladder(trials, halving))

@@ -25,5 +25,5 @@ def kind_of(path: Path) -> str:
         raise DataError("there is no such file or folder", where=str(path))
     if path.suffix.lower() not in SUFFIXES:
         fix = "give -c FILE, or --set data.name=..."
-        raise DataError("what kind of data it is cannot be told by its name", where=str(path), fix=fix)
+        raise DataError("its name does not say what kind of data it is", where=str(path), fix=fix)
     return SUFFIXES[path.suffix.lower()]

@@ -140,7 +140,7 @@ def _scale(field: Field) -> str:
 def _order(run: Field, data: Field, where: str, remarks: list[str]) -> np.ndarray | None:
     """Return the places of the run's columns in the data; None: as they stand."""
     if run.columns and not data.columns:
-        remarks.append(f"the data do not tell the names of columns: they are taken as {listing(run.columns)}")
+        remarks.append(f"the data do not name their columns: they are taken as {listing(run.columns)}")
     if not run.columns or not data.columns or run.columns == data.columns:
         return None
     missing = [name for name in run.columns if name not in data.columns]

@@ -71,7 +71,7 @@ def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
     if "train" not in places:
         if held:
             names = ", ".join(PART_NAMES["train"])
-            what = f"{held[0].name} holds classes, and there is no training part beside it"
+            what = f"{held[0].name} holds classes, and there is no training part next to it"
             raise DataError(what, where=str(folder), fix=f"call the folder for training one of {names}")
         return {}, []
     if not (len(places) > 1 or any(_holds_folders(path) for path in places["train"])):

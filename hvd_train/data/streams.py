@@ -54,7 +54,7 @@ class Stream:
         self._place = index + 1
         if sample is END:
             what = f"the stream ended before sample {index} of epoch {epoch}, and its length is {len(self)}"
-            raise DataError(what, where=self._where, fix="let __len__ tell how many samples an epoch has")
+            raise DataError(what, where=self._where, fix="let __len__ return how many samples an epoch has")
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             what = f"the stream gives a {type(sample).__name__} as sample {index}"
             raise DataError(what, where=self._where, fix="it must give (inputs, label)")

@@ -57,7 +57,7 @@ def _features(
         return config.features or others, []
     columns = next(iter(run.inputs.values())).columns
     if not columns:
-        why = "the checkpoint is of an older version and does not tell its columns" if columns is None else ""
+        why = "the checkpoint is of an older version and does not name its columns" if columns is None else ""
         names = config.features or others
         remark = f"{why or 'the run was trained without columns'}: they are taken as they stand, {listing(names)}"
         return names, [remark]

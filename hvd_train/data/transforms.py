@@ -14,7 +14,7 @@ from hvd_train.data.order import U64, mix, stream
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
-SAME = "give back what it was given: the same names, shapes and types"
+SAME = "return the names, shapes and types that the function gets"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hvd_train.launch.world import World
 def can_meet(here: World) -> None:
     """Raise ConfigError if the launcher's ranks do not find one another over mpi4py."""
     if not named(here.launcher).opens_mpi:
-        what = f"{here.launcher}'s ranks cannot meet over mpi4py"
+        what = f"{here.launcher}'s ranks cannot connect by mpi4py"
         raise ConfigError(what, where=here.launcher, fix="start with mpirun")
 
 

@@ -169,7 +169,7 @@ def _print_notes(job: Job, run: Sample | None, same_data: bool, before: Mapping[
         label = labels.get(name) or one_or_all(labels)
         if field.names is None and isinstance(label, Field) and label.names:
             listed = listing([f"{one} {k}" for k, one in enumerate(label.names)])
-            lines.append(f"the checkpoint is of an older version and does not tell its classes: they are {listed}")
+            lines.append(f"the checkpoint is of an older version and does not name its classes: they are {listed}")
     if not same_data and job.split == "all":
         count = len(job.data.parts["all"])
         lines.append(f"the data are not those of the run: all {count:,} samples are taken (--split takes a part)")

@@ -50,7 +50,7 @@ def agree_on_settings(model: Any, world: Communicator) -> None:
     differing = sorted(k for k in digests if len({each.get(k) for each in everyone}) > 1)
     if differing and world.rank == 0:
         what = f"attributes of layers differ between ranks and stay each rank's: {', '.join(differing)}"
-        warnings.warn(f"{what} (make them alike on all ranks, or weights of the layer)", stacklevel=4)
+        warnings.warn(f"{what} (make them equal on all ranks, or weights of the layer)", stacklevel=4)
 
 
 class LayerStates:

@@ -228,7 +228,7 @@ def test_older_checkpoints_tell_no_names(tmp_path):
     run = sample_of({"sample": {"inputs": {"input": fields}, "labels": {"label": label}}})
     x, y, data = for_run(config("table", path, labels="y"), run)
     assert (x == X[:, [2, 0, 1]]).all() and y.tolist() == Y.tolist()
-    assert "older version and does not tell its columns" in data.remarks[0] and "c, a, b" in data.remarks[0]
+    assert "older version and does not name its columns" in data.remarks[0] and "c, a, b" in data.remarks[0]
     few = table(tmp_path / "b.csv", rows=Y > 0, y=WORDS[Y[Y > 0]])
     assert "the run has 3 classes whose names it does not know" in fault(config("table", few, labels="y"), run)
     cured = config("table", few, labels="y", classes=list(WORDS))
@@ -311,7 +311,7 @@ def test_what_arrays_do_not_tell_is_told(tmp_path):
     ]
     run = open_data(config("table", table(tmp_path / "a.csv", y=Y), labels="y")).sample
     told = for_run(config("npz", tmp_path / "float32.npz"), run)[2].remarks
-    assert told == ["the data do not tell the names of columns: they are taken as a, b, c"]
+    assert told == ["the data do not name their columns: they are taken as a, b, c"]
 
 
 def test_names_that_are_none_are_refused():

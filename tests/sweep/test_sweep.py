@@ -255,11 +255,11 @@ def test_groups_train_as_single_runs(framework, tmp_path):
     ("before", "words", "what"),
     [
         ([*MPIRUN, "3"], ["--ranks-per-trial", "2"], "3 ranks cannot be split into groups of 2; --ranks-per-trial"),
-        ([*MPIRUN, "2"], [], "2 ranks, and not told how to share them; mpirun; give --ranks-per-trial N"),
+        ([*MPIRUN, "2"], [], "2 ranks, and nothing says how many a trial gets; mpirun; give --ranks-per-trial N"),
         (
             [str(BIN / "horovodrun"), "-np", "2", "--gloo"],
             ["--ranks-per-trial", "1"],
-            "horovodrun's ranks cannot meet over mpi4py; horovodrun; start with mpirun",
+            "horovodrun's ranks cannot connect by mpi4py; horovodrun; start with mpirun",
         ),
     ],
     ids=["not divisible", "not told", "Gloo"],

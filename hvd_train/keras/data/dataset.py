@@ -158,7 +158,7 @@ def paddings(data: Any) -> list[Any]:
         values = [tf.constant(value) for value in padding[0]]
         if [value.dtype for value in values] == types:
             return values
-    what = "its batches are of different lengths, and what it pads them with cannot be told from outside"
+    what = "its batches are of different lengths, and the value that pads them cannot be seen from outside"
     raise ConfigError(what, where="tf.data", fix="pad with zeros, or to one length: padded_batch(n, padded_shapes=...)")
 
 

@@ -30,7 +30,7 @@ from hvd_train.script.rng import PIPELINE, Draws
 from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.weight_check import WeightCheck
 
-APART_FIX = "make the same changes of weights and settings on all ranks: no callback may go by what this rank alone has seen"
+APART_FIX = "change weights and settings on all ranks: no callback may go by what this rank alone has seen"
 ORDER_FIX = (
     "look at the data set (next(iter(data))) and draw numbers on all ranks or on none; a data set made anew may be "
     "looked at anywhere"

@@ -36,7 +36,7 @@ THEIRS = (
     "docker build -t hvd-train .",
     "apptainer build train.sif train.def",
 )
-WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages tell
+WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages say
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -45,7 +45,7 @@ def blocks(text, kind):
 
 
 def commands():
-    """(page, command line) of all shell blocks, and of what stands in backticks and needs nothing filled in."""
+    """Yield (page, command line) of all shell blocks, and of what stands in backticks and needs nothing filled in."""
     for name, text in PAGES.items():
         for block in blocks(text, "sh"):
             for line in block.splitlines():
@@ -78,11 +78,11 @@ def test_commands(page, line):
         if "FRAMEWORK" in line:
             words = [word.replace("FRAMEWORK", "tensorflow") for word in words]
         assert words[1] in cli.commands
-        given = parse(words[1:]) if len(words) > 2 else {}  # a command's name alone is a word
-        path = given.get("path")
+        options = parse(words[1:]) if len(words) > 2 else {}  # a command's name alone is a word
+        path = options.get("path")
         assert path is None or str(path) in WRITTEN or (ROOT / path).exists()
-        if given.get("sets"):
-            load_config(path if path and (ROOT / path).exists() else None, given["sets"])
+        if options.get("sets"):
+            load_config(path if path and (ROOT / path).exists() else None, options["sets"])
         return
     script = ROOT / words[0]
     assert script.exists(), line
@@ -120,7 +120,7 @@ PAGES_RUN = [
 
 @pytest.mark.parametrize("page", PAGES_RUN)
 def test_commands_run(tmp_path, page):
-    """In turn, where the page tells them and with what it has made before; a small job stands for the reader's."""
+    """Run a page's commands in turn, in one folder; a small job stands for the reader's."""
     first = next(block for block in blocks(PAGES["README"], "yaml") if "runs/first" in block)
     (tmp_path / "first.yaml").write_text(first.replace("max_epochs: 20", "max_epochs: 2"))
     (tmp_path / "job.yaml").write_text(TINY)
@@ -138,7 +138,7 @@ def test_commands_run(tmp_path, page):
         if "scripts/configs" in line and "fit" in words:  # of minutes
             words += ["--set", "max_steps=1", "--set", "limit_val_batches=1"]
         words[0] = words[0].removeprefix(".venv/bin/")
-        for taken in ("job", "default"):  # a page tells other ways to do the same
+        for taken in ("job", "default"):  # a page shows other ways to do the same
             shutil.rmtree(tmp_path / "runs" / taken, ignore_errors=True)
         as_typed(words, tmp_path)
         done += 1
@@ -172,7 +172,10 @@ def as_typed(words, folder):
 
 
 def fits():
-    """(page, configuration, more words) of all blocks that describe a training; the first of two pages in every run."""
+    """Yield (page, configuration, more words) of all blocks that describe a training.
+
+    The first block of three pages runs each time, the others with --long.
+    """
     for page, text in PAGES.items():
         for k, block in enumerate(blocks(text, "yaml")):
             if not re.search(r"^(model|data|task):", block, re.MULTILINE):
@@ -189,7 +192,7 @@ def fits():
 
 @pytest.mark.parametrize(("page", "block", "words"), [*fits()])
 def test_configurations_train(tmp_path, page, block, words):
-    """As shown, with the functions of the page in mine.py and files as the page describes them."""
+    """Train as shown, with the functions of the page in mine.py and files as the page describes them."""
     code = blocks(PAGES[page], "python")
     code = code[:1] if page == "own-loss" else code  # what follows trains from Python
     (tmp_path / "mine.py").write_text("\n".join(code) if "mine:" in PAGES[page] else "")
@@ -208,7 +211,7 @@ def test_configurations_train(tmp_path, page, block, words):
 
 
 def help_of(script):
-    """What it says of itself; scripts/test hands its words to pytest."""
+    """Return a script's text, which has its help; scripts/test hands its words to pytest."""
     return script.read_text() + (ROOT / "tests" / "conftest.py").read_text()
 
 
@@ -240,21 +243,21 @@ def test_container_recipes():
     for shell in (run, *(sections[name] for name in ("post", "environment", "runscript"))):
         subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
     steps = [re.sub(r"\s*&&\s*|\n", "\n", shell).split("\n") for shell in (run, sections["post"])]
-    docker_steps, post = ([" ".join(step.split()) for step in own if step.strip()] for own in steps)
+    docker_steps, post = ([" ".join(step.split()) for step in each if step.strip()] for each in steps)
     assert [step for step in post if step not in ("set -e", f"cd {home}")] == docker_steps
     assert "g++" in setup and any(" g++ " in step for step in post)
     called = [sys.executable, ROOT / "scripts" / "setup", *shlex.split(next(s for s in post if "setup" in s))[1:]]
-    told = subprocess.run([*called, "--help"], capture_output=True, text=True, check=False, timeout=60)
-    assert told.returncode == 0, told.stderr
+    shown = subprocess.run([*called, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    assert shown.returncode == 0, shown.stderr
     path = f"PATH={home}/.venv/bin:$PATH"
     assert ["ENV", path] in lines and sections["environment"].split() == ["export", path]
     assert ["ENTRYPOINT", '["hvd-train"]'] in lines and sections["runscript"].split() == ["exec", "hvd-train", '"$@"']
 
 
 def test_configurations(tmp_path):
-    found = [block for text in PAGES.values() for block in blocks(text, "yaml")]
-    assert found
-    for block in found:
+    shown = [block for text in PAGES.values() for block in blocks(text, "yaml")]
+    assert shown
+    for block in shown:
         (tmp_path / "job.yaml").write_text(block)
         load_config(tmp_path / "job.yaml")
 

@@ -100,7 +100,7 @@ def settings(name: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Each run trained, its predictions, its exports with what the command told, and what plain loading gave."""
+    """Each run trained, its predictions, its exports with what the command printed, and what plain loading gave."""
     folder = tmp_path_factory.mktemp("exports")
     (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 12)
     lines, keys = [], []
@@ -197,7 +197,7 @@ def test_the_command_tells_what_was_written(made):
 
 
 def test_another_place_and_another_checkpoint(made, tmp_path):
-    """best, and a path; the shape of a sample comes from the data where the checkpoint does not tell it."""
+    """best, and a path; the shape of a sample comes from the data where the checkpoint does not hold it."""
     shutil.copytree(made.folder / "mlp", tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
     manifest = json.loads((step / "manifest.json").read_text())

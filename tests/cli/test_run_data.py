@@ -93,7 +93,7 @@ def of_text(folder):
 
 
 def test_a_text_is_read_by_the_runs_vocabulary(made):
-    """Of a text with the same words, no word was found: its own vocabulary gave them other numbers."""
+    """A text with the same words is numbered by the run; its vocabulary would give the words other numbers."""
     folder, done = made
     assert done["text"].code == 0, done["text"].err
     assert result(done["text eval"])["samples"] > 20

@@ -140,7 +140,7 @@ def canaries(run, folder):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run on data of its own (6 of 8 steps of an epoch) and what every command line did to it."""
+    """A run on a copy of the data (6 of 8 steps of an epoch) and what every command line did to it."""
     folder = tmp_path_factory.mktemp("made")
     data = [f"data={{name: npz, path: {write_data(folder / 'data.npz', 120)}}}"]
     (done,) = commands(fit(folder / "run", sets=data))
@@ -213,7 +213,7 @@ def test_refused_commands_change_no_byte(made):
 
 
 def test_from_another_run_in_the_place_of_a_run(made, tmp_path):
-    """Of what the folder held nothing stays, and nothing is mixed with it."""
+    """Nothing that the folder held stays, and nothing is mixed with it."""
     more = ["max_steps=8"]
     first, second = commands(
         fit(tmp_path / "run", sets=[*made.data, "max_steps=16"]),
@@ -399,7 +399,7 @@ def test_predictions_on_a_full_disk(made, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-# ---- models of the user's own whose outputs are no logits
+# ---- user models whose outputs are not logits
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])

@@ -1,4 +1,4 @@
-"""Output that nobody takes: a training goes on, a result that is lost is told, and no file gets a stream's number."""
+"""Output that nobody takes: a training goes on, a lost result is an error, and no file gets a stream's number."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_text_trains_and_predicts_at_every_place(tmp_path):
 
 
 def test_predictions_replace_no_file_unless_asked(trained, tmp_path):
-    """As export does."""
+    """Open a trained run as export does."""
     file = tmp_path / "x.npy"
     file.write_text("mine")
     for more in ([], ["-np", "2"]):

@@ -1,4 +1,4 @@
-"""Hosts on this one: network namespaces at one bridge, each with a name, an address and an sshd of its own."""
+"""Hosts on this one: network namespaces at one bridge, each with a name, an address and an sshd."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Network:
         _ip("netns", "exec", host, "nft", "delete", "table", "inet", "only_ssh")
 
     def left(self) -> list[str]:
-        """Command lines of what runs on the hosts beside sshd."""
+        """Command lines of what runs on the hosts besides sshd."""
         found = []
         for host in self.hosts:
             listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=False).stdout

@@ -60,7 +60,7 @@ def expected(tmp_path_factory):
 
 
 def way(name: str, network: Network, folder: Path) -> list[str]:
-    """How the guide starts two ranks on two hosts."""
+    """Return the line that starts two ranks on two hosts in the guide."""
     a, b, _ = network.hosts
     fit = [str(BIN / "hvd-train"), "fit"]
     file = folder / "hosts.txt"
@@ -421,7 +421,7 @@ def test_srun_needs_an_allocation(monkeypatch):
 
 
 def dry_run(words: list[str], monkeypatch) -> str:
-    """What the command prints, or its error."""
+    """Return what the command prints, or its error."""
     monkeypatch.setattr(sys, "argv", ["hvd-train", *words])
     done = CliRunner().invoke(cli, words)
     return done.output + str(done.exception)

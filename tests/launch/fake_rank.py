@@ -42,13 +42,13 @@ def main() -> None:
             (folder / "run" / "checkpoints" / f"step-{int(value):08d}").mkdir(parents=True, exist_ok=True)
         elif verb == "sleep":
             time.sleep(float(value))
-        elif verb == "busy":  # in native code, where Python's own handlers do not come to turn
+        elif verb == "busy":  # in native code, where Python's handlers do not get their turn
             (folder / f"busy.{rank}").touch()
             ctypes.CDLL(None).poll(None, 0, 60_000)
             ctypes.CDLL(None).poll(None, 0, 60_000)
         elif verb == "saving":
             listener.at("saving", int(value))
-        elif verb == "wait":  # in the file of a front-end, as far as a stack tells
+        elif verb == "wait":  # in the file of a front-end, as far as a stack shows
             exec(compile("import time; time.sleep(60)", "/hvd_train/frontends/waits.py", "exec"))
         elif verb == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -109,7 +109,7 @@ def test_a_single_process_is_not_refused(environ):
 
 @pytest.mark.parametrize("program", ["hvd_train.torch", "hvd_train.keras", "hvd_train"])
 def test_an_unknown_launcher_is_told_in_one_line(program):
-    """In scripts, and by ``fit``, which listens for signals before it reads its command."""
+    """Refused in scripts, and by ``fit``, which listens for signals before it reads its command."""
     line = (
         f"import {program} as h; h.rank()" if program != "hvd_train" else "from hvd_train.cli.main import main; main()"
     )

@@ -1,4 +1,4 @@
-"""What starts ranks over Gloo in horovodrun's place: codes, signals, nobody left. Ranks of a few lines."""
+"""The start of ranks over Gloo in horovodrun's place: codes, signals, nobody left. Ranks of a few lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30
-# A rank tells the others of itself at the desk, asks for their word, and shows that a stranger is refused.
+# A rank puts its value into the server, reads the others', and shows that a stranger is refused.
 MEETS = """
 import os, time, urllib.error, urllib.request as http
 rank, address = int(os.environ["HOROVOD_RANK"]), os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]

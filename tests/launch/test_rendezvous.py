@@ -1,4 +1,4 @@
-"""How ranks of srun meet, as far as it needs no Slurm: ports, hosts, the secret, the server and whom it turns away."""
+"""The rendezvous of srun's ranks, as far as it needs no Slurm: ports, hosts, the secret, the server, its refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEP = {
 
 @pytest.fixture
 def step(monkeypatch, tmp_path):
-    """This process as a rank of STEP with a secret of its own; what is set in Horovod's name goes again."""
+    """This process as a rank of STEP with a secret; variables set for Horovod are removed afterwards."""
     for name in [name for name in os.environ if name.startswith(("SLURM", "HOROVOD", "OMPI", "PMI"))]:
         monkeypatch.delenv(name)
     for name, value in STEP.items():
@@ -83,7 +83,7 @@ def test_names_of_nodes(nodes, names):
 
 
 def test_a_nodes_tasks_are_found_by_its_name():
-    """What a heterogeneous job of Slurm 22.05 says, with one task on n2 and two on n1."""
+    """The variables of a heterogeneous job of Slurm 22.05, with one task on n2 and two on n1."""
     mixed = {"SLURM_STEP_TASKS_PER_NODE": "2,1"}
     first = STEP | mixed | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n2"}
     last = STEP | mixed | {"SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "n1"}
@@ -102,7 +102,7 @@ def test_ports_follow_from_the_step():
 
 
 def test_who_joins_the_ranks(step, monkeypatch):
-    """Horovod's Gloo through the server, unless srun was told to bring MPI."""
+    """Horovod's Gloo through the server, unless srun brings MPI."""
     assert joined_by_nobody(world())
     assert not joined_by_nobody(World(0, 2, 0, 2, "mpirun")) and not joined_by_nobody(World())
     monkeypatch.setattr(installed, "mpi_built", lambda: True)
@@ -259,7 +259,7 @@ def test_no_free_port(step, monkeypatch):
 
 
 def test_a_host_that_no_name_service_knows(step, monkeypatch, tmp_path):
-    """Slurm's own configuration has its address."""
+    """The configuration of Slurm has its address."""
     tool = tmp_path / "scontrol"
     tool.write_text('#!/bin/sh\necho "NodeName=$3 NodeAddr=127.0.0.7 Port=1"\n')
     tool.chmod(0o755)

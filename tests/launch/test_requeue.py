@@ -1,4 +1,4 @@
-"""What a batch job does when its ranks have ended; that Slurm does it: tests/slurm."""
+"""The restart of a batch job when its ranks have ended. tests/slurm tries it under Slurm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_train.launch.submit import script, starts
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """What scontrol was asked; it fails where the file ``no`` is."""
+    """Return the calls of scontrol, which fails where the file ``no`` is."""
     tool = tmp_path / "bin" / "scontrol"
     tool.parent.mkdir()
     tool.write_text(

@@ -1,4 +1,4 @@
-"""Who is to blame where ranks on several hosts stand still: the rules, without a process or a network."""
+"""The rules that name a rank or host when ranks on several hosts stand still, without a process or a network."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_and_the_others_end(run, size):
 
 
 def test_ranks_that_ended_unseen_are_named_together():
-    """As where the process that watches them was stopped meanwhile: which one was the first cannot be told."""
+    """The process that watches was stopped meanwhile: nobody can know which rank ended first."""
     with StatusTable(3) as table:
         cause = _cause(table, {0: 5.0, 1: 5.0, 2: 6.0}, 128 + signal.SIGKILL)
         assert (cause.what, cause.rank, cause.code) == ("rank 0 or 1 was ended by SIGKILL", None, 5)

@@ -53,7 +53,7 @@ def test_answers_to_two_that_ask_at_once_are_kept_apart(table, monkeypatch):
 
 
 def test_who_was_stopped_itself_blames_nobody(table):
-    """What it did not see is no time without a step."""
+    """Time in which the watchdog did not look does not count as time without a step."""
     slot = StatusSlot(table.path, 0)
     slot.at("training", 3)
     own = watchdog.Watchdog(table, 5.0)

@@ -1,4 +1,4 @@
-"""A launcher of a few lines: its processes know nothing but their numbers, and meet at hvd_train's own rendezvous."""
+"""A launcher of a few lines: its processes know nothing but their numbers, and connect at hvd_train's rendezvous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this host: munge, slurmctld and two slurmd with a folder, ports and a key of their own.
+"""A Slurm of two nodes on this host: munge, slurmctld and two slurmd, each with a folder, ports and a key.
 
 On a ``tests.hosts.network`` each node has a network of its own, and the first one runs slurmctld too.
 """
@@ -100,7 +100,7 @@ class Cluster:
         """The command line that runs ``line`` within a node's network."""
         if not self.network:
             return list(line)
-        # "ip netns" would hide /sys/fs/cgroup; Horovod ends a process whose host's own name leads nowhere.
+        # "ip netns" would hide /sys/fs/cgroup; Horovod ends a process whose host name leads nowhere.
         named = f'mount --bind /etc/netns/{node}/hosts /etc/hosts; hostname {node}; exec "$@"'
         space = ["nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "--mount"]
         return [*space, "sh", "-c", named, "sh", *line]
@@ -162,7 +162,7 @@ class Cluster:
             process.kill()
 
     def steps(self) -> list[psutil.Process]:
-        """What this cluster's jobs run, and the daemons of their steps."""
+        """Return the processes of this cluster's jobs, and the daemons of their steps."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):

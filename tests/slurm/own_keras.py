@@ -1,4 +1,4 @@
-"""A Keras script of a user's own under srun."""
+"""A user's Keras script under srun."""
 
 import hvd_train.keras as hk
 

@@ -1,4 +1,4 @@
-"""A script of a user's own under srun: sums over the ranks; with an argument, one rank fails after that."""
+"""A user's script under srun: sums over the ranks; with an argument, one rank fails after that."""
 
 import sys
 

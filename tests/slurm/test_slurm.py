@@ -34,7 +34,7 @@ NODES = ["-N", "2"]
 class Done:
     def __init__(self, run: subprocess.CompletedProcess) -> None:
         self.code, self.out = run.returncode, run.stdout
-        # srun tells of each task that failed
+        # srun has a line for each task that failed
         self.err = "".join(
             line for line in run.stderr.splitlines(True) if not line.startswith(("srun: ", "slurmstepd"))
         )
@@ -63,7 +63,7 @@ def meet(cluster, size: int, *does: str, **more: str) -> Done:
     return srun(cluster, *NODES, "-n", str(size), "python", str(HERE / "meet.py"), *does, **more)
 
 
-# ---- the ranks of a step meet
+# ---- rendezvous of the ranks of a step
 
 
 def test_every_rank_knows_its_place(cluster):
@@ -122,7 +122,7 @@ def test_the_doctor_sees_both_nodes(cluster):
 
 
 def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
-    """F38: The second command of a step finds the first one's desk, or what is left of it, at its own port."""
+    """F38: The second command of a step meets the server of the first one, or what is left of it, at its port."""
     line = f"python {HERE / 'meet.py'} && python {HERE / 'meet.py'}"
     both = [
         subprocess.Popen(
@@ -170,7 +170,7 @@ def test_ranks_with_another_secret_are_turned_away(cluster):
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory, cluster):
-    """A Slurm whose nodes have networks and addresses of their own."""
+    """A Slurm whose nodes have separate networks and addresses."""
     if why := network.missing():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("apart")
@@ -196,7 +196,7 @@ def apart(tmp_path_factory, cluster):
     ],
 )
 def test_rank_0_is_not_on_the_first_node(apart, layout, does, code):
-    """Ranks 0 and 2 are on the second node of the list, or rank 0 alone; they meet, or end together, at once."""
+    """Ranks 0 and 2 are on the second node of the list, or rank 0 alone; they connect, or end together, at once."""
     a, b = apart.nodes
     file = apart.folder / "hostfile"
     file.write_text(f"{b}\n{a}\n{b}\n")
@@ -279,7 +279,7 @@ def test_keras_trains_to_the_weights_of_horovodrun(cluster, tmp_path, expected):
 
 
 def test_the_guides_commands(cluster, tmp_path, expected):
-    """As they stand on the page, but for fewer ranks. A batch job has its own secret: it needs no file."""
+    """Run the commands of the page as they stand, with fewer ranks. A batch job makes a secret: it needs no file."""
     sets = "".join(f"{name}: {value}\n" for name, value in (text.split("=") for text in SETS))
     (tmp_path / "job.yaml").write_text(TINY.read_text() + sets)
     (tmp_path / "train.py").write_text((HERE / "own_torch.py").read_text())
@@ -392,7 +392,7 @@ def test_a_stopped_rank_is_named_with_its_host(cluster, tmp_path):
     assert lines[0].startswith("error: rank 1 on host node2 is stopped (SIGSTOP), for more than 10 s; in "), err
 
 
-# ---- own scripts
+# ---- user scripts
 
 
 def test_an_own_script_and_its_exit_code(cluster):
@@ -439,7 +439,7 @@ def test_submit_quotes_every_value(cluster, tmp_path):
 def test_submit_hands_on_the_exit_code(cluster, tmp_path):
     words = ["--", "python", "-c", "import sys; print('so far'); sys.exit(6)"]
     done = submit(cluster, tmp_path, "--time", "1", "--follow", *words, code=6)
-    assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line of its own
+    assert "\nso far\n" in done.stdout and ": failed" in done.stderr  # srun may add a line
 
 
 @pytest.mark.long("five launches of two ranks")

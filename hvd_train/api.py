@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, load_config
-from hvd_train.config.own import GIVEN, look_in
+from hvd_train.config.user_code import PASSED_FUNCTIONS, look_in
 from hvd_train.core.hooks import Hook
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
@@ -120,12 +120,12 @@ def _whole_config(
         whole = whole.model_copy(update={"code_dir": STARTED_IN})
     if model is not None and not isinstance(model, str):
         functions[whole.model.name] = _build(model)
-    GIVEN.update(functions)
+    PASSED_FUNCTIONS.update(functions)
     try:
         yield whole
     finally:
         for name in functions:
-            del GIVEN[name]
+            del PASSED_FUNCTIONS[name]
 
 
 def _names(value: Any, functions: dict[str, Any]) -> Any:

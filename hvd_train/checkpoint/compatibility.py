@@ -127,7 +127,7 @@ class Rule:
 
 
 RULES = (
-    Rule("a key that is declared free (config/keys.py)", "nothing", "nothing"),
+    Rule("a key that is declared free (config/keys)", "nothing", "nothing"),
     Rule("any other key", "--allow-change KEY", "nothing"),
     Rule("precision", "--allow-change precision", "the loss scale begins anew", _renew_loss_scale),
     Rule("early_stopping: monitor or mode", "nothing", "the best value does not count", _forget_best),

@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hvd_train.config.keys import FORMER, Config, nearest
+from hvd_train.config.keys.config import Config
+from hvd_train.config.keys.exchange import FORMER
+from hvd_train.config.names import nearest
 from hvd_train.config.writing import FLOAT, explain, inner
 from hvd_train.errors import ConfigError
 
@@ -42,7 +44,8 @@ Path_ = tuple[str | int, ...]
 
 
 def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, str], file: str, problems: list[str]) -> Any:
-    """A YAML node as Python data; notes each key's place, and keys that stand twice."""
+    """Return a YAML node as Python data. Notes in ``lines`` where each key stands, and in ``problems`` keys that stand
+    twice, of which YAML itself would silently keep the last."""
     lines[path] = f"{file}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.MappingNode):
         out: dict[Any, Any] = {}
@@ -91,8 +94,10 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
 
 
 def _check_size(text: str, file: str) -> None:
-    """Refuse what no configuration holds while it is read: some of it would take minutes or a stack without end."""
-    try:  # libyaml is 20 times as fast: 100 000 values took 8 s; its messages are others
+    """Refuse what no configuration holds before it is built: some of it would take minutes or overflow the stack."""
+    try:
+        # libyaml is 20 times as fast: with Python's parser 100 000 values took 8 s. But its messages differ from those
+        # that are explained below, so a text that it cannot parse is parsed again.
         _check_events(yaml.parse(text, getattr(yaml, "CSafeLoader", _Loader)), file)
     except yaml.YAMLError:
         _check_events(yaml.parse(text, _Loader), file)
@@ -142,9 +147,10 @@ def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems
 def load_config(
     path: Path | None = None, sets: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, **overrides: Any
 ) -> Config:
-    """Defaults, then ``base`` or the file, then ``--set`` settings, then ``overrides`` (flags; None is left out).
+    """Build a configuration from defaults, ``base`` or the file, ``--set`` settings and ``overrides``; later ones win.
 
-    A configuration that names code of the user's, and is not of a ``base``, says where that lies (``code_dir``).
+    ``overrides`` are flags of the command line; None is left out. A configuration that names code of the user says
+    where the code lies (``code_dir``), unless it comes from a ``base``.
 
     Raises one ConfigError with a line for each mistake: ``FILE:LINE: key: what; what to do``.
     """
@@ -188,10 +194,10 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 
 def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section class at a path of keys."""
+    """Return the section class at a path of keys, or None."""
     at: Any = Config
     for part in path:
-        if isinstance(part, int):  # of a list of sections
+        if isinstance(part, int):  # an index into a list of sections
             continue
         field = at.model_fields.get(str(part)) if isinstance(at, type) and issubclass(at, BaseModel) else None
         if field is None:
@@ -211,19 +217,22 @@ EXPECTED = {
 
 
 def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | None) -> list[str]:
-    """One line per key, in the order of the file; the alternatives of a key ("auto" or a number) are one mistake."""
-    found: dict[Path_, list[dict[str, Any]]] = {}
+    """Return one line per key, in the order of the file.
+
+    pydantic reports each alternative of a key ("auto" or a number) as an error; here they are one mistake.
+    """
+    errors: dict[Path_, list[dict[str, Any]]] = {}
     for item in _expanded(error):
-        # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are no keys.
-        path = list(item["loc"])
-        while len(path) > 1 and _section(path[:-1]) is None and not isinstance(path[-1], int):
-            path.pop()
-        found.setdefault(tuple(path), []).append(item)
+        # Members of a union ("constrained-int", "literal[...]") stand in pydantic's location, but are not keys.
+        location = list(item["loc"])
+        while len(location) > 1 and _section(location[:-1]) is None and not isinstance(location[-1], int):
+            location.pop()
+        errors.setdefault(tuple(location), []).append(item)
     order = list(lines)
     rows = []
-    for key, items in found.items():
+    for key, items in errors.items():
         near = [key[:n] for n in range(len(key), 0, -1) if key[:n] in lines]
-        near += [given for given in lines if given[: len(key)] == key]  # "optm" of "--set optm.lr=3"
+        near += [path for path in lines if path[: len(key)] == key]  # "optm" of "--set optm.lr=3"
         place = lines[near[0]] if near else str(file or "")
         text = f"{_dotted(key)}: {_text(key, items)}"
         rows.append((order.index(near[0]) if near else -1, f"{place}: {text}" if place else text))
@@ -231,7 +240,7 @@ def _explained(error: ValidationError, lines: Mapping[Path_, str], file: Path | 
 
 
 def explained(key: str) -> list[tuple[str, str, str, str]]:
-    """The rows of ``explain`` for a key or for the keys of a section; all of them for an empty text."""
+    """Return the rows of ``explain`` for a key, for the keys of a section, or with an empty text for all keys."""
     key = key.strip().replace("-", "_")
     rows = [row for row in explain() if not key or row[0] == key or row[0].startswith(f"{key}.")]
     if not rows:
@@ -240,7 +249,7 @@ def explained(key: str) -> list[tuple[str, str, str, str]]:
 
 
 def _unknown(path: Path_) -> str:
-    """Find the key of this name in another section, or one of a similar name in this section or anywhere."""
+    """Return the message for an unknown key: the same name in another section, or a similar one here or anywhere."""
     section, last = _section(path[:-1]), str(path[-1])
     leaves = {key.split(".")[-1]: key for key, *_ in reversed(explain())}
     near = nearest(last, section.model_fields) if section else None
@@ -262,7 +271,7 @@ def _text(path: Path_, items: Sequence[Mapping[str, Any]]) -> str:
     near = nearest(str(value), options)
     section = _section(path) if "model_type" in kinds else None
     if near is None and isinstance(value, str):
-        if section:  # its first key is what it is named by
+        if section:  # the first key of a section is its name
             near = f"{_dotted(path)}.{next(iter(section.model_fields))}"
         elif "list_type" in kinds:
             near = f"[{value}]"

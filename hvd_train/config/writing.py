@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from hvd_train.config.keys import FREE, Config, OneOf
+from hvd_train.config.keys.config import Config
+from hvd_train.config.keys.section import FREE, OneOf
 
-# YAML 1.1 takes 1e-5 for a word; people mean a number. A word that reads so is quoted when it is written.
+# YAML 1.1 reads 1e-5 as a text (it wants 1.0e-5); people mean a number. Such a text is quoted when it is written.
 FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 
 
@@ -25,7 +26,7 @@ _Dumper.add_implicit_resolver(*FLOAT)
 
 
 def resolved_yaml(config: Config) -> str:
-    """Every key with its value; loads back equal."""
+    """Return the YAML text of every key with its value. It loads back as an equal configuration."""
     return yaml.dump(
         _dump(config), None, _Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
     )
@@ -36,7 +37,7 @@ def _dump(config: Config) -> dict[str, Any]:
 
 
 def explain(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every key."""
+    """Return (key, type, default, meaning) of every key."""
     rows = []
     for name, field in section.model_fields.items():
         kind = inner(field.annotation)
@@ -69,14 +70,14 @@ def _words(annotation: Any) -> str:
 
 
 def digest(config: Config) -> str:
-    """Short hash of the whole configuration; ranks compare it before they train."""
-    told = _dump(config)
-    del told["code_dir"]  # may lie elsewhere on another host
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    """Return a short hash of the whole configuration. Ranks compare it before they train."""
+    values = _dump(config)
+    del values["code_dir"]  # the folder may have another path on another host
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """(key, old, new) of what would change the numbers of a resumed run."""
+    """Return (key, old, new) of the differences that would change the numbers of a resumed run."""
     free = set(free_keys(new.optim.schedule == "cosine"))
     before, after = dict(_leaves(_dump(old))), dict(_leaves(_dump(new)))
     return [
@@ -87,7 +88,7 @@ def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def free_keys(cosine: bool, section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Give the keys and sections that a resumed run may change, as they are declared; ``cosine``: the schedule is."""
+    """Yield the keys and sections that a resumed run may change, as declared. ``cosine``: ``optim.schedule`` is."""
     for name, field in section.model_fields.items():
         extra, kind = field.json_schema_extra, inner(field.annotation)
         when = extra.get(FREE) if isinstance(extra, dict) else None
@@ -99,13 +100,13 @@ def free_keys(cosine: bool, section: type[BaseModel] = Config, prefix: str = "")
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, dict):  # an empty one has no leaves: {} and a key less are the same
+        if isinstance(value, dict):  # an empty section has no leaves: {} equals a missing key
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
 def inner(annotation: Any) -> Any:
-    """The section class within an annotation such as ``Section | None``, else the annotation itself."""
+    """Return the section class within an annotation such as ``Section | None``, else the annotation itself."""
     sections = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
     return sections[0] if sections else annotation

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.config.own import own_function
+from hvd_train.config.user_code import user_function
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.dataset import DataRequest, Parts, known
@@ -46,7 +46,7 @@ def user_parts(config: DataConfig, task: TaskConfig, request: DataRequest, user_
 
 def imported(name: str, where: str) -> Callable[..., Any]:
     """Import a function of the user; a DataError says why it cannot be."""
-    return own_function(name, where, DataError)
+    return user_function(name, where, DataError)
 
 
 def _call(function: Callable[..., Any], config: DataConfig, where: str) -> Any:

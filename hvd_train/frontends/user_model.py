@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from hvd_train.config.own import GIVEN, handed_over, place_of, user_module
+from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_passed, place_of, user_module
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
@@ -17,8 +17,8 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
     """The build function for ``model.name``, a file of the zoo or ``package.module:function``, and its module."""
     module_name, _, function = name.partition(":")
     where = f"model.name: {name}"
-    if name in GIVEN:
-        module = importlib.import_module(GIVEN[name].__module__)
+    if name in PASSED_FUNCTIONS:
+        module = importlib.import_module(PASSED_FUNCTIONS[name].__module__)
     elif function:
         module = user_module(name, where)
     else:
@@ -29,10 +29,10 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
                 raise  # a package that the zoo's model needs
             fix = "'hvd-train models' lists the zoo; your own is 'package.module:function'"
             raise ConfigError(f"there is no model '{name}'", where=where, fix=fix) from None
-    build = GIVEN.get(name) or getattr(module, function or "build", None)
+    build = PASSED_FUNCTIONS.get(name) or getattr(module, function or "build", None)
     if not callable(build):
         what = f"{place_of(module, name)} has no function '{function or 'build'}'"
-        raise ConfigError(what, where=where, fix=handed_over(name, where))
+        raise ConfigError(what, where=where, fix=advice_for_passed(name, where))
     parameters = inspect.signature(build).parameters
     known = [p for p in parameters if p not in ("input_shape", "num_classes", "image")]
     unknown = [o for o in options if o not in parameters]

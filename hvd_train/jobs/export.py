@@ -12,7 +12,7 @@ from hvd_train import __version__, files
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
-from hvd_train.config.own import look_in
+from hvd_train.config.user_code import look_in
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, PYTORCH, Framework

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvd_train import __version__
 from hvd_train.config import Config, digest
-from hvd_train.config.own import look_in
+from hvd_train.config.user_code import look_in
 from hvd_train.core.agreement import agree_on_start, collectively
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet

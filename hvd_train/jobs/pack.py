@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config
-from hvd_train.config.own import look_in
+from hvd_train.config.user_code import look_in
 from hvd_train.data import catalog, packing
 from hvd_train.data.manifest import summary
 from hvd_train.launch.environment import world

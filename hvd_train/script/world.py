@@ -11,8 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
 
-from hvd_train.config import load_config
-from hvd_train.config.keys import ExchangeConfig
+from hvd_train.config import ExchangeConfig, load_config
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers

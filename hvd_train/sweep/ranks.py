@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_train.config.own import look_in
+from hvd_train.config.user_code import look_in
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import ConfigError, Interrupted, TrainError
 from hvd_train.frontends.mpi import Counter, can_meet, leave, mpi_world

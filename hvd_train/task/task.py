@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvd_train.config.keys import TaskConfig, title_of
+from hvd_train.config import TaskConfig
+from hvd_train.config.keys.task import title_of
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import Mean, Metric, flat_weights
 from hvd_train.protocol import Ops, Sample, Tensor
@@ -47,7 +48,7 @@ class Task:
         self.objectives = [
             Objective(name, *names, sample, config.ignore_index, ops) for name, names in config.terms.items()
         ]
-        self.has_user_functions = config.own
+        self.has_user_functions = config.has_user_functions
         # Where losses of the user are asked for their weights.
         self._output_shapes: Any = None
         self._lay_out()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config.own import own_function
+from hvd_train.config.user_code import user_function
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
 from hvd_train.protocol import Tensor
@@ -27,7 +27,7 @@ class UserFunction:
 
     def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
         self.where = f"{key}: {name}"
-        self._function = function or own_function(name, self.where)
+        self._function = function or user_function(name, self.where)
 
     def checked_values(
         self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
@@ -148,7 +148,7 @@ class UserSums(Metric):
 def user_metric(name: str, form: LabelForm) -> UserMean | UserSums:
     """Return the metric of this name: a function or an object that can be called; a class is called first."""
     key = "task.metrics"
-    named = own_function(name, f"{key}: {name}")
+    named = user_function(name, f"{key}: {name}")
     metric = named() if isinstance(named, type) else named
     function = UserFunction(key, name, metric)
     return UserSums(function, metric.result, form) if hasattr(metric, "result") else UserMean(function, form)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from hvd_train.config.keys import ExchangeConfig
+from hvd_train.config import ExchangeConfig
 from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.protocol import Communicator, Exchange, FrontEnd, Update
 from hvd_train.update.replicated import Replicated

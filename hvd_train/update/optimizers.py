@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
 
 Formula = Generator[list[Tensor], Sequence[Tensor], tuple[Tensor, ...]]

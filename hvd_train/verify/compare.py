@@ -90,7 +90,7 @@ def verify(
 def _frameworks(config: Config) -> tuple[list[str], list[str]]:
     """Return (frameworks to compare, notes): the configuration's, and all other installed ones that have the model."""
     chosen, name = FRAMEWORKS[config.framework], config.model.name
-    if config.task.own:
+    if config.task.has_user_functions:
         return [chosen.name], [f"task names functions for {chosen.name}: only the ranks are compared"]
     others = [other for other in FRAMEWORKS.values() if other is not chosen and chosen.has(name) and other.has(name)]
     installed = [chosen.name, *(other.name for other in others if other.installed())]

@@ -9,7 +9,7 @@ import pytest
 
 import hvd_train
 from hvd_train.config import load_config
-from hvd_train.config.own import own_function
+from hvd_train.config.user_code import user_function
 from hvd_train.errors import CheckpointError, CommunicationError, ConfigError, DataError
 from hvd_train.jobs.evaluate import evaluate
 
@@ -203,12 +203,12 @@ def test_loss_and_metrics_of_ones_own(tmp_path, framework):
     local, summary = trained("local", loss="mse", metrics=["mae", near])
     assert summary.val_near == pytest.approx(near(answers(model, NUMBERS[1][0]), NUMBERS[1][1]).mean())
     with pytest.raises(ConfigError) as caught:
-        own_function(load_config(local / "config.yaml").task.metrics[1], "task.metrics")
+        user_function(load_config(local / "config.yaml").task.metrics[1], "task.metrics")
     assert str(caught.value).endswith(
         "; task.metrics; it was handed over in Python; put it into a module of its own and name it, "
         "--set task.metrics=package.module:name"
     )
-    assert own_function(load_config(first / "config.yaml").task.loss, "task.loss") is weighted
+    assert user_function(load_config(first / "config.yaml").task.loss, "task.loss") is weighted
     with pytest.raises(ConfigError, match="two functions are called tests.api.test_fit:test_loss_and_metrics_of_on"):
         trained("twice", metrics=[lambda z, y: z, lambda z, y: y])
     with pytest.raises(ConfigError, match="task.metrics: '<lambda>' is no name for the log: use def"):

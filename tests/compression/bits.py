@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 
 OPTIONS = {
     "sgd": OptimConfig(name="sgd", momentum=0.9, weight_decay=0.01),

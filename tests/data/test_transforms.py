@@ -10,7 +10,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from hvd_train.config import Config, DataConfig, TaskConfig, changed, explain, load_config, resolved_yaml
-from hvd_train.config.keys import TRANSFORMS
+from hvd_train.config.keys.transforms import TRANSFORMS
 from hvd_train.data import transforms
 from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader

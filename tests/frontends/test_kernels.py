@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from tests.frontends.test_contract import FRAMEWORKS
 
 OPTIONS = {

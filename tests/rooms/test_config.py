@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_the_keys_that_a_resumed_run_may_change():
-    """They are declared so in keys.py; a new key is not, unless its author says it."""
+    """They are declared so in config/keys; a new key is not, unless its author says it."""
     always = [
         "run_dir",
         "code_dir",

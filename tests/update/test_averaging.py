@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_train.compression import make
-from hvd_train.config.keys import ExchangeConfig
+from hvd_train.config import ExchangeConfig
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Placement, TensorSpec
 from hvd_train.update import make_update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.optimizers import side_by_side, whole
 from tests.numpy_frontend import NumpyOps

@@ -15,7 +15,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.protocol import Ops

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas

@@ -1,4 +1,4 @@
-"""Code of the user's own, as the configuration names it: ``package.module:function``, or handed over in Python."""
+"""The user's code that the configuration names, as ``package.module:function`` or passed to ``hvd_train.fit``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from hvd_train.errors import ConfigError, TrainError
 
-GIVEN: dict[str, Callable[..., Any]] = {}  # what ``hvd_train.fit`` was handed over, while it runs
+PASSED_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # to ``hvd_train.fit``, while it runs
 _folder: list[str] = []  # the configuration's ``code_dir``
 
 
@@ -28,7 +28,7 @@ def _places() -> list[str]:
 
 
 def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> ModuleType:
-    """Import the module of ``package.module:function``; raises ``kind`` where it cannot be imported."""
+    """Import the module of ``package.module:function``; raises ``kind`` if it cannot be imported."""
     module = name.partition(":")[0]
     if os.getcwd() not in sys.path:  # a console script does not look where the user stands
         sys.path.insert(0, os.getcwd())
@@ -37,7 +37,8 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
     try:
         return importlib.import_module(module)
     except (ImportError, ValueError) as error:
-        what, fix = f"cannot be imported: {error}", handed_over(name, where)
+        what, fix = f"cannot be imported: {error}", advice_for_passed(name, where)
+        # An import that fails within the module is a mistake of the module: only its own name missing is a wrong place.
         missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if missing and not fix:
             what = f"there is no module '{module}'"
@@ -46,8 +47,10 @@ def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> 
 
 
 def source_of(name: str) -> list[Path]:
-    """The files and folders from which ``package.module:function`` would be imported; empty: a library's, or none.
-    Nothing is imported."""
+    """Return the files and folders from which ``package.module:function`` would be imported; none of a library.
+
+    Nothing is imported, because the caller asks before it trusts the code.
+    """
     top, *rest = name.partition(":")[0].split(".")
     if top in sys.stdlib_module_names:
         return []
@@ -56,30 +59,30 @@ def source_of(name: str) -> list[Path]:
         return []
     folders = [Path(x) for x in spec.submodule_search_locations or []]
     inner = [folder.joinpath(*rest).with_suffix(".py") for folder in folders if rest]
-    found = [*([Path(spec.origin)] if spec.origin else []), *folders, *(x for x in inner if x.exists())]
+    sources = [*([Path(spec.origin)] if spec.origin else []), *folders, *(x for x in inner if x.exists())]
     libraries = [Path(path) for path in sysconfig.get_paths().values()]
-    return [] if any(x.is_relative_to(library) for x in found for library in libraries) else found
+    return [] if any(x.is_relative_to(library) for x in sources for library in libraries) else sources
 
 
-def own_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
-    """The function of this name; raises ``kind`` where there is none."""
-    if name in GIVEN:
-        return GIVEN[name]
+def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
+    """Return the function of this name; raises ``kind`` if there is none."""
+    if name in PASSED_FUNCTIONS:
+        return PASSED_FUNCTIONS[name]
     module, function = user_module(name, where, kind), name.partition(":")[2]
     try:
         return getattr(module, function)
     except AttributeError as error:
-        fix = handed_over(name, where)
+        fix = advice_for_passed(name, where)
         raise kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix) from error
 
 
 def place_of(module: ModuleType, name: str) -> str:
-    """The module's file: another one of the same name may have been found first."""
+    """Return the module's file, for messages: another module of the same name may come first on the path."""
     return getattr(module, "__file__", None) or name.partition(":")[0]
 
 
-def handed_over(name: str, where: str) -> str:
-    """Return the advice for code that only a script or notebook had, at its key ``where``."""
+def advice_for_passed(name: str, where: str) -> str:
+    """Return what to do about code that only a script or notebook had, at its key ``where``; "" for other code."""
     if not name.startswith("__main__:") and "<" not in name:
         return ""
     key = where.partition(":")[0]

@@ -1,0 +1,194 @@
+"""The keys of the first level, and the sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
+from hvd_train.config.keys.data import DataConfig
+from hvd_train.config.keys.exchange import ExchangeConfig
+from hvd_train.config.keys.model import ModelConfig
+from hvd_train.config.keys.optim import OptimConfig
+from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
+from hvd_train.config.keys.slurm import SlurmConfig
+from hvd_train.config.keys.task import TaskConfig
+from hvd_train.config.modes import ALLREDUCE
+from hvd_train.config.names import did_you_mean
+from hvd_train.frameworks import FRAMEWORKS
+
+
+def _precision(value: Any) -> Any:
+    """Return the precision as text: YAML reads 32 as a number. Lightning's longer names are accepted, too."""
+    known = {32: "32", 64: "64", "32-true": "32", "64-true": "64"}
+    return known.get(value, value) if isinstance(value, int | str) and value is not True else value
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    framework: Annotated[str, OneOf(FRAMEWORKS)] = Field("pytorch", description="the framework that trains")
+    model: ModelConfig = Field(ModelConfig(), description="the model and its options")
+    data: DataConfig = Field(DataConfig(), description="the data set")
+    task: TaskConfig = Field(TaskConfig(), description="the loss and what is told beside it")
+    batch_size: Positive | None = Field(None, description="samples per rank and micro-batch (default 32)")
+    global_batch_size: Positive | None = Field(
+        None, description="samples per step over all ranks, instead of batch_size"
+    )
+    accumulate_grad_batches: Positive = Field(1, description="micro-batches per step; their gradients travel once")
+    max_epochs: Positive | None = free(
+        None, unless_cosine=True, description="epochs to train (default 1, if max_steps is not given)"
+    )
+    max_steps: Positive | None = free(
+        None, unless_cosine=True, description="steps to train; with max_epochs: whichever ends first"
+    )
+    optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
+    gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
+    gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
+    exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
+    sync_batchnorm: bool = Field(
+        False, description="batch normalization uses the global batch, not a rank's part of it"
+    )
+    checkpoint: CheckpointConfig = free(CheckpointConfig(), description="when to save and what to keep")
+    early_stopping: EarlyStoppingConfig | None = free(None, description="stop before the end; null: never")
+    check_val_every_n_epoch: Positive = free(1, description="evaluate after every n-th epoch, and at the end")
+    limit_train_batches: Positive | None = Field(None, description="steps per epoch at most, for short trials")
+    limit_val_batches: Positive | None = free(None, description="batches per evaluation and rank at most")
+    precision: Annotated[Literal["32", "64", "16-mixed", "bf16-mixed"], BeforeValidator(_precision)] = Field(
+        "32",
+        description="bits: 32, 64 for proofs of equality, or weights of 32 and most arithmetic in 16 (mixed)",
+    )
+    on_nonfinite: Literal["stop", "skip", "rollback"] = free(
+        "stop",
+        description="NaN or infinity: end with code 6, leave the step out, or take the last checkpoint's weights",
+    )
+    watchdog_s: float = free(
+        600,
+        ge=0,
+        description="seconds without a step, or a save without a byte, after which all ranks are ended; 0: never",
+    )
+    device: Literal["auto", "cpu", "cuda"] = free("auto", description="cuda: the GPU of the local rank")
+    devices: list[Count] | None = free(None, description="GPU indices for the local ranks, in order; null: all visible")
+    threads: Positive | Literal["auto"] = free("auto", description="threads per rank; auto: cores / local ranks")
+    seed: Count = Field(0, description="seed of first weights, sample order and dropout")
+    run_dir: str = free("runs/default", description="run folder: config, metrics, checkpoints, TensorBoard events")
+    code_dir: str | None = free(
+        None,
+        description="folder of your modules, searched before the current one; null: the configuration file's",
+    )
+    agreement_every_n_steps: Count = free(
+        100, description="steps between two checks that all ranks hold the same weights, bit for bit; 0: never"
+    )
+    steps_per_execution: Positive | Literal["auto"] = free(
+        "auto",
+        description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
+    )
+    log_every_n_steps: Positive = free(50, description="steps between two lines of metrics.jsonl")
+    tensorboard: bool = free(True, description="write TensorBoard events")
+    slurm: SlurmConfig = free(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
+    # Private: not part of the configuration, so not written, compared or counted in its digest.
+    _notes: list[str] = PrivateAttr(default_factory=list)
+    _restores: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_lengths(cls, data: Any) -> Any:
+        """Set the defaults that depend on other keys, so that a resolved configuration shows them."""
+        if isinstance(data, dict):
+            data = dict(data)
+            if data.get("batch_size") is None and data.get("global_batch_size") is None:
+                data["batch_size"] = 32
+            if data.get("max_epochs") is None and data.get("max_steps") is None:
+                data["max_epochs"] = 1
+        return data
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        problems = []
+        if self.batch_size and self.global_batch_size:
+            problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
+        monitors = [f"{part}_{name}" for part in ("val", "train") for name in self.task.names]
+        rules: list[tuple[str, Any]] = [("checkpoint", self.checkpoint), ("early_stopping", self.early_stopping)]
+        problems += [
+            (f"{key}.monitor", did_you_mean(rule.monitor, monitors))
+            for key, rule in rules
+            if rule and rule.monitor not in monitors
+        ]
+        for key, one in rules:
+            if one and one.monitor in monitors:
+                known = self._direction(one)
+                if one.mode == "auto" and not known:
+                    problems.append(
+                        (f"{key}.mode", f"auto knows built-in metrics only; set min or max for {one.monitor}")
+                    )
+                elif known and one.mode not in ("auto", known):
+                    chosen, better = ("smallest", "larger") if one.mode == "min" else ("largest", "smaller")
+                    what = f"takes the {chosen} {one.monitor} as best, although a {better} one is better"
+                    self._notes.append(f"{key}.mode: {one.mode} {what}; set {key}.mode: auto to change that")
+        if not self.run_dir.strip():
+            problems.append(("run_dir", "must not be empty"))
+        if self.optim.sharded and self.exchange.mode != ALLREDUCE:
+            problems.append(
+                ("optim.sharded", f"ranks move their weights apart with exchange.mode: {self.exchange.mode}")
+            )
+        if self.optim.sharded and self.exchange.op == "adasum":
+            problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
+        if self.devices is not None and self.device == "cpu":
+            problems.append(("devices", "names GPUs, but device is cpu"))
+        raise_problems(problems)
+        return self
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the notes about the configuration for the user, a line each."""
+        return self._notes
+
+    def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig) -> str:
+        """Return whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
+        return rule.mode if rule.mode != "auto" else self._direction(rule) or "min"
+
+    def _direction(self, rule: CheckpointConfig | EarlyStoppingConfig) -> Literal["min", "max"] | None:
+        """Return which value of the rule's monitor is better, if that is known without the user."""
+        return self.task.better.get(rule.monitor.partition("_")[2])
+
+    def resolved(self) -> Config:
+        """Return the configuration with a ``mode`` in place of each ``auto``."""
+        rules = {"checkpoint": self.checkpoint, "early_stopping": self.early_stopping}
+        modes = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in rules.items() if rule}
+        return self.model_copy(update=modes)
+
+    @property
+    def user_code(self) -> dict[str, str]:
+        """Return {key: names} of the keys that name code of the user, ``package.module:function``."""
+        terms = self.task.terms.values()
+        named = {
+            "model.name": self.model.name,
+            "data.name": self.data.name,
+            "data.transforms": ", ".join(one.name for one in self.data.transforms),
+            "task.loss": ", ".join(loss for loss, _ in terms),
+            "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
+        }
+        return {key: name for key, name in named.items() if ":" in name}
+
+    @property
+    def restores(self) -> bool:
+        """Return whether all weights come from a checkpoint, so that a model function need not load any."""
+        return self._restores
+
+    def restoring(self) -> Config:
+        """Return a copy with ``restores``."""
+        copied = self.model_copy()
+        copied._restores = True
+        return copied
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Return whether a step is taken only where the gradients of all ranks are finite."""
+        return self.precision == "16-mixed" or self.on_nonfinite == "skip"
+
+    def global_batch(self, world_size: int) -> int:
+        """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""
+        if self.global_batch_size:
+            return self.global_batch_size
+        return (self.batch_size or 0) * world_size * self.accumulate_grad_batches

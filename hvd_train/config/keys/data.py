@@ -1,0 +1,92 @@
+"""The keys of ``data``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from hvd_train.config.keys.section import Positive, Section, free, raise_problems
+from hvd_train.config.keys.transforms import TransformConfig
+
+# Data for which ``images`` may say whether samples are images. Other kinds know it by themselves.
+ARRAYS = ("npz", "npy", "hdf5", "packed")
+
+
+def _class_names(value: Any) -> Any:
+    """Return the names of classes as texts: YAML reads 1 as a number."""
+    if isinstance(value, dict):
+        return {key: _class_names(names) for key, names in value.items()}
+    if value is None or value == "auto":
+        return value
+    listed = value if isinstance(value, list) else []
+    # YAML reads yes and no as true and false, which as texts would be other words than the user wrote.
+    names = [str(name) for name in listed]
+    whole = all(isinstance(name, str | int) and name is not True and name is not False for name in listed)
+    if not names or not whole or "" in names or len(set(names)) < len(names):
+        expected = "a list of words (yes, no, true and false in quotes) or of whole numbers, each once; or auto"
+        raise PydanticCustomError("class_names", "{wanted}", {"wanted": expected})
+    return names
+
+
+ClassNames = Annotated[
+    Literal["auto"] | list[str] | dict[str, list[str]] | None,
+    BeforeValidator(_class_names),
+]
+
+
+class DataConfig(Section):
+    """The data set: where it lies, what of it is input and label, and how samples are changed."""
+
+    name: str = Field(
+        "digits",
+        description="a built-in data set ('hvd-train data'), or your 'package.module:function' giving (train, val)",
+    )
+    path: str | None = free(None, description="folder or file of the data; digits, synthetic and masked_text need none")
+    image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
+    val_fraction: float = Field(
+        0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"
+    )
+    num_samples: Positive = Field(10_000, description="synthetic: number of training samples")
+    input_shape: list[Positive] = Field(
+        [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
+    )
+    sequence_length: Positive = Field(128, description="text: bytes of a sample; masked_text: its tokens")
+    vocabulary_size: int = Field(
+        8000, ge=300, description="masked_text: byte-pair tokens to learn from the text, at most; 260 of them are fixed"
+    )
+    vocabulary: str | None = Field(
+        None, description="masked_text: a tokenizer.json (of the tokenizers library) to take instead of learning one"
+    )
+    features: list[str] | None = Field(None, description="table: columns that are the input; default: all but labels")
+    labels: str | list[str] | None = Field(None, description="table: the column to learn, or several")
+    num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
+    images: bool | None = Field(
+        None,
+        description="your arrays: whether samples are images; null: bytes, and arrays with 1 or 3 channels",
+    )
+    classes: ClassNames = Field(
+        None,
+        description="words or whole numbers of the labels, or names of 0, 1, ..., in order; auto: those that occur",
+    )
+    target: Literal["labels", "inputs"] = Field(
+        "labels", description="what the model learns; inputs: to reproduce its input, as autoencoders do"
+    )
+    options: dict[str, Any] = Field({}, description="arguments of your data function")
+    transforms: list[TransformConfig] = Field([], description="transforms of each training sample, in this order")
+    workers: Positive = free(1, description="threads of a rank that fetch, decode and transform ahead of the training")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> DataConfig:
+        names = [one.name for one in self.transforms]
+        if "normalize" in names[:-1]:
+            raise_problems([("transforms", "normalize must stand last: it is done on the device, after all others")])
+        if self.name != "table":
+            raise_problems([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
+        if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
+            raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
+        listed = self.classes if isinstance(self.classes, list) else []
+        if self.num_classes and self.num_classes < len(listed):
+            raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
+        return self

@@ -1,0 +1,74 @@
+"""The keys of ``exchange``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from hvd_train.compression.table import COMPRESSORS
+from hvd_train.config.keys.section import Count, OneOf, Positive, Section, raise_problems
+from hvd_train.config.modes import ALLREDUCE, MODES
+
+# Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
+FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
+
+
+class ExchangeConfig(Section):
+    """How ranks combine what they learned: gradients or weights, compressed or not."""
+
+    compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
+        "none",
+        description="how gradients are compressed; auto: the fastest here of none, fp16, powersgd, topk",
+    )
+    ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
+    exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")
+    threshold: float = Field(0.001, ge=0, description="threshold: absolute value above which an entry travels")
+    rank: Positive = Field(4, description="powersgd: rank of the approximation")
+    op: Literal["average", "adasum"] = Field(
+        "average", description="how gradients are combined; adasum needs MPI and 2, 4, 8, ... ranks"
+    )
+    mode: Annotated[str, OneOf(MODES)] = Field(
+        ALLREDUCE,
+        description="average: gradients (allreduce), a rotating part of the weights (partial), all, rarely (local_sgd)",
+    )
+    partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
+    local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
+    overlap: Literal["auto"] | bool = Field(
+        "auto",
+        description="exchange during backward; auto: on GPUs, over networks and with spare cores",
+    )
+    compression_error_every_n_steps: Count = Field(
+        0,
+        validation_alias=AliasChoices("compression_error_every_n_steps", *FORMER),
+        description="steps between two comparisons of the compressed with the exact gradient; 0: never",
+    )
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ExchangeConfig:
+        # The tables say which option belongs to which compressor or mode, so a new row needs no rule here.
+        owners = {option: name for name, row in COMPRESSORS.items() for option in row.options}
+        problems = [
+            (option, f"belongs to compression: {owner}, not {self.compression}")
+            for option, owner in owners.items()
+            if self.compression not in (owner, "auto") and self._is_set(option)
+        ]
+        for owner, row in MODES.items():
+            if row.option and self.mode != owner and self._is_set(row.option):
+                problems.append((row.option, f"belongs to mode: {owner}, not {self.mode}"))
+        if self.compression != "none" and self.mode != ALLREDUCE:
+            problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
+        if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):
+            problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
+        if self.compression_error_every_n_steps and self.compression == "none":
+            problems.append(("compression_error_every_n_steps", "needs a compression to look at"))
+        raise_problems(problems)
+        return self
+
+    def _is_set(self, option: str) -> bool:
+        return getattr(self, option) != type(self).model_fields[option].default
+
+    def options(self, compression: str) -> dict[str, Any]:
+        """Return the options of this compressor."""
+        row = COMPRESSORS.get(compression)  # "auto" is not in the table: it has no options
+        return {option: getattr(self, option) for option in (row.options if row else ())}

@@ -1,0 +1,99 @@
+"""The keys of ``task``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hvd_train.config.keys.section import Section, raise_problems
+from hvd_train.config.names import did_you_mean
+from hvd_train.metrics.table import LOSSES, METRICS
+
+# The other keys of a line of metrics.jsonl: a metric of the same name would overwrite one.
+LOG_KEYS = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
+
+
+def title_of(output: str, metric: str) -> str:
+    """Return the name of a metric in the log. A metric of the user has the name of its function."""
+    return f"{output}_" * bool(output) + metric.rpartition(":")[2].rpartition(".")[2]
+
+
+class TaskConfig(Section):
+    """What the model learns: the loss and the metrics, of one output or of several."""
+
+    loss: str | dict[str, str] = Field(
+        "cross_entropy",
+        description="a built-in loss, or your function 'package.module:function'; several outputs: {output: loss}",
+    )
+    metrics: list[str] | dict[str, list[str]] | None = Field(
+        None,
+        description="metrics, built in or yours; several outputs: {output: [...]}; null: accuracy of classes",
+    )
+    ignore_index: int = Field(-100, description="cross_entropy: the label of places that do not count")
+
+    @property
+    def terms(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return {output: (loss, its metrics)}; the output is "" if there is only one.
+
+        Sorted by name, so that two files with the same keys in another order mean the same.
+        """
+        losses = dict(sorted(self.loss.items())) if isinstance(self.loss, dict) else {"": self.loss}
+        metrics = {"": self.metrics} if isinstance(self.metrics, list) else self.metrics
+        defaults = {name: ["accuracy"] if loss in ("cross_entropy", "bce") else [] for name, loss in losses.items()}
+        return {name: (loss, tuple((metrics or defaults).get(name, []))) for name, loss in losses.items()}
+
+    @property
+    def has_user_functions(self) -> bool:
+        """Return whether a loss or a metric is a function of the user."""
+        return any(":" in name for loss, metrics in self.terms.values() for name in (loss, *metrics))
+
+    def classes(self, label: str, alone: bool) -> bool:
+        """Return whether this label is a class: 0, 1, ... ``alone``: the data has no other label."""
+        loss, _ = self.terms.get(label) or (self.terms.get("") if alone else None) or ("", ())
+        return loss == "cross_entropy"
+
+    def asks_user_code(self, label: str) -> bool:
+        """Return whether a loss or metric of the user reads this label."""
+        loss, metrics = self.terms.get(label) or self.terms.get("") or ("", ())
+        return any(":" in name for name in (loss, *metrics))
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the values of an evaluation, in the order of the log."""
+        return [name for name, _ in self._values]
+
+    @property
+    def better(self) -> dict[str, Literal["min", "max"] | None]:
+        """Return {value of an evaluation: "min" if the smaller one is better}; None for a metric of the user."""
+        return dict(self._values)
+
+    @property
+    def _values(self) -> list[tuple[str, Literal["min", "max"] | None]]:
+        losses: list[tuple[str, Literal["min", "max"] | None]] = [("loss", "min")]
+        losses += [(f"{name}_loss", "min") for name in self.terms] if len(self.terms) > 1 else []
+        each = [(name, metric) for name, (_, metrics) in self.terms.items() for metric in metrics]
+        rows = [(title_of(name, metric), METRICS.get(metric)) for name, metric in each]
+        return losses + [(title, row.better if row else None) for title, row in rows]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TaskConfig:
+        problems = []
+        for loss, metrics in self.terms.values():
+            problems += [("loss", did_you_mean(loss, LOSSES))] if ":" not in loss and loss not in LOSSES else []
+            problems += [("metrics", did_you_mean(m, METRICS)) for m in metrics if ":" not in m and m not in METRICS]
+        if isinstance(self.loss, dict) and not all(name.isidentifier() for name in self.loss):
+            problems.append(("loss", "give each loss the name of an output and of its labels"))
+        outputs = {"": None} if isinstance(self.metrics, list) else dict(self.metrics or {})
+        unknown = [name for name in outputs if name not in self.terms]
+        if unknown:
+            problems.append(("metrics", f"{', '.join(unknown) or 'a list'}: give them by the outputs of loss"))
+        names = self.names
+        problems += [("metrics", f"'{x}' is no name for the log: use def") for x in names if not x.isidentifier()]
+        for name in dict.fromkeys(names):
+            if names.count(name) > 1 or name in LOG_KEYS:
+                problems.append(
+                    ("metrics", f"'{name}' names two things in the log: leave one out or rename the function")
+                )
+        raise_problems(problems)
+        return self

@@ -1,9 +1,15 @@
 """``python -m hvd_train.launch.gloo -np N [-H a:2,b:2] PROGRAM ...``: start N ranks over Gloo, here or over ssh.
 
-In the place of ``horovodrun --gloo``, which puts the whole environment and the key of its services on command lines,
-where every user of a host can read them, and which loads a framework before it starts a rank. Another host is
-instructed over the standard input of its ssh: first which ranks to start, in a line of JSON, then a line for each
-signal. The ranks meet at a rendezvous server of ours, which answers only who names its token.
+It replaces ``horovodrun --gloo``, which puts the whole environment and the key of its services on command lines, where
+every user of a host can read them, and which loads a framework before it starts a rank.
+
+1. The starter opens a rendezvous server, which answers only those who know its token.
+2. It starts the ranks of this host. For each other host it starts an ssh, which runs this module with ``--remote``.
+3. It writes to the standard input of each ssh: first a line of JSON with the ranks to start, the token and the
+   environment (so none of them is on a command line), then a line with the number of each signal.
+4. Gloo in each rank asks the server for the addresses of the others (``launch/rendezvous/server.py``).
+5. The starter waits for all ranks and ssh processes. The first code that is not 0 is the job's, and the others are
+   asked to end. If the starter dies, the standard inputs end, and so do the ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +26,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,10 +37,11 @@ from hvd_train.launch.rendezvous.endpoint import LOOPBACK, Endpoint, interface_o
 from hvd_train.launch.rendezvous.server import RendezvousServer
 from hvd_train.launch.world import World
 
-# Codes of ranks that have saved and leave, one by one.
+# Codes of ranks that have saved after a signal. Each of them ends by itself, so the others are not asked to.
 LEAVING = {stopped_code(number) for number in (signal.SIGTERM, signal.SIGINT)}
-SSH_FAILED = 255
-GRACE_SECONDS = 8.0  # for ranks to end where their starter is gone
+SSH_FAILED = 255  # ssh(1): its own code, whatever the remote command would return
+GRACE_SECONDS = 8.0  # for ranks to end after SIGTERM; then they are killed
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
@@ -47,7 +54,8 @@ class Child:
     ssh: subprocess.Popen | None = None
 
     def send(self, line: bytes) -> None:
-        with suppress(BrokenPipeError):  # ssh has ended, and says why
+        """Write a line to the standard input of the ssh."""
+        with suppress(BrokenPipeError):  # ssh has ended, and has printed why
             assert self.ssh is not None and self.ssh.stdin is not None
             self.ssh.stdin.write(line + b"\n")
             self.ssh.stdin.flush()
@@ -56,13 +64,13 @@ class Child:
         if self.ssh:
             self.send(str(number).encode())
             if number == signal.SIGKILL:
-                threading.Timer(1.0, self._kill).start()  # of a host that does not hear it
+                threading.Timer(1.0, self._kill).start()  # the host may be out of reach
         else:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def _kill(self) -> None:
-        """Kill a child. Whoever waits for all children sees its end."""
+        """Kill the ssh. ``Children.wait`` sees its end."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -80,36 +88,54 @@ class Children:
     """The ranks that one process starts, and their end. ``host``: the name of this one where there are several."""
 
     def __init__(self, host: str = "") -> None:
-        self._host, self._asked = host, False
+        self._host, self._signalled = host, False
         self._running: dict[int, Child] = {}
+        self._mask: set[int] = set()
 
     def start(self, ranks: Mapping[int, Mapping[str, str]], program: list[str]) -> None:
         """Start ranks of this host. ``ranks``: {rank: its variables}."""
         for rank, variables in ranks.items():
             env = os.environ | dict(variables)
-            pid = os.posix_spawn(program[0], program, env, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ))
+            # Python ignores these two signals, and a program would inherit that.
+            ignored = (signal.SIGPIPE, signal.SIGXFSZ)
+            pid = os.posix_spawn(program[0], program, env, setsigdef=ignored, setsigmask=self._mask)
             self._running[pid] = Child(f"rank {rank}", pid)
 
     def reach(self, host: str, message: Mapping[str, Any]) -> None:
         """Start the ranks of another host over ssh, as ``message`` says."""
-        ssh = subprocess.Popen(_ssh(host), stdin=subprocess.PIPE)
+        ssh = subprocess.Popen(_ssh(host), stdin=subprocess.PIPE, preexec_fn=self._unblock)
         child = self._running[ssh.pid] = Child(f"host {host}", ssh.pid, ssh)
         child.send(json.dumps(message).encode())
 
     def signal(self, number: int) -> None:
-        self._asked = True
+        self._signalled = True
         for child in list(self._running.values()):
             child.signal(number)
 
-    def forward_signals(self) -> None:
-        """Forward signals from now on. Before, a signal ends this process, and ranks end with their launcher."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: self.signal(number))
+    @contextmanager
+    def forwarding_signals(self) -> Iterator[None]:
+        """Start children within this block. Signals are forwarded to them from its end on.
+
+        A signal that comes within the block is blocked until all children are known. Otherwise it would end this
+        process alone, or reach only the children that were started before it. Children do not inherit the block.
+        """
+        self._mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)}
+        try:
+            yield
+            for number in FORWARDED:
+                signal.signal(number, lambda number, frame: self.signal(number))
+        finally:
+            self._unblock()
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def wait(self) -> int:
-        """Wait until all have ended, and return the first exit code that is not 0 (128 + N of a rank that signal N
-        ended). The other ranks are asked to follow. With a host's name, a rank that a signal ended is an error line and
-        exit code 5."""
+        """Wait until all have ended, and return the first exit code that is not 0; 128 + N of a rank ended by signal N.
+
+        After that code the other ranks are asked to end. With a host's name, a rank that a signal ended is printed as
+        an error line, and the exit code is 5: the starter on the first host cannot know which rank of this one it was.
+        """
         first = 0
         while self._running:
             pid, status = os.wait()
@@ -119,7 +145,7 @@ class Children:
                 continue
             if child.ssh:
                 first = CommunicationError.exit_code if code == SSH_FAILED else code
-            elif code < 0 and self._host and not self._asked:
+            elif code < 0 and self._host and not self._signalled:
                 how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
                 print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
                 first = CommunicationError.exit_code
@@ -131,7 +157,7 @@ class Children:
         return first
 
     def _end_later(self) -> None:
-        """A rank that is stopped, or waits for a lost one, does not heed the signal."""
+        """Kill all after ``GRACE_SECONDS``: a rank that is stopped or waits for a lost one does not end by SIGTERM."""
         timer = threading.Timer(GRACE_SECONDS, self.signal, [signal.SIGKILL])
         timer.daemon = True
         timer.start()
@@ -150,7 +176,8 @@ def places(slots: Mapping[str, int], size: int) -> list[Place]:
     ranks: list[Place] = []
     for k, (host, count) in enumerate(counts.items()):
         for local in range(count):
-            level = [other > local for other in counts.values()]  # hosts that have a rank with this local rank
+            # Which hosts have a rank with this local rank: together these ranks are Horovod's cross communicator.
+            level = [other > local for other in counts.values()]
             ranks.append(Place(host, (len(ranks), size, local, count), (sum(level[:k]), sum(level))))
     return ranks
 
@@ -163,21 +190,27 @@ def start(size: int, hosts: Hosts | None, program: list[str]) -> int:
         ranks.setdefault(place.host, []).append(place)
     remote = [host for host in ranks if not is_here(host)]
     server = RendezvousServer("" if remote else LOOPBACK, 0, secrets.token_hex(32), size)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     networks = hosts.interfaces.split(",") if hosts and hosts.interfaces else []
+    network = (networks or [_interface_to(remote) if remote else "lo"])[0]
     port, token = server.server_port, server.token
     children = Children(platform.node() if hosts else "")
-    for host, group in ranks.items():
-        if host in remote:
-            way = {"host": host, "addresses": _addresses(networks), "networks": networks}
-            common = {"common": travelling(os.environ), "program": program}
-            children.reach(host, {"port": port, "token": token, "ranks": group} | way | common)
-        else:
-            network = (networks or [_interface_to(remote) if remote else "lo"])[0]
-            own = {one.world[0]: variables(one, LOOPBACK, port, token, network) for one in group}
-            children.start(own, program)
-    children.forward_signals()
+    with children.forwarding_signals():
+        # Within the block: a thread keeps the mask with which it starts, and any thread that blocks nothing would take
+        # a signal, which ends the process.
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for host, group in ranks.items():
+            if host in remote:
+                way = {"host": host, "addresses": _addresses(networks), "networks": networks}
+                common = {"common": travelling(os.environ), "program": program}
+                children.reach(host, {"port": port, "token": token, "ranks": group} | way | common)
+            else:
+                children.start(_variables_of(group, LOOPBACK, port, token, network), program)
     return children.wait()
+
+
+def _variables_of(ranks: Iterable[Place], *endpoint: Any) -> dict[int, dict[str, str]]:
+    """Return {rank: its variables}; ``endpoint``: address, port, token and network, as for ``variables``."""
+    return {place.world[0]: variables(place, *endpoint) for place in ranks}
 
 
 def is_here(host: str) -> bool:
@@ -191,7 +224,7 @@ def is_here(host: str) -> bool:
 
 
 def _addresses(networks: Sequence[str]) -> list[str]:
-    """Return the IPv4 addresses at which other hosts may reach this one."""
+    """Return the IPv4 addresses at which other hosts may reach this one: of ``networks``, or of all interfaces."""
     import psutil
 
     addresses = [
@@ -204,9 +237,10 @@ def _addresses(networks: Sequence[str]) -> list[str]:
 
 
 def _interface_to(hosts: Sequence[str]) -> str:
-    """Return the interface by which this host reaches the others; nothing is sent."""
+    """Return the interface by which this host reaches the others."""
     for host in hosts:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # "Connecting" a UDP socket only chooses the route. Nothing is sent, so the port does not matter.
             probe.connect((socket.gethostbyname(host), 9))
             return interface_of(probe.getsockname()[0])
     return ""
@@ -222,11 +256,11 @@ def _ssh(host: str) -> list[str]:
 
 
 def start_remote() -> int:
-    """Start this host's ranks as standard input says. When that ends, the starter is gone, and its ranks end, too."""
+    """Start the ranks of this host that standard input lists. When it ends, the starter is gone: end them, too."""
     lines = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # ranks read nothing
     line = lines.readline()
-    if not line:
+    if not line:  # the starter died before it wrote
         return CommunicationError.exit_code
     message = json.loads(line)
     try:
@@ -234,28 +268,29 @@ def start_remote() -> int:
     except CommunicationError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    # SSH_CONNECTION: client address, client port, server address, server port. The starter reached us at the third.
     came_to = os.environ.get("SSH_CONNECTION", f"- - {LOOPBACK} -").split()[2]
     network = (message["networks"] or [interface_of(came_to)])[0]
     os.environ.update(message["common"])
     ranks = [Place(*one) for one in message["ranks"]]
     children = Children(message["host"])
-    own = {one.world[0]: variables(one, address, message["port"], message["token"], network) for one in ranks}
-    children.start(own, message["program"])
+    children.start(_variables_of(ranks, address, message["port"], message["token"], network), message["program"])
     threading.Thread(target=_listen, args=[lines, children], daemon=True).start()
     return children.wait()
 
 
 def _listen(lines: Iterable[bytes], children: Children) -> None:
-    """Send the ranks the signals that come in, a line each."""
+    """Send the ranks the signals that come in, a line each; at the end of the lines end the ranks."""
     for line in lines:
         children.signal(int(line))
+    # The starter or the connection is gone. Ranks may save first.
     children.signal(signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     children.signal(signal.SIGKILL)
 
 
 def _server_address(message: Mapping[str, Any]) -> str:
-    """Return the starter's address, as this host reaches it: where ssh came from, or any other of its addresses."""
+    """Return an address of the starter that answers from here: where ssh came from, or any other of its addresses."""
     came_from = os.environ.get("SSH_CONNECTION", "").split()[:1]
     addresses = list(dict.fromkeys([*(came_from if not message["networks"] else []), *message["addresses"]]))
     for address in addresses:

@@ -73,3 +73,11 @@ def test_a_signal_ends_all():
     started.terminate()
     started.communicate(timeout=SECONDS)
     assert started.returncode == 128 + signal.SIGTERM and not any(p.is_running() for p in ranks)
+
+
+def test_a_signal_between_two_starts_reaches_all():
+    """The first rank signals its launcher, which is still starting the others."""
+    started = begin(shell(*["kill -TERM $PPID; exec sleep 60"] + ["exec sleep 60"] * 5), 6)
+    began = time.monotonic()
+    started.communicate(timeout=SECONDS)
+    assert started.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 10

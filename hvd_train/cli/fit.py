@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_train.cli import options
-from hvd_train.cli.launching import open_rendezvous, rank_words
+from hvd_train.cli.launching import note_refusal, open_rendezvous, rank_words
 
 if TYPE_CHECKING:
     from hvd_train.config import Config
@@ -112,7 +112,10 @@ def fit(
     where, restarts = parse(hosts, hostfile, network_interfaces), Restarts(max_restarts, min_np, spares)
     ranks = plan(num_proc, launcher, where, nnodes, nproc_per_node, restarts, dry_run)
     if dry_run:
-        click.echo(shlex.join(ranks.command(rank_words())) if ranks else _as_one_rank(config), nl=bool(ranks))
+        text = shlex.join(ranks.command(rank_words())) + "\n" if ranks else _as_one_rank(config)
+        click.echo(text, nl=False)
+        if text:
+            note_refusal(config, resume, overwrite)
     elif ranks:
         stop_listening()
         sys.exit(ranks.run(rank_words(), config, verbose, once=check))

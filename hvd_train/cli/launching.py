@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hvd_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvd_train.config import Config
 
 WITH_VALUE = (
     "-np", "--num-proc", "--launcher", "--max-restarts", "--min-np", "--spares", "-H", "--hosts", "--hostfile",
@@ -42,6 +48,16 @@ def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job
         start_ranks(num_proc or 1, launcher, verbose)
     open_rendezvous()
     sys.exit(job())
+
+
+def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
+    """Print on stderr why ``fit`` would refuse the run folder. A dry run starts nothing, so it goes on."""
+    from hvd_train.run_folder.layout import check_free
+
+    try:
+        check_free(Path(config.run_dir), resume, overwrite)
+    except ConfigError as error:
+        print(f"note: this would be refused: {error}", file=sys.stderr)
 
 
 def open_rendezvous() -> None:

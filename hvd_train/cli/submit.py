@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hvd_train.cli import options
+from hvd_train.cli.launching import note_refusal
 from hvd_train.errors import ConfigError
 
 slurm = options.together(
@@ -98,7 +99,10 @@ def submit(
         sweep = array.of(folder, plan(path, sets, params, draws, seed, folder))
         text = array.script(batch, sweep, at_once)
     else:
-        check_free(Path(config.run_dir), resume, overwrite)  # now, and not when the job starts
+        if dry_run:
+            note_refusal(config, resume, overwrite)
+        else:
+            check_free(Path(config.run_dir), resume, overwrite)  # now, and not when the job starts
         words = _fit_words(path, sets, run_dir, resume or ("auto" if settings["requeue"] else None), overwrite)
         text = batch.script(batch.hvd_train(words), run_dir=config.run_dir)
     if dry_run:

@@ -92,7 +92,9 @@ def test_what_is_no_option_or_command_is_refused(tmp_path):
 def test_submit_overwrites_as_fit_does_and_never_at_each_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     line = ["submit", "-c", "scripts/configs/tiny.yaml", "--run-dir", str(tmp_path), "--dry-run"]
-    assert "--overwrite to start anew" in run(*line, code=2).stderr
+    assert "--overwrite to start anew" in run(*line[:-1], code=2).stderr
+    for dry in (run(*line), run("fit", *line[1:])):
+        assert dry.stderr.startswith("note: this would be refused: the run folder holds a run already; ") and dry.stdout
     assert f"--run-dir {tmp_path} --overwrite\n" in run(*line, "--overwrite").stdout
     for more in (["--overwrite"], ["--resume", str(tmp_path)]):
         told = run(*line, *more, "--requeue", "2", code=2).stderr

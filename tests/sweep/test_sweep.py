@@ -60,6 +60,7 @@ def test_random():
     ("params", "what"),
     [
         (["optim.lrr=0.1"], "--param optim.lrr=0.1: optim.lrr: unknown key; did you mean 'optim.lr'?"),
+        (["optim.rl=0.1,0.01"], "--param optim.rl=0.1: optim.rl: unknown key; did you mean 'optim.lr'?"),
         (["optim.lr=-1,0.1"], "--param optim.lr=-1: optim.lr: must be "),
         (["optim.lr"], "not of the form KEY=VALUE,VALUE; --param optim.lr"),
         (["optim.lr=1e-4..1e-1"], "a range is for --random N"),

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.launch.process import PR_SET_PDEATHSIG
-from hvd_train.launch.stub import ANSWER_SECONDS, LENGTH, STATUS, TAKEN, same_user
+from hvd_train.launch.stub import ACCEPTED, ANSWER_SECONDS, LENGTH, STATUS, same_user
 
 NICE = 10
 
@@ -95,7 +95,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                 try:
                     place = receive(connection) if same_user(connection) and len(children) < most else None
                     if place:
-                        connection.sendall(TAKEN)
+                        connection.sendall(ACCEPTED)
                 except (OSError, ValueError, EOFError, TypeError, struct.error):
                     place = None
                 if place is None:

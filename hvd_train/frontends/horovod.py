@@ -102,7 +102,7 @@ class HorovodCommunicator(ABC):
             self.hvd: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
-        rendezvous.join(here := world())
+        rendezvous.join_world(here := world())
         try:
             # Ranks that mpi4py has divided (a sweep) are a world each.
             self.hvd.init(*([self.part] if self.part else []))

@@ -46,7 +46,7 @@ def fit(
             listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")
         if lock:
             listener.last_calls.append(lock.release)
-        listener.last_calls.append(snapshots.forget)
+        listener.last_calls.append(snapshots.remove_if_orphaned)
         try:
             train(job, resume, allow_change, overwrite, lock, _rank_check(job), stop_source=listener, until=until)
         except Interrupted as error:
@@ -102,7 +102,17 @@ def train(
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks]
     trainer = Trainer(
-        config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, snapshots.given()
+        config,
+        job.frontend,
+        update,
+        *data,
+        run_dir,
+        log,
+        compression,
+        hooks,
+        stop_source,
+        until,
+        snapshots.folder_of_rank(),
     )
     notes = trainer.restore(snapshot)
     start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]

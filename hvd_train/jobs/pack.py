@@ -10,6 +10,7 @@ from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
 from hvd_train.data import catalog, packing
 from hvd_train.data.manifest import summary
+from hvd_train.errors import counted
 from hvd_train.launch.environment import world
 
 
@@ -20,7 +21,7 @@ def pack(config: Config, folder: Path) -> None:
     ranks = _ranks()
     manifest = catalog.pack(config.data, config.task, folder, ranks)
     if ranks.rank == 0:
-        took = f"{time.monotonic() - began:.1f} s, {ranks.size} rank{'s' * (ranks.size > 1)}"
+        took = f"{time.monotonic() - began:.1f} s, {counted(ranks.size, 'rank')}"
         print(f"packed {summary(manifest)}: {folder} ({took})", flush=True)
 
 

@@ -34,7 +34,7 @@ def resumes(config: Config, communicator: Communicator, resume: str | None) -> b
 
 
 def _has_snapshot() -> bool:
-    memory = snapshots.given()
+    memory = snapshots.folder_of_rank()
     return memory is not None and bool(store.find(memory))
 
 
@@ -55,7 +55,7 @@ def find_checkpoint(
         return None
     run_dir = Path(config.run_dir)
     if resume in ("auto", "last"):
-        snapshot = store.newest(run_dir / "checkpoints", warn, snapshots.given())
+        snapshot = store.newest(run_dir / "checkpoints", warn, snapshots.folder_of_rank())
         if snapshot is None and resume == "last":
             raise CheckpointError("there is no checkpoint to resume from", where=str(run_dir / "checkpoints"))
     else:

@@ -1,8 +1,16 @@
-"""One process a host that tells the others of its ranks every second, over TCP, beside MPI or Gloo.
+"""One process on each host reports its ranks to rank 0's host every second, over TCP, beside MPI or Gloo.
 
-The first rank of each host starts it, so that it lives where ranks are stopped or hold Python's lock. Rank 0's is the
-hub: it hears all hosts, and judges all ranks as the watchdog of one host does. A host is only blamed where no rank that
-is heard goes on. A second connection carries large messages, which an MTU that does not fit would swallow.
+The first rank of each host starts the process (``peers.py``). It is not a thread of the rank, so that it lives on when
+ranks are stopped or hold Python's lock. The one on rank 0's host is the hub; the others are leaves.
+
+- A leaf opens two connections to the hub, and both sides prove that they know the job's token (``handshake.py``).
+- "small": every ``BEAT_SECONDS`` the leaf sends a line of JSON with its ranks' status. The hub answers with a line:
+  a request for stacks, the ranks that were lost, and "end" once the job is to end.
+- "large": a message of ``LARGE_BYTES`` every ``LARGE_SECONDS``, which the hub sends back. A wrong MTU loses large
+  packets and lets small ones pass, so training hangs although each host hears the other.
+- The hub judges all ranks by the rules of ``silence.py``, and ends them through its answers. A host that is silent is
+  only blamed if no rank that the hub does hear goes on. A leaf judges the hub by the same rules, but later, so that the
+  two sides of a broken network do not blame each other at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from hvd_train.launch.local_ranks import LocalRanks
 from hvd_train.launch.silence import Host, HostsWatchdog, gone_hub
 from hvd_train.launch.status import StatusTable
 
-BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0
+BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0  # seconds; 64 KiB each way every 4 s are 0.03 % of a 1 Gbit/s link
 LINE_BYTES = 8 << 20  # of a report, with the stacks of a host's ranks
 STRANGERS = 64  # connections that have not shown it: one more ends the oldest
 OPEN_SECONDS = 20.0  # for the hub to listen
@@ -37,9 +45,13 @@ EXIT_SECONDS = 2.0  # for the hub's ranks to end first
 
 
 class Job(NamedTuple):
-    """``hosts``: [(name, ranks)], the hub's first; ``here``: this one's place; ``path``: the status of its ranks;
-    ``goes_on``: how the job does after a loss. ``port`` 0: of the hub, which takes the first free of ``ports``.
-    ``verdict``: where the process that started all looks for the end."""
+    """The facts that a host's process is started with.
+
+    ``hosts``: [(name, ranks)], the hub's first; ``here``: this one's place there. ``path``: the status of its ranks.
+    ``limit``: seconds without a step until ranks are stuck. ``goes_on``: how the job goes on after a loss.
+    ``addresses`` and ``port``: where leaves find the hub, which takes the first free of ``ports``. ``verdict``: the
+    status in which the process that started all ranks looks for the end.
+    """
 
     hosts: list[tuple[str, list[int]]]
     here: int
@@ -53,11 +65,12 @@ class Job(NamedTuple):
     verdict: str = ""
 
 
-_started: list[subprocess.Popen] = []
+_started: list[subprocess.Popen] = []  # kept, or Python would warn of processes that still run
 
 
 def start(job: Job) -> IO[bytes]:
-    """Start this host's process; gives what it prints. The token travels by its standard input."""
+    """Start this host's process, and return its output. The token goes to its standard input, unseen by others."""
+    # Isolated (-I): a module of the user's folder must not take the place of one that this process needs.
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.append({root!r}); from hvd_train.launch.heartbeat import main; main()"
     child = subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -69,12 +82,12 @@ def start(job: Job) -> IO[bytes]:
 
 
 def start_hub(job: Job) -> int:
-    """Start the hub's process; gives the port at which it listens, 0 where it does not."""
+    """Start the hub's process, and return the port at which it listens, or 0 if it does not."""
     out = start(job)
     ready, _, _ = select.select([out], [], [], OPEN_SECONDS)
     word = out.readline().strip() if ready else b""
     if not word.isdigit():
-        _started[-1].kill()  # nobody will be told of it
+        _started[-1].kill()  # no leaf will learn its port
         return 0
     return int(word)
 
@@ -83,7 +96,10 @@ def start_hub(job: Job) -> int:
 
 
 class Hub:
-    """Hears all hosts. ``serve`` returns when this host's ranks have ended, by themselves or by its word."""
+    """The process of rank 0's host, which receives the reports of all hosts.
+
+    ``serve`` returns when this host's ranks have ended, by themselves or because the hub has ended them.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job, self._local = job, LocalRanks(job.path, job.hosts[0][1])
@@ -102,10 +118,10 @@ class Hub:
 
     def serve(self) -> None:
         threading.Thread(target=self._accept, daemon=True).start()
-        own, before, published = self.hosts[0], 0.0, list[str]()
+        local_host, before, published = self.hosts[0], 0.0, list[str]()
         while not self._local.ended:
             self._local.wait(0.5)
-            own.hear(self._local.report())
+            local_host.update(self._local.report())
             lost = self._watchdog.lost()
             if lost != published:
                 self._publish({"lost": lost})
@@ -116,13 +132,14 @@ class Hub:
                     self._finish()
                     return
         if self._watchdog.lost():
-            time.sleep(BEAT_SECONDS)  # the others hear it
+            time.sleep(BEAT_SECONDS)  # until the leaves have the answer to their next report
 
     def _finish(self) -> None:
-        tell(self._watchdog.verdict(self._job.goes_on))
+        """Print the verdict, and end all ranks: those of other hosts by the answers to their reports."""
+        print_error(self._watchdog.verdict(self._job.goes_on))
         self._end = {"end": EXIT_SECONDS}
         with suppress(OSError):
-            os.setpgid(0, 0)  # mpirun ends what is in the group of a rank
+            os.setpgid(0, 0)  # mpirun ends all in a rank's process group, and this process has work left
         self._local.finish(0.0, self._starter)
         time.sleep(BEAT_SECONDS)
         if not self._starter:
@@ -134,20 +151,20 @@ class Hub:
             self._starter.publish(news)
 
     def _all_stacks(self) -> dict[int, list[str]]:
-        """{rank: what its threads do}, of the hosts that answer in time."""
+        """Return {rank: what its threads do}. [""] for ranks of a host that does not answer in ``STACK_SECONDS``."""
         self._asked += 1
         self._stacks[0] = self._asked, self._local.stacks()
         stop = time.monotonic() + STACK_SECONDS
         while time.monotonic() < stop and sum(n == self._asked for n, _ in self._stacks.values()) < len(self.hosts):
             time.sleep(0.1)
-        found = {rank: [""] for host in self.hosts for rank in host.ranks}
+        stacks = {rank: [""] for host in self.hosts for rank in host.ranks}
         for place, (number, rows) in list(self._stacks.items()):
             if number == self._asked:
-                found |= dict(zip(self.hosts[place].ranks, rows, strict=True))
-        return found
+                stacks |= dict(zip(self.hosts[place].ranks, rows, strict=True))
+        return stacks
 
     def _accept(self) -> None:
-        """Listen until all hosts have come."""
+        """Accept connections until both of each leaf have come. Then nothing listens any more."""
         while self._missing:
             try:
                 connection, _ = self.listener.accept()
@@ -156,12 +173,14 @@ class Hub:
                 continue
             self._strangers.append(connection)
             threading.Thread(target=self._welcome, args=[connection], daemon=True).start()
+            # Those who do not know the token cannot use up the descriptors: the oldest connection gives way.
             if len(self._strangers) > STRANGERS + 2 * len(self.hosts):
                 with suppress(OSError):
                     self._strangers[0].shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
     def _welcome(self, connection: socket.socket) -> None:
+        """Serve a connection to its end, in a thread of its own."""
         place, kind = 0, ""
         try:
             try:
@@ -175,19 +194,20 @@ class Hub:
                 last = not self._missing
             if last:
                 self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            (self._hear if kind == "small" else echo)(connection, *([place] if kind == "small" else []))
+            (self._receive if kind == "small" else echo)(connection, *([place] if kind == "small" else []))
         except (OSError, ValueError, TypeError, LookupError, AttributeError):
             if kind == "small":
                 self.hosts[place].closed = True
         connection.close()
 
-    def _hear(self, connection: socket.socket, place: int) -> None:
+    def _receive(self, connection: socket.socket, place: int) -> None:
+        """Take the reports of the leaf at ``place``, and answer each. Raises ConnectionError at their end."""
         host, lines = self.hosts[place], connection.makefile("rb")
         while line := lines.readline(LINE_BYTES):
-            given = json.loads(line)
-            if given.get("asked"):
-                self._stacks[place] = given["asked"], given["stacks"]
-            host.hear(given["ranks"], given["large"])
+            report = json.loads(line)
+            if report.get("asked"):
+                self._stacks[place] = report["asked"], report["stacks"]
+            host.update(report["ranks"], report["large"])
             answer = {"ask": self._asked, "lost": self._watchdog.lost(), **self._end}
             connection.sendall(json.dumps(answer).encode() + b"\n")
         raise ConnectionError("closed")
@@ -197,7 +217,7 @@ class Hub:
 
 
 class Leaf:
-    """Tells the hub of this host's ranks, and judges where the hub is silent."""
+    """The process of another host: reports its ranks to the hub, and judges the hub when that is silent."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._local = job, LocalRanks(job.path, job.hosts[job.here][1])
@@ -208,6 +228,7 @@ class Leaf:
     def serve(self) -> None:
         name, ranks = self._job.hosts[0]
         hub = Host(name, ranks)
+        # The hub knows more, so it judges first. If it is gone, leaves take turns, so that one line is printed.
         later = LATER_SECONDS + TURN_SECONDS * (self._job.here - 1)
         silence = gone_hub(hub, self._job.limit + later)
         lines = self._connect("small", hub, silence)
@@ -218,11 +239,11 @@ class Leaf:
             else:
                 lines = self._beat(lines, hub, silence)
             self._judge(hub, silence)
-        if lines is not None:
+        if lines is not None:  # the last report: that all ranks have ended, and how
             self._send(lines, {})
 
     def _connect(self, kind: str, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
-        """Try all addresses until one is the hub's, as long as there are ranks."""
+        """Try all addresses until one is the hub's, and return the connection; None if this host's ranks end before."""
         while not self._local.ended:
             for address in self._job.addresses:
                 with suppress(OSError):
@@ -240,16 +261,18 @@ class Leaf:
         return None
 
     def _send(self, connection: socket.socket, more: Mapping[str, Any]) -> None:
-        given = {"ranks": self._local.report(), "large": time.monotonic() - self._large, **more}
+        """Send a report; one that cannot be sent is noticed when its answer is read."""
+        report = {"ranks": self._local.report(), "large": time.monotonic() - self._large, **more}
         with suppress(OSError):
-            connection.sendall(json.dumps(given).encode() + b"\n")
+            connection.sendall(json.dumps(report).encode() + b"\n")
 
     def _beat(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> socket.socket | None:
-        """One report and its answer; None: the connection has ended."""
+        """Send one report and take its answer. Returns None if the connection has ended."""
         self._send(connection, {})
         return connection if self._answered(connection, hub, silence) else None
 
     def _answered(self, connection: socket.socket, hub: Host, silence: Callable[..., str]) -> bool:
+        """Wait for the hub's answer and follow it; judge the hub meanwhile. Returns whether the connection lives."""
         line = b""
         while not line.endswith(b"\n"):
             if self._local.wait(BEAT_SECONDS, connection):
@@ -289,16 +312,18 @@ class Leaf:
                 time.sleep(LARGE_SECONDS)
 
     def _judge(self, hub: Host, silence: Callable[..., str]) -> None:
+        """End this host's ranks if the hub's host does not answer and they stand still."""
         line = silence(self._local.report(), self._job.goes_on)
         if line:
-            tell(line)
+            print_error(line)
             with suppress(OSError):
-                os.setpgid(0, 0)
+                os.setpgid(0, 0)  # as the hub does
             self._local.finish(0.0)
             self._local.end_launcher()
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
+    # Not print(): the rank that started this process may have closed the pipe.
     with suppress(OSError):
         os.write(2, f"error: {line}\n".encode())
 
@@ -315,6 +340,7 @@ def main() -> None:
             Leaf(job).serve()
             return
         hub = Hub(job)
+        # The rank that started this process waits for the port, and then reads no more.
         os.write(1, f"{hub.listener.getsockname()[1]}\n".encode())
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_train import __version__
-from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.errors import CommunicationError, ConfigError, counted
 
-# Horovod's launcher puts names into a shell.
+# Horovod's launcher puts names into a shell, so nothing that a shell would read may be in one.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST_SLOTS = 65536
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 20.0  # for ssh to connect (10 s, below) and for Python to start there
+# No question to the user: ranks have no terminal.
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]
 ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]  # a silent host is given up after 20 s
@@ -41,7 +42,7 @@ OPEN = "open the ports between the hosts, or name another network: --network-int
 
 @dataclass(frozen=True)
 class Hosts:
-    """``slots``: how many ranks each host takes, in the order of their ranks. ``interfaces``: empty: all."""
+    """The hosts of a job. ``slots``: {host: how many ranks it takes}, in the order of ranks; ``interfaces`` "": all."""
 
     slots: dict[str, int]
     interfaces: str = ""
@@ -50,7 +51,7 @@ class Hosts:
     def words(self) -> str:
         return ",".join(f"{host}:{count}" for host, count in self.slots.items())
 
-    def taken(self, num_proc: int) -> list[str]:
+    def needed(self, num_proc: int) -> list[str]:
         """Return the hosts that ``num_proc`` ranks need, filled one after the other."""
         left, names = num_proc, []
         for host, count in self.slots.items():
@@ -65,7 +66,10 @@ class Hosts:
 
 
 def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> Hosts | None:
-    """``a:2,b:2`` (without a number: 1), or a file with a line ``a slots=2`` a host, as Horovod and Open MPI take."""
+    """Read ``a:2,b:2`` (1 without a number), or a file with a line ``a slots=2`` for each host.
+
+    Both are the forms of Horovod and Open MPI. Returns None if neither is given. Raises ConfigError.
+    """
     if hosts and hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice", where="--hostfile", fix="give one of them")
     if interfaces and not re.fullmatch(r"[\w.:,-]+", interfaces):
@@ -90,7 +94,7 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
         if not match or not NAME.fullmatch(match[1]) or not (match[2] or match[3] or "1").strip("0"):
             fix = "HOST:SLOTS[,HOST:SLOTS ...], or in a file a line 'HOST slots=N' each"
             raise ConfigError(f"{row!r} is no host", where=where, fix=fix)
-        if match[1].lower() in (host.lower() for host in slots):  # names of hosts know no capitals
+        if match[1].lower() in (host.lower() for host in slots):  # capitals do not matter in names of hosts
             raise ConfigError(f"{match[1]} stands twice", where=where, fix="give it once, with all its slots")
         count = match[2] or match[3] or "1"
         if len(count) > len(str(MOST_SLOTS)) or int(count) > MOST_SLOTS:
@@ -102,22 +106,23 @@ def parse(hosts: str | None, hostfile: Path | None, interfaces: str | None) -> H
 
 
 def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: int | None) -> tuple[Hosts, int]:
-    """The first ``nnodes`` hosts (all) with ``each`` ranks (as many as they have slots), and how many ranks that is."""
+    """Return the first ``nnodes`` hosts (None: all) with ``each`` ranks (None: one a slot), and the number of ranks."""
     if hosts is None:
         fix = "give --hosts or --hostfile, or within an allocation --launcher srun"
         raise ConfigError("of which hosts", where="--nnodes, --nproc-per-node", fix=fix)
     if nnodes and nnodes > len(hosts.slots):
         raise ConfigError(f"{nnodes} of {len(hosts.slots)} hosts", where="--nnodes", fix="name more, or ask for fewer")
-    taken = dict(list(hosts.slots.items())[:nnodes])
-    for host, count in taken.items():
+    chosen = dict(list(hosts.slots.items())[:nnodes])
+    for host, count in chosen.items():
         if each and each > count:
-            what = f"{host} has {count} slot{'s' * (count > 1)}, not {each}"
+            what = f"{host} has {counted(count, 'slot')}, not {each}"
             raise ConfigError(what, where="--nproc-per-node", fix=f"say {host}:{each}, or 'slots={each}' in the file")
-    taken = {host: each or count for host, count in taken.items()}
-    return Hosts(taken, hosts.interfaces), ranks_in_all(num_proc, sum(taken.values()))
+    chosen = {host: each or count for host, count in chosen.items()}
+    return Hosts(chosen, hosts.interfaces), ranks_in_all(num_proc, sum(chosen.values()))
 
 
 def ranks_in_all(num_proc: int | None, total: int) -> int:
+    """Return ``total``. Raises ConfigError if ``-np`` says another number."""
     if num_proc not in (None, total):
         fix = "leave out -np"
         raise ConfigError(f"-np {num_proc}, but {total} ranks", where="--nnodes, --nproc-per-node", fix=fix)
@@ -125,7 +130,7 @@ def ranks_in_all(num_proc: int | None, total: int) -> int:
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank on another host gets; no secret is among them."""
+    """Return the variables that a rank on another host gets; no secret is among them."""
     starts = ("OMP_", "HOROVOD_", "NCCL_", "TF_", "HVD_TRAIN_")
     names = [name for name in environ if name == "PYTHONPATH" or name.startswith(starts) and "SECRET" not in name]
     return {name: environ[name] for name in sorted(names)}
@@ -149,7 +154,10 @@ def look(hosts: Sequence[str]) -> None:
 
 
 def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str, str]]:
-    """{host: (exit code, what it said, the last line of its error)}; 255: ssh's own, 124: it did not answer."""
+    """Run Python ``code`` on all hosts over ssh, and return {host: (exit code, output, last line of its errors)}.
+
+    The code is 255 if ssh failed, and 124 if the host did not answer in time, as timeout(1) has it.
+    """
     path = f"PYTHONPATH={os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else ""
 
     def one(host: str) -> tuple[int, str, str]:
@@ -171,11 +179,13 @@ def asked(hosts: Sequence[str], code: str = VERSION) -> dict[str, tuple[int, str
 
 
 def check_way_back(hosts: Sequence[str]) -> str:
-    """Ask the hosts over ssh to connect to this one by TCP; gives the line that names those that cannot, or nothing."""
+    """Ask the hosts over ssh to connect to this one by TCP. Returns the line that names those that cannot, or ""."""
     import psutil
 
-    found = [one.address for kinds in psutil.net_if_addrs().values() for one in kinds if one.family == socket.AF_INET]
-    addresses = [address for address in found if not address.startswith("127.")]
+    all_addresses = [
+        one.address for kinds in psutil.net_if_addrs().values() for one in kinds if one.family == socket.AF_INET
+    ]
+    addresses = [address for address in all_addresses if not address.startswith("127.")]
     with socket.create_server(("", 0), backlog=2 * len(hosts)) as server:
         port = server.getsockname()[1]
         answers = asked(hosts, CONNECT.format(addresses=addresses, port=port))
@@ -188,7 +198,8 @@ def check_way_back(hosts: Sequence[str]) -> str:
 
 
 def after(hosts: Sequence[str], code: int) -> None:
-    """A job on several hosts has failed with ``code``: a host that does not answer any more is the cause to tell."""
+    """Raise CommunicationError if a host does not answer any more, after a job that failed with ``code``."""
+    # With these codes the ranks have printed why they end.
     if code in (0, 2, 3, 4, 6, 75, 130):
         return
     time.sleep(0.5)

@@ -16,13 +16,13 @@ from hvd_train.launch.silence import DEAD
 from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import stacks, state
 
-STACK_BYTES = 32 << 10
+STACK_BYTES = 32 << 10  # of a thread: a report has a limit (LINE_BYTES in heartbeat.py)
 KILL_SECONDS = 6.0  # for a rank to end by itself
 CODE = 5
 
 
 class LocalRanks:
-    """The ranks of this host, as their status shows them; ``company``: which they are."""
+    """The ranks of this host, read from their status. ``company``: the numbers of these ranks."""
 
     def __init__(self, path: str, company: Sequence[int]) -> None:
         self.table, self.company = StatusTable(len(company), path), list(company)
@@ -46,6 +46,7 @@ class LocalRanks:
         return bool(select.select([self._parent], [], [], 0)[0]) and len(self.table.open) == len(self._dead)
 
     def report(self) -> list[list[Any]]:
+        """Return a row for each rank, as ``Host.update`` takes them."""
         rows = []
         for place in range(len(self.company)):
             status = self.table.read(place)
@@ -56,8 +57,9 @@ class LocalRanks:
         return rows
 
     def stacks(self) -> list[list[str]]:
-        found = stacks(self.table, [self.table.read(place) for place in range(len(self.company))])
-        return [[thread[-STACK_BYTES:] for thread in found[place][-8:]] for place in range(len(self.company))]
+        """Return what the last threads of each rank do; the main thread is the last."""
+        all_stacks = stacks(self.table, [self.table.read(place) for place in range(len(self.company))])
+        return [[thread[-STACK_BYTES:] for thread in all_stacks[place][-8:]] for place in range(len(self.company))]
 
     def finish(self, delay: float, starter: StatusTable | None = None) -> None:
         """Let the ranks end by themselves with code 5 after ``delay``, and end those that do not."""
@@ -71,7 +73,7 @@ class LocalRanks:
         self.table.signal(signal.SIGKILL)
 
     def end_launcher(self) -> None:
-        """End a launcher, or its daemon on this host, that waits for ever for a host out of reach; and its ssh."""
+        """End a launcher, or its daemon on this host, that waits for ever for a host out of reach, and its ssh."""
         if self._launcher is None:
             return
         pid, descriptor = self._launcher
@@ -86,7 +88,7 @@ class LocalRanks:
 
 
 def _endless(rank: int) -> tuple[int, int] | None:
-    """The process that started this rank, if it may wait for ever for another host, and a descriptor of it."""
+    """Return the process that started this rank and a descriptor of it, if it may wait for ever for another host."""
     with suppress(OSError, ValueError):
         parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
         program = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]

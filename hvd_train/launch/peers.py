@@ -1,7 +1,8 @@
-"""Ranks that watch one another, where no ``-np`` of one host does: under a launcher alone, over hosts, in own scripts.
+"""Ranks that watch one another if no ``-np`` on one host does: under a launcher alone, over hosts, in user scripts.
 
-Of one host the first few look at all from a thread of their own, without Horovod, whose own look waits for a rank that
-is stopped. Over several hosts a process of each tells rank 0's (``launch/heartbeat.py``).
+On one host the first few ranks look at all of them, each from a thread. Several do, because one of them may be the rank
+that is stopped. They read shared memory and not Horovod, whose own check waits for a stopped rank as all others do.
+Over several hosts a process on each host reports to that of rank 0 (``launch/heartbeat.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog, state
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
-LOOK_SECONDS, LOOKERS = 0.5, 4
+LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between two looks; how many ranks of a host look
 NEWS_SECONDS = 3.0  # for the other hosts to hear which rank was lost
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
-DEAD = "XZ?"
+DEAD = "XZ?"  # the kernel's letters of a process that has ended; ?: there is none
 
 
 class Company(NamedTuple):
@@ -69,8 +70,8 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Status
     if beats:
         threading.Thread(target=_follow, args=[table], name="watchdog", daemon=True).start()
     elif len(company) > 1 and company.index(communicator.rank) < LOOKERS:
-        given = [table, company, limit, goes_on]
-        threading.Thread(target=_look, args=given, name="watchdog", daemon=True).start()
+        arguments = [table, company, limit, goes_on]
+        threading.Thread(target=_look, args=arguments, name="watchdog", daemon=True).start()
     return slot
 
 
@@ -109,13 +110,13 @@ def _addresses() -> list[str]:
     import psutil
 
     named = ",".join(os.environ.get(name, "") for name in ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"))
-    found = [
+    addresses = [
         (name not in named.split(","), one.address)
         for name, kinds in psutil.net_if_addrs().items()
         for one in kinds
         if one.family == socket.AF_INET and not one.address.startswith("127.")
     ]
-    return [*(address for _, address in sorted(found, key=lambda pair: pair[0])), "127.0.0.1"]
+    return [*(address for _, address in sorted(addresses, key=lambda pair: pair[0])), "127.0.0.1"]
 
 
 def cause_reported() -> bool:
@@ -134,9 +135,10 @@ def lost() -> str:
     stop = time.monotonic() + NEWS_SECONDS
     while _companies and time.monotonic() < stop:
         for one in _companies:
-            found = one.table.news().get("lost") or _lost_here(one)
-            if found:
-                return ", ".join(found)
+            lost_ranks = one.table.news().get("lost") or _lost_here(one)
+            if lost_ranks:
+                return ", ".join(lost_ranks)
+        # On one host the kernel knows at once who has ended; over hosts the news must travel.
         if all(one.hosts == 1 for one in _companies) and time.monotonic() > stop - NEWS_SECONDS / 2:
             break
         time.sleep(0.05)
@@ -153,7 +155,7 @@ def _lost_here(company: Company) -> list[str]:
 
 
 def _follow(table: StatusTable) -> None:
-    """End when the process of this host says so."""
+    """End this rank when the process of its host says so. A thread: the main one may wait in Horovod for ever."""
     while "end" not in (news := table.news()):
         time.sleep(LOOK_SECONDS)
     time.sleep(float(news["end"]))
@@ -161,6 +163,7 @@ def _follow(table: StatusTable) -> None:
 
 
 def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) -> None:
+    """Watch the ranks of this host, and end this rank when one is stuck. The first that sees it prints who it is."""
     watchdog = Watchdog(table, limit)
     while not watchdog.look():
         time.sleep(LOOK_SECONDS)

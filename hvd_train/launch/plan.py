@@ -79,7 +79,7 @@ class Launched:
 
     def command(self, words: Sequence[str]) -> list[str]:
         if self.hosts:
-            self.hosts.taken(self.num_proc)
+            self.hosts.needed(self.num_proc)
         return command(self.num_proc, choose(self.launcher).name, words, hosts=self.hosts)
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:

@@ -1,7 +1,12 @@
-"""Signals to a rank, and the end of whoever started it. A thread listens, for the main one may compute or wait.
+"""Signals to a rank, and the end of whoever started it.
 
-The first signal is a request, on which all ranks agree (``core.meeting``). Before the first step, when there is nothing
-to save, and at the second signal, this process ends at once. So it does when its launcher is gone.
+Python runs signal handlers in the main thread between two bytecodes, and that thread may be in Horovod's C++ for ever.
+So the handlers do nothing. Python's C code writes the number into a pipe (``signal.set_wakeup_fd``), which a thread
+reads:
+
+1. The first signal is a request to save and stop, on which all ranks agree at a step (``core.meeting``).
+2. Before the first step, when there is nothing to save, this process ends at once, and at the second signal, too.
+3. The same thread waits for the end of the launcher, through pidfds. An orphan ends at once.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.status import StatusSlot, supported
 from hvd_train.launch.world import World
 
-LEAVE_SECONDS = 60.0
+LEAVE_SECONDS = 60.0  # for MPI to finish after all is written
 JOB_END = "HVD_TRAIN_JOB_END"  # set by the script of 'submit --requeue'
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -42,11 +47,12 @@ class SignalListener(StopSource):
         self._prints = here.rank == 0
         self._slot = StatusSlot.of(here.rank)
         self.reset()
+        # Non-blocking: a handler must never wait for the thread to read.
         self._signal_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._launchers = _processes(here, self._slot)
         for number in SIGNALS:
             if not ignored(number):
-                signal.signal(number, lambda number, frame: None)  # the thread reads it, whatever the main one does
+                signal.signal(number, lambda number, frame: None)  # the thread reads the number from the pipe
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
@@ -61,6 +67,7 @@ class SignalListener(StopSource):
         self._code: int | None = None
 
     def at(self, phase: str, step: int) -> None:
+        """Report where this rank is, to who started it and to the ranks that watch it."""
         for slot in filter(None, (self._slot, self.peer_slot)):
             slot.at(phase, step)
 
@@ -128,7 +135,7 @@ class SignalListener(StopSource):
         for call in self.last_calls:
             with suppress(OSError):
                 call()
-        # What a rank writes while its launcher ends may be lost.
+        # Reported first: what a rank prints while its launcher ends may be lost. Who watches the ranks prints the line.
         self.report_end(code=code, line=why, lost=lost, unsaid=self.is_watched and not lost)
         if self._prints and not (self.is_watched and not lost):
             with suppress(OSError):
@@ -144,13 +151,13 @@ def _processes(here: World, slot: StatusSlot | None) -> list[int]:
         pids.add(os.getsid(0))
     if slot:
         pids.add(slot.owner)
-    found = []
+    descriptors = []
     for pid in (pids if supported() else set()) - {0, os.getpid()}:
         try:
-            found.append(os.pidfd_open(pid))
+            descriptors.append(os.pidfd_open(pid))
         except ProcessLookupError:
             sys.exit(5)  # it is gone already
-    return found
+    return descriptors
 
 
 _listener: SignalListener | None = None  # of this process, once it listens

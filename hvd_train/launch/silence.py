@@ -11,14 +11,17 @@ from hvd_train.errors import name_ranks
 from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
-LARGE_LATE_SECONDS = 7.0  # without a large message, of which one is sent every 4 s, while small ones come
-DEAD = "-"  # in the place of the kernel's letter of a process' state
+LARGE_LATE_SECONDS = 7.0  # one large message is sent every 4 s: this late, they are lost while small ones come
+DEAD = "-"  # stands for the kernel's letter of a process' state once there is no process
 
 
 @dataclass
 class Host:
-    """The last report of a host. ``closed``: its connection has ended, or never was; ``large``: seconds, at
-    ``heard``, since a large message came back."""
+    """The last report of a host, which came at ``heard``.
+
+    ``closed``: its connection has ended, or never was. ``large``: seconds between the last large message that came back
+    and the report.
+    """
 
     name: str
     ranks: list[int]
@@ -27,10 +30,10 @@ class Host:
     large: float = 0.0
     statuses: list[RankStatus] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
-    died: dict[int, float] = field(default_factory=dict)  # rank: when it was seen, without a good end
+    died: dict[int, float] = field(default_factory=dict)  # rank: when it was first seen to have failed
 
-    def hear(self, rows: Sequence[Sequence[Any]], large: float = 0.0) -> None:
-        """``rows``: (pid, step, phase, record, beats, state) of each rank. Raises ValueError for anything else."""
+    def update(self, rows: Sequence[Sequence[Any]], large: float = 0.0) -> None:
+        """Take a report: (pid, step, phase, record, beats, state) of each rank. Raises ValueError for anything else."""
         statuses, states = [], []
         if len(rows) != len(self.ranks):
             raise ValueError(f"{len(rows)} rows of {len(self.ranks)} ranks")
@@ -40,7 +43,7 @@ class Host:
         self.statuses, self.states, self.large = statuses, states, float(large)
         self.heard, self.closed = time.monotonic(), False
         for rank, one, state in zip(self.ranks, statuses, states, strict=True):
-            # A rank that another one's loss ended has said so, or ends later.
+            # A rank that ends because another was lost reports it ("lost"), so it is not counted as a cause.
             failed = one.record.get("code", 0) != 0 or (state == DEAD and not one.record)
             if failed and not one.record.get("lost"):
                 self.died.setdefault(rank, self.heard)
@@ -58,8 +61,8 @@ class Host:
 class HostsWatchdog(Watchdog):
     """The watchdog of one host, extended to all ``hosts``, of which the first is this one.
 
-    A host that is silent is to blame where no rank that is heard goes on. Where large messages alone stay away it is
-    the network. ``ask``: for {rank: its stacks}.
+    A silent host is to blame only if no rank of the others goes on: a network may lose reports while it carries
+    gradients. If large messages alone are lost, the network is to blame. ``ask`` returns {rank: its stacks}.
     """
 
     def __init__(self, hosts: Sequence[Host], limit: float, ask: Callable[[], dict[int, list[str]]]) -> None:
@@ -90,7 +93,7 @@ class HostsWatchdog(Watchdog):
         return self._ask_all()
 
     def lost(self) -> list[str]:
-        """The rank that was lost first, with its host; those with it that were seen at the same time."""
+        """Return the rank that was lost first, with its host, and those that were seen to be lost at the same time."""
         died = sorted((when, rank) for host in self._hosts for rank, when in list(host.died.items()))
         return [f"rank {rank} on host {self.host(rank).name}" for when, rank in died if when == died[0][0]]
 
@@ -98,7 +101,7 @@ class HostsWatchdog(Watchdog):
         if not self._limit:
             return False
         now, statuses = time.monotonic(), self._read_all()
-        if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, and heard nobody
+        if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, so silence means nothing
             for host in self._hosts:
                 host.heard = max(host.heard, now)
             self._still = now
@@ -110,14 +113,17 @@ class HostsWatchdog(Watchdog):
             return super().look()
         self._before = now
         if min(now - self._still, *(now - host.heard for host in silent)) > self._limit:
-            heard = [rank for rank in range(len(statuses)) if self.host(rank) not in silent]
-            waits = any(statuses[rank].phase in (*WATCHED, EXCHANGE) for rank in heard)
+            others = [rank for rank in range(len(statuses)) if self.host(rank) not in silent]
+            # A rank that does not wait for others may just be busy. A host that keeps its connection open and
+            # sends nothing is blamed anyway.
+            waits = any(statuses[rank].phase in (*WATCHED, EXCHANGE) for rank in others)
             if waits or not any(host.closed for host in silent):
                 self._blame(silent, statuses)
         return bool(self._line)
 
     def _blame(self, silent: list[Host], statuses: list[RankStatus]) -> None:
         others = self._hosts[1:]
+        # If no other host is heard, this one has lost its network.
         if len(silent) == len(others) > 1:
             names = ", ".join(host.name for host in silent)
             self._line = f"{self._hosts[0].words} does not reach the other hosts ({names})"
@@ -148,7 +154,7 @@ class HostsWatchdog(Watchdog):
         return super()._culprits(statuses, stopped)
 
     def verdict(self, goes_on: str) -> str:
-        """The line that names who is to blame, and where; with the stack of a rank that stands still."""
+        """Return the line that names who is to blame, and where; below it the stack of a rank that stands still."""
         stack = ""
         line = self._line
         if not line:
@@ -159,8 +165,11 @@ class HostsWatchdog(Watchdog):
 
 
 def gone_hub(hub: Host, limit: float) -> Callable[[Sequence[Sequence[Any]], str], str]:
-    """The rule of another host: gives the line that blames the hub's host once that was silent, and this host's ranks
-    have stood still, for ``limit`` seconds; else nothing."""
+    """Return the rule by which another host judges the hub.
+
+    Called with the rows of a report and ``goes_on``, it returns the line that blames the hub's host once the hub has
+    been silent, and this host's ranks have stood still, for ``limit`` seconds; else "".
+    """
     beats: list[int] = []
     still = before = time.monotonic()
 

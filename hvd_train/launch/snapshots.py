@@ -1,5 +1,8 @@
-"""The newest state of a job with ``--max-restarts``, in memory: checkpoints in a folder of /dev/shm, which outlive a
-rank and go with the job. What a killed job left goes with its last rank, or when the next job begins."""
+"""The newest state of a job with ``--max-restarts``, in memory: checkpoints in a folder of /dev/shm.
+
+They outlive a rank and are removed at the end of the job. What a killed job left is removed by its last rank, or when
+the next job begins.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from hvd_train.run_folder.lock import ticks
 
 VARIABLE = "HVD_TRAIN_SNAPSHOTS"  # the folder, set for the ranks
 PLACE, PREFIX = Path("/dev/shm"), "hvd-train-snapshots-"
-NAME = re.compile(PREFIX + r"(\d+)-(\d+)-\w+")  # its owner's pid, and when that began
+# The owner's pid, and when that process began: the kernel gives pids again.
+NAME = re.compile(PREFIX + r"(\d+)-(\d+)-\w+")
 
 
 @contextmanager
@@ -27,7 +31,7 @@ def in_memory(wanted: bool) -> Iterator[None]:
         return
     try:
         for old in PLACE.glob(f"{PREFIX}*"):
-            forget(old)
+            remove_if_orphaned(old)
         folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{ticks(os.getpid())}-", dir=PLACE)
     except OSError as error:
         where, fix = "checkpoint.snapshot_every_n_steps", "set it to 0, and every_n_steps for the disk"
@@ -40,14 +44,14 @@ def in_memory(wanted: bool) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def given() -> Path | None:
+def folder_of_rank() -> Path | None:
     """Return where this rank is to keep its state, or None if it keeps none in memory."""
     return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
-def forget(folder: Path | None = None) -> None:
+def remove_if_orphaned(folder: Path | None = None) -> None:
     """Remove a folder (None: that of this rank) if its job is gone."""
-    folder = folder or given()
+    folder = folder or folder_of_rank()
     if folder is None:
         return
     match = NAME.fullmatch(folder.name)

@@ -61,7 +61,7 @@ def launch(
     A rank that a signal ended is exit code 5.
     """
     if hosts:
-        hosts.taken(num_proc)  # or there are too few slots
+        hosts.needed(num_proc)  # raises if there are too few slots
     chosen = choose(launcher) if num_proc > 1 or hosts else NONE
     return start(chosen, Layout(num_proc, hosts), program or [sys.executable, "-m", module, *arguments], verbose, more)
 
@@ -74,7 +74,7 @@ def start(
     more: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``program`` on all ranks to the end, as ``launch`` does, with a launcher that has been checked."""
-    hosts = layout.hosts.taken(layout.num_proc or 1) if layout.hosts else []
+    hosts = layout.hosts.needed(layout.num_proc or 1) if layout.hosts else []
     if hosts:
         look(hosts)
     line = launcher.command(layout, program)

@@ -1,8 +1,8 @@
 """The program that a launcher starts in a rank's place with ``--spares``.
 
 It hands this place (arguments, environment, folder and descriptors 0 to 2) to a spare, and ends as the rank ends. If no
-spare answers, it becomes the rank. ``python -I -S stub.py NAME PROGRAM ...``: a few modules of the standard library,
-20 ms.
+spare answers, it becomes the rank. ``python -I -S stub.py NAME PROGRAM ...`` loads only a few modules of the standard
+library, which takes 20 ms: the time of a restart is what spares save.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import sys
 
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
 LENGTH, STATUS = struct.Struct("<q"), struct.Struct("<q")  # of a request; an exit code, or -N for signal N
-TAKEN = b"y"
+ACCEPTED = b"y"  # the spare's answer once it has forked
 ANSWER_SECONDS = 5.0
 
 
 def same_user(connection: socket.socket) -> bool:
     """Return whether the other end belongs to this user: names of such sockets are open to all."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return bool(CREDENTIALS.unpack(found)[1] == os.geteuid())
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return bool(CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def hand_over(name: str, program: list[str]) -> socket.socket | None:
+    """Ask the spare called ``name`` to run ``program`` as this process would. Returns the connection, or None."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(ANSWER_SECONDS)
     try:
@@ -36,7 +37,7 @@ def hand_over(name: str, program: list[str]) -> socket.socket | None:
             text = json.dumps([program, dict(os.environ), os.getcwd()]).encode()
             socket.send_fds(connection, [LENGTH.pack(len(text))], [0, 1, 2])
             connection.sendall(text)
-            if connection.recv(1) == TAKEN:
+            if connection.recv(1) == ACCEPTED:
                 return connection
     except OSError:
         pass
@@ -45,7 +46,7 @@ def hand_over(name: str, program: list[str]) -> socket.socket | None:
 
 
 def wait(connection: socket.socket) -> int:
-    """The rank's status; it ends with this process, and this one with whoever started it."""
+    """Return the rank's status, as ``STATUS``. The rank ends with this process, this one with whoever started it."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     for pid in {os.getppid(), os.getsid(0)} - {0, 1, os.getpid()}:
@@ -67,7 +68,7 @@ def main() -> None:
         os.execv(program[0], program)
     connection.settimeout(None)
     status = wait(connection)
-    if status < 0:
+    if status < 0:  # the launcher is to see the signal that ended the rank
         os.kill(os.getpid(), -status)
     os._exit(abs(status))
 

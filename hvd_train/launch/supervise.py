@@ -1,5 +1,13 @@
-"""``hvd-train fit -np N``: the ranks of this host, watched. One that dies ends all; with ``--max-restarts`` they begin
-again from the newest checkpoint."""
+"""``hvd-train fit -np N``: start the ranks of this host, watch them, and start them again.
+
+Each attempt has a ``StatusTable`` in memory, into which every rank writes its phase, its step and how it ended. This
+process never asks ranks over a network, so a rank that hangs cannot hold it up:
+
+1. ``process.run`` starts the launcher, and waits for the ends of the ranks through their pidfds.
+2. When a rank ends badly, or the watchdog sees one that is stuck, all are ended: Horovod cannot go on with fewer ranks.
+3. ``_cause`` finds the first rank that failed. Others, which failed because of it, report ``lost``.
+4. With ``--max-restarts`` all ranks begin again from the newest checkpoint, unless the job would fail in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from signal import Signals
 
 from hvd_train import faults
 from hvd_train.checkpoint import store
-from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, stopped_code
+from hvd_train.errors import CommunicationError, ConfigError, counted, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.launchers import NONE, choose
 from hvd_train.launch.launchers.base import Launcher
@@ -22,8 +30,8 @@ from hvd_train.launch.spares import Spares
 from hvd_train.launch.status import VARIABLE, StatusTable, supported
 from hvd_train.launch.watchdog import Watchdog
 
-IDLE_RESTARTS = 2  # restarts in a row that came no further than before
-FINAL = {2, 3, 4, 6}  # a mistake, or a computation that would end in the same way
+IDLE_RESTARTS = 2  # give up after so many restarts in a row that came no further than before
+FINAL = {2, 3, 4, 6}  # exit codes of mistakes, and of a computation that would end in the same way
 FIX = "look for a crash or too little memory; --resume auto goes on from there"
 
 
@@ -75,7 +83,7 @@ def supervise(
         if verbose:
             print(" ".join(line), file=sys.stderr, flush=True)
         attempt = _attempt(line, num_proc, chosen, run_dir, watchdog_s, spares)
-        os.environ.pop(faults.VARIABLE, None)  # of the first start alone
+        os.environ.pop(faults.VARIABLE, None)  # a fault to try is for the first start alone
         code = _final_code(attempt)
         if code is not None or attempt.cause is None:
             return code or 0
@@ -85,10 +93,11 @@ def supervise(
         if restarts == max_restarts or idle == IDLE_RESTARTS:
             return _give_up(attempt.cause, restarts, idle)
         restarts += 1
-        if attempt.step:  # then the run folder is this run's
+        # Before the first step the run folder may still hold another run, whose checkpoints are not ours to go on from.
+        if attempt.step:
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
         left = max(fewest, num_proc - 1)
-        on = f" on {left} rank{'s' * (left > 1)}" if left < num_proc else ""
+        on = f" on {counted(left, 'rank')}" if left < num_proc else ""
         num_proc = left
         print(f"restart {restarts} of {max_restarts}{on}: {_words(attempt.cause)}", file=sys.stderr, flush=True)
 
@@ -107,7 +116,7 @@ def _attempt(
     line: list[str], num_proc: int, launcher: Launcher, run_dir: Path, watchdog_s: float, spares: Spares | None
 ) -> Attempt:
     """Start the ranks with the command ``line``, and watch them to their end."""
-    killed = _out_of_memory()
+    killed = _out_of_memory()  # before, because the kernel only counts
     with StatusTable(num_proc) as table:
         watchdog = Watchdog(table, watchdog_s)
         env = start.environment() | {VARIABLE: table.path}
@@ -127,10 +136,11 @@ def _final_code(attempt: Attempt) -> int | None:
     cause, signals = attempt.cause, attempt.signals
     if cause is None:
         return 0
-    if cause.unsaid:
+    if cause.unsaid:  # ranks leave this line to us, so that it is printed once
         print(cause.what, file=sys.stderr, flush=True)
     if len(signals) > 1:
         return 128 + signals[-1]
+    # 75 and 130: the ranks have saved after the signal.
     if signals and cause.code not in (75, 130):
         if cause.rank is not None:
             return 128 + signals[0]
@@ -174,7 +184,7 @@ def _stuck(table: StatusTable, watchdog: Watchdog, run_dir: Path) -> Cause:
 
 
 def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
-    """Return the first rank that did not end well; what others report of its loss comes after all else."""
+    """Return the first rank that did not end well. Reports that another rank was lost come after all others."""
     by = Signals(code - 128).name if 128 < code < 160 else ""
     causes = []
     for rank in range(table.ranks):
@@ -191,9 +201,9 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
             causes.append((False, ended[rank], Cause(how, status.place, 5, rank)))
     if causes and not (by and all(lost for lost, _, _ in causes)):
         lost, when, first = min(causes, key=lambda row: row[:2])
-        alike = [str(cause.rank) for *key, cause in causes if cause.silent and key == [lost, when]]
-        if first.silent and len(alike) > 1:  # seen at one look: this process was stopped, perhaps
-            return replace(first, what=f"rank {' or '.join(alike)} {first.what}", rank=None)
+        same_time = [str(cause.rank) for *key, cause in causes if cause.silent and key == [lost, when]]
+        if first.silent and len(same_time) > 1:  # seen at one look: this process was perhaps stopped itself
+            return replace(first, what=f"rank {' or '.join(same_time)} {first.what}", rank=None)
         return first
     begun = any(table.read(rank).pid for rank in range(table.ranks))
     how = f"the launcher was ended by {by}" if by else f"the launcher ended with code {code}"
@@ -202,7 +212,7 @@ def _cause(table: StatusTable, ended: Mapping[int, float], code: int) -> Cause:
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
-    """Return (step, folder, inode) of all checkpoints: one that was written again is another."""
+    """Return (step, folder, inode) of all checkpoints. The inode tells apart one that was written again."""
     checkpoints = set()
     for step, path in store.find(run_dir / "checkpoints"):
         with suppress(FileNotFoundError):
@@ -211,8 +221,10 @@ def _checkpoints(run_dir: Path) -> set[tuple[int, Path, int]]:
 
 
 def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[tuple[int, Path, int]]) -> list[str]:
-    """Return the command that continues a run: from its newest checkpoint, and from none that lay there before if it
-    began from one that was named."""
+    """Return the command that continues a run from its newest checkpoint.
+
+    If the run began from a checkpoint that was named, those that lay there before (``known``) are not this run's.
+    """
     kept, resume, words = [], "auto", iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -222,7 +234,7 @@ def _going_on(arguments: list[str], known: set[tuple[int, Path, int]], now: set[
             kept.append(word)
     if resume not in ("auto", "last"):
         new = sorted(now - known)
-        # The run folder is this run's by now, which begins anew where it has saved nothing.
+        # The run folder is this run's by now. If nothing was saved, the run begins anew from the one that was named.
         return [*kept, "--resume", *([str(new[-1][1])] if new else [resume, "--overwrite"])]
     return [*kept, "--resume", "auto"]
 

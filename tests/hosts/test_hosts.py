@@ -287,12 +287,12 @@ def test_places_of_ranks():
 def test_hosts_are_filled_one_after_the_other(tmp_path):
     given = parse("a:2,b,c:3", None, None)
     assert given == Hosts({"a": 2, "b": 1, "c": 3}) and given.words == "a:2,b:1,c:3"
-    assert given.taken(2) == ["a"] and given.taken(3) == ["a", "b"] and given.taken(6) == ["a", "b", "c"]
+    assert given.needed(2) == ["a"] and given.needed(3) == ["a", "b"] and given.needed(6) == ["a", "b", "c"]
     file = tmp_path / "hosts"
     file.write_text("# ours\n\na slots=2\nb\nc slots = 3 max-slots=4\n")
     assert parse(None, file, None) == given
     with pytest.raises(ConfigError, match=r"7 ranks on hosts with 6 slots; -H a:2,b:1,c:3; -np 6"):
-        given.taken(7)
+        given.needed(7)
 
 
 @pytest.mark.parametrize(

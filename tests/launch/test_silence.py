@@ -45,7 +45,7 @@ class Job:
                 for row in self.rows[host.name]:
                     row[4] += host.name in steps
                 if host.name in heard:
-                    host.hear(self.rows[host.name], self.large[host.name])
+                    host.update(self.rows[host.name], self.large[host.name])
             if self.watchdog.look():
                 return True
         return False
@@ -89,7 +89,7 @@ def test_the_oldest_silence_is_to_blame(clock):
     assert job.line.startswith("host a (ranks 0, 1) does not reach the other hosts (b, c)")
     job.hosts.append(Host("d", [6, 7]))
     four = HostsWatchdog(job.hosts, LIMIT, dict)
-    job.hosts[3].hear([[106, 7, "training", {}, 5, "S"], [107, 7, "training", {}, 5, "S"]])
+    job.hosts[3].update([[106, 7, "training", {}, 5, "S"], [107, 7, "training", {}, 5, "S"]])
     four._still -= LIMIT + 1
     four._last = {rank: (job.rows["abc"[rank // 2]][rank % 2][4] if rank < 6 else 5) for rank in range(8)}
     assert four.look() and four.verdict("").startswith("host b (ranks 2, 3) does not answer")
@@ -194,7 +194,7 @@ def test_the_rule_of_another_host(clock):
 )
 def test_other_reports_are_refused(rows):
     with pytest.raises((ValueError, TypeError)):
-        Host("a", [0, 1]).hear(rows)
+        Host("a", [0, 1]).update(rows)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ def place(tmp_path, monkeypatch):
 
 def test_it_lies_there_for_the_job_and_no_longer(place):
     with snapshots.in_memory(True):
-        folder = snapshots.given()
+        folder = snapshots.folder_of_rank()
         assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
         (folder / "step-1").mkdir()
-        snapshots.forget()  # a rank that ends while its job lives
+        snapshots.remove_if_orphaned()  # a rank that ends while its job lives
         assert folder.is_dir()
-    assert snapshots.given() is None and not list(place.iterdir())
+    assert snapshots.folder_of_rank() is None and not list(place.iterdir())
     with snapshots.in_memory(False):
-        assert snapshots.given() is None and not list(place.iterdir())
+        assert snapshots.folder_of_rank() is None and not list(place.iterdir())
 
 
 def test_what_a_killed_job_left_goes_with_the_next_one(place):

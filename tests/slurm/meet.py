@@ -21,7 +21,7 @@ try:
     rendezvous.prepare(here)
     if does == "fails":
         raise DataError("no such file", where=f"rank {here.rank}'s disk")
-    rendezvous.join(here)
+    rendezvous.join_world(here)
 except Exception as error:
     exit_with_error(error)
 own = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}

@@ -76,7 +76,7 @@ class Mpirun(Launcher):
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
         if layout.hosts and not signals and code == UNREACHABLE:
-            hosts = ", ".join(layout.hosts.taken(layout.num_proc or 1))
+            hosts = ", ".join(layout.hosts.needed(layout.num_proc or 1))
             what = f"mpirun's daemons on {hosts} do not reach one another, though ssh does"
             fix = "open the ports between the hosts, or name another network: --network-interfaces"
             raise CommunicationError(what, where=f"-H {layout.hosts.words}", fix=fix)

@@ -17,8 +17,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def proof(token: str, port: int, nonce: str) -> str:
-    """Return what shows that the server at this very port knows the token: one who passes questions on listens at
-    another port."""
+    """Return what shows that the server at this port knows the token.
+
+    The port is part of it, so that nobody can pass the question on to the true server: that listens at another port.
+    """
     return hmac.new(token.encode(), f"server {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -35,7 +37,7 @@ class Endpoint:
 
     def answers(self) -> bool:
         """Return whether a server answers there that knows the token."""
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(16)  # a new question each time: an old answer cannot be used again
         try:
             connection = http.client.HTTPConnection(self.address, self.port, timeout=ANSWER_SECONDS)
             connection.request("GET", f"/proof/{nonce}")

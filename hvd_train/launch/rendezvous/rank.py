@@ -1,9 +1,15 @@
-"""A rank's side of the rendezvous.
+"""A rank's side of the rendezvous, for launchers that do not bring their ranks together (srun).
 
-Rank 0 opens a server on its node, at one of a few ports that follow from the step. The others look for it on the step's
-first node, and each side proves that it knows the user's secret. If rank 0 is on another node (``srun -m arbitrary``, a
-heterogeneous job), the first rank of the first node opens a server too, a signpost: rank 0 reports its place there, and
-the others are sent on. Rank 0's server stays open for Horovod's Gloo.
+All that ranks have in common is what the launcher tells them and the user's secret. From these follow a token and a few
+ports (``step.py``), so that no rank must send either:
+
+1. Rank 0 opens a server on its node, at the first of the ports that is free (``server.py``).
+2. The others try the ports on the step's first node. A server proves by a hash of their random number that it knows the
+   token, before a rank names it.
+3. If rank 0 is on another node (``srun -m arbitrary``, a heterogeneous job), the first rank of the first node opens a
+   server, too: a signpost. Rank 0 reports its place there, and the others are sent on.
+4. Each rank posts "join" with its place, and is answered when all have come or one has failed: the verdict.
+5. Rank 0's server stays open. Horovod's Gloo exchanges addresses there, and ranks report how they end.
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from hvd_train.launch.rendezvous.server import LAST_WORDS_SECONDS, START, Rendez
 from hvd_train.launch.rendezvous.step import PORT, TRIES, Step
 from hvd_train.launch.world import World
 
-START_SECONDS = 600
+START_SECONDS = 600  # for all ranks to come
 PARTING_SECONDS = 1.0
-PAUSES = (0.2, 2.0)  # between two looks for the server: at first, and at last
+PAUSES = (0.2, 2.0)  # seconds between two looks for the server: at first, and at last
 COME_SECONDS = 30.0  # for ranks that start later than others
 # What looking for a server, or asking it, raises while it is not there.
 ABSENT = (OSError, http.client.HTTPException, ValueError)
@@ -43,10 +49,10 @@ class Rendezvous:
         self._met: Endpoint | None = None  # rank 0's server, once all ranks have come
         self._server: RendezvousServer | None = None  # of rank 0
         self._signpost: RendezvousServer | None = None  # on the first node, if rank 0 is not there
-        self._given_up = False
+        self._gave_up = False
 
     def prepare(self) -> None:
-        """Open this rank's server, if it has one. The sooner, the better do others learn that a rank has ended."""
+        """Open this rank's server, if it has one. Early, so that other ranks can report an error before they join."""
         if self._world.rank == 0:
             self.open_server()
         elif self._world.local_rank == 0 and self._signpost is None and self._step.node == self._step.first_node:
@@ -100,8 +106,8 @@ class Rendezvous:
 
     # ---- all ranks come
 
-    def join(self) -> None:
-        """Meet the other ranks, and set Horovod's variables.
+    def join_world(self) -> None:
+        """Wait for the other ranks, and set Horovod's variables.
 
         Raises CommunicationError on all ranks if one has ended, or does not come within ``HOROVOD_START_TIMEOUT``
         seconds, and ConfigError if no port is free or the secret cannot be had.
@@ -125,13 +131,14 @@ class Rendezvous:
         return Endpoint(LOOPBACK, server.server_port, server.token, network, self._cross(verdict["locals"]))
 
     def _come(self, seconds: int) -> Endpoint:
-        """Look for rank 0's server and join the world there."""
+        """Look for rank 0's server, and wait there for the verdict."""
         stop, reason, pause = time.monotonic() + seconds, "no answer", PAUSES[0]
         while (left := stop - time.monotonic()) > 0:
             try:
                 endpoint = self.find()
                 if isinstance(endpoint, Endpoint):
                     place = {"rank": self._world.rank, "local": self._world.local_rank}
+                    # The answer comes when all ranks have come, so it may take as long as the slowest.
                     local_address, status, verdict = endpoint.ask("join", place, left + ANSWER_SECONDS)
                     if status == 200:
                         self._close_signpost()  # all have come
@@ -146,7 +153,7 @@ class Rendezvous:
                 reason = str(error)
             time.sleep(min(pause, max(0, stop - time.monotonic())))
             pause = min(1.5 * pause, PAUSES[1])
-        self._given_up = True
+        self._gave_up = True
         what = f"rank 0 was not found on {self._step.first_node} within {seconds} s: {reason}"
         fix = f"look for what ended or held it; {START} sets the time"
         raise CommunicationError(what, where=self._step.launcher, fix=fix)
@@ -193,10 +200,10 @@ class Rendezvous:
         with suppress(TrainError, *ABSENT):
             if self._world.rank == 0:
                 later = LAST_WORDS_SECONDS if self._met else COME_SECONDS
-                self.open_server().report_own_exit(text, code, later)
+                self.open_server().report_exit_of_rank_0(text, code, later)
                 return False
             endpoint, stop = self._met, time.monotonic() + seconds
-            while endpoint is None and not self._given_up and time.monotonic() < stop:
+            while endpoint is None and not self._gave_up and time.monotonic() < stop:
                 near = self.find()
                 if isinstance(near, Endpoint):
                     endpoint = near
@@ -239,7 +246,7 @@ def rendezvous_of(here: World) -> Rendezvous | None:
 
 
 def current() -> Rendezvous | None:
-    """Return this process' rendezvous, also after ``join``, when Horovod's variables name another launcher."""
+    """Return this process' rendezvous, also after ``join_world``, when Horovod's variables name another launcher."""
     return _current or rendezvous_of(world())
 
 
@@ -249,11 +256,10 @@ def prepare(here: World) -> None:
         rendezvous.prepare()
 
 
-def join(here: World) -> None:
-    """Let a rank whose launcher does not bring the ranks together meet the others. Must be called before
-    ``hvd.init()``."""
+def join_world(here: World) -> None:
+    """Wait for the other ranks if the launcher does not bring them together. Must be called before ``hvd.init()``."""
     if rendezvous := rendezvous_of(here):
-        rendezvous.join()
+        rendezvous.join_world()
 
 
 def exit_code_of_lost(default: int) -> int:

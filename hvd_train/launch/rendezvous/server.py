@@ -1,7 +1,12 @@
-"""The server at which ranks find one another. It waits for all of them, then serves Horovod's Gloo.
+"""The HTTP server at which ranks find one another. It waits for all of them, then serves Horovod's Gloo.
 
-Horovod's own (``horovod.runner.http.http_server``) answers whoever asks. This one answers only who names the token.
-What the ranks then send each other is Gloo's, unguarded.
+Horovod's own server (``horovod.runner.http.http_server``) answers whoever asks. This one answers only who names the
+token, the first part of each path. What the ranks then send each other is Gloo's, without any such guard.
+
+- ``GET /proof/NONCE``: a hash, by which a rank sees that the server knows the token, before it sends the token.
+- ``GET``, ``PUT``, ``DELETE /TOKEN/SCOPE/KEY``: Horovod's key-value store.
+- ``POST /TOKEN/join``: a rank has come; answered when all have. ``report_exit``: a rank ends with an error. ``ended``:
+  who has reported that. ``place``, ``report_place``: where rank 0's server is, of a signpost.
 """
 
 from __future__ import annotations
@@ -58,10 +63,12 @@ class RendezvousServer(ThreadingHTTPServer):
         self.server_port = self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether to listen to this address: once all ranks have come, only to theirs."""
         verdict = self._verdict
         return verdict is None or "failed" in verdict or client_address[0] in self._known
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # Each connection has a thread, so those that send nothing must be few and short.
         with self._guard:
             self._strangers[request] = time.monotonic()
             oldest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS + self.size else None
@@ -70,7 +77,7 @@ class RendezvousServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Called between requests, twice a second at least."""
+        """End connections that have not shown the token in time. Called between requests, at least twice a second."""
         with self._guard:
             late = [one for one, since in self._strangers.items() if time.monotonic() - since > REQUEST_SECONDS]
         for connection in late:
@@ -118,7 +125,7 @@ class RendezvousServer(ThreadingHTTPServer):
         """Return whether the ranks have met, or never will."""
         return self._verdict is not None
 
-    def join(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
+    def add_rank(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
         """Answer a rank that came from ``peer`` to this address of ours, once there is a verdict: the HTTP status and
         the verdict. 410: the rank has come before, in an earlier command of this step."""
         with self._changed:
@@ -150,7 +157,7 @@ class RendezvousServer(ThreadingHTTPServer):
                 self._answered.add(rank)
                 self._changed.notify_all()
 
-    def report_own_exit(self, text: str, code: int, seconds: float) -> None:
+    def report_exit_of_rank_0(self, text: str, code: int, seconds: float) -> None:
         """Keep rank 0's last words for those who ask within ``seconds``, or until all have asked."""
         with self._changed:
             self._last_words = text
@@ -211,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
             reply: Any = self.server.ended
             if words[0] == "join":
                 way = {"address": self.connection.getsockname()[0], "peer": self.client_address[0]}
-                status, reply = self.server.join(**sent, **way)
+                status, reply = self.server.add_rank(**sent, **way)
             elif words[0] == "report_exit":
                 reply = self.server.report_exit(**sent)
             elif words[0] == "report_place" and self.server.place is not None:

@@ -12,8 +12,8 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.rendezvous.endpoint import LOOPBACK
 
 PORT = "HVD_TRAIN_PORT"
-PORTS = range(16384, 32768)  # below those that systems give away themselves
-TRIES = 16
+PORTS = range(16384, 32768)  # below the ephemeral ports, which systems give to any program
+TRIES = 16  # so many ports: another step or program on the node may hold the first ones
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Step:
         return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]
 
     def token(self, secret: bytes) -> str:
-        """Return what this step's ranks show. The secret cannot be told from it."""
+        """Return what this step's ranks show. The secret cannot be computed from it."""
         return hmac.new(secret, f"step {self.name}".encode(), hashlib.sha256).hexdigest()
 
     def address(self) -> str:

@@ -1,4 +1,4 @@
-"""One ladder of errors. Each carries its exit code; the command line prints one line and leaves with it.
+"""The errors that users see. Each has an exit code; the command line prints one line and ends with that code.
 
 ``0`` done, ``2`` usage or configuration, ``3`` data, ``4`` checkpoint, ``5`` a rank was lost or the ranks disagree
 at run time, ``6`` a non-finite loss, ``75`` stopped by a signal and saved.
@@ -36,8 +36,8 @@ class TrainError(Exception):
 
     For example ``TrainError("the file is empty", where="data.csv", fix="write it again")``.
 
-    ``common``: every rank raises the same error, so that rank 0 alone need speak; ``ranks``: where it came up, if
-    not on the rank that speaks.
+    ``common``: every rank raises the same error, so only rank 0 prints it; ``ranks``: where it came up, if not on the
+    rank that prints it.
     """
 
     exit_code = 1
@@ -76,7 +76,7 @@ class CommunicationError(TrainError):
     exit_code = 5
 
 
-SOME_RANK = "another rank"  # which one is told where it is known
+SOME_RANK = "another rank"  # replaced in the message once it is known which
 
 
 class LostRankError(CommunicationError):
@@ -105,7 +105,7 @@ class Interrupted(TrainError):
 
 
 def stopped_code(number: int) -> int:
-    """The exit code of a job that a signal stopped: Ctrl-C has its own."""
+    """Return the exit code of a job that a signal stopped: 130 for Ctrl-C, as a shell has it, else 75."""
     return 130 if number == signal.SIGINT else Interrupted.exit_code
 
 

@@ -1,7 +1,7 @@
-"""Faults on purpose, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, several by comma.
+"""Inject faults, for tests and ``scripts/torture``: ``HVD_TRAIN_FAULT=POINT:RANK:NTH:ACTION``, several by comma.
 
 ``save:0:2:kill``: the second time that rank 0 comes to the point ``save``, it is killed; ``step:1:40:delay``: from its
-40th step on rank 1 is slow. Without the variable a point is a look at an empty list.
+40th step on rank 1 is slow. Without the variable a point costs a look at an empty list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 
 
 def arm(rank: int) -> None:
-    """Plans the faults of this rank. What the process starts has none."""
+    """Read the faults of this rank. The variable is removed, so what this process starts has none."""
     _planned.clear()
     for text in filter(None, os.environ.pop(VARIABLE, "").split(",")):
         point, _, rest = text.partition(":")
@@ -67,9 +67,9 @@ def arm(rank: int) -> None:
 
 
 def at(point: str) -> None:
-    """The training is there."""
+    """Note that the training has come to this point, and do what is planned there."""
     for k, (planned, times, action) in enumerate(_planned):
         if planned == point:
             _planned[k] = planned, times - 1, action
-            if times == 1 or (times < 1 and action is _delay):
+            if times == 1 or (times < 1 and action is _delay):  # a slow rank stays slow
                 action()

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a kill or a power cut: written aside, then renamed."""
+"""Write files that are whole or absent, also after a kill or a power cut: under another name first, then renamed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-LEFT = ".tmp"  # how the name of a file ends that is not finished: a killed process leaves it
-PART_BYTES = 256 << 20
+LEFT = ".tmp"  # the ending of a file that is not finished: a killed process leaves such a file
+PART_BYTES = 256 << 20  # between two flushes to the disk
 
 
-class Aside:
-    """A file that is written in any order, beside ``path``, and takes its place with ``close``; where that fails, or
-    with ``forget``, nothing of it is left."""
+class AtomicFile:
+    """A file that is written in any order next to ``path``, and takes its place with ``close``.
+
+    If that fails, or with ``discard``, nothing of it is left.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,16 +27,17 @@ class Aside:
 
     def close(self) -> None:
         try:
+            # The order matters: otherwise the rename may reach the disk first, and a power cut leaves an empty file.
             self.stream.flush()
             os.fsync(self.stream.fileno())
             self.stream.close()
             os.replace(self._temporary, self.path)
             sync(self.path.parent)
         except BaseException:
-            self.forget()
+            self.discard()
             raise
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         with suppress(OSError):  # a full disk refuses what is still in memory
             self.stream.close()
         self._temporary.unlink(missing_ok=True)
@@ -43,18 +46,21 @@ class Aside:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self.forget() if kind else self.close()
+        self.discard() if kind else self.close()
 
 
 def put(path: Path, content: bytes) -> None:
-    """``path`` with this content, in place of what was there. Raises OSError, and then leaves nothing behind."""
-    with Aside(path) as file:
+    """Replace ``path`` by a file with this content. If it raises OSError, the old file stands and nothing is left."""
+    with AtomicFile(path) as file:
         file.stream.write(content)
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """A new file, which is on the disk when this returns, and part by part before: each piece asked for tells that the
-    disk answers, however much memory the kernel would take first."""
+    """Write a new file, which is on the disk when this returns.
+
+    It is flushed part by part. The kernel would first take a whole file into memory, so whoever watches the pieces that
+    are asked for could not see that a disk has stopped answering.
+    """
     waiting = 0
     with open(path, "xb") as stream:
         for piece in pieces:
@@ -70,11 +76,11 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 def ours_alone(paths: Iterable[Path]) -> bool:
     """Return whether all of these belong to this user and nobody else can write them. A link counts as foreign."""
     try:
-        found = [path.lstat() for path in paths]
+        statuses = [path.lstat() for path in paths]
     except OSError:
         return False
     user = os.geteuid()
-    return all(not stat.S_ISLNK(x.st_mode) and x.st_uid == user and not x.st_mode & 0o022 for x in found)
+    return all(not stat.S_ISLNK(x.st_mode) and x.st_uid == user and not x.st_mode & 0o022 for x in statuses)
 
 
 def sync(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""``hvd-train guide``: its pages are Markdown in the package, so that they are where the program is."""
+"""``hvd-train guide``. Its pages are Markdown files in the package, so that they are installed with the program."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from hvd_train.errors import ConfigError
 if TYPE_CHECKING:
     from hvd_train.config import Config
 
+# Options that start ranks, each with a value. A rank that got them would start ranks itself.
 WITH_VALUE = (
     "-np", "--num-proc", "--launcher", "--max-restarts", "--min-np", "--spares", "-H", "--hosts", "--hostfile",
     "--network-interfaces", "--nnodes", "--nproc-per-node",

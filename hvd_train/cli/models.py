@@ -1,4 +1,4 @@
-"""``hvd-train models``: the zoos are read as source text, for listing them must not load a framework."""
+"""``hvd-train models``: the models are read as source text, because listing them must not load a framework."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def _options(build: ast.FunctionDef) -> str:
     return ", ".join(
         f"{a.arg}={ast.unparse(d)}"
         for a, d in zip(optional, defaults, strict=True)
-        if a.arg != "image"  # the data's
+        if a.arg != "image"  # set by the data, not by the user
     )

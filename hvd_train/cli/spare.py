@@ -1,4 +1,13 @@
-"""``python -m hvd_train.cli.spare NAME FRAMEWORK THREADS RANKS COUNT``: see hvd_train/launch/spares.py."""
+"""``python -m hvd_train.cli.spare NAME FRAMEWORK THREADS RANKS COUNT VERBOSE``: a process from which ranks are forked.
+
+``launch/spares.py`` starts it, and ``launch/stub.py`` talks to it over an abstract Unix socket called NAME:
+
+1. The stub, which the launcher started in a rank's place, sends its descriptors 0 to 2, then its command line,
+   environment and folder as JSON. Both sides check that the other belongs to the same user.
+2. This process answers ``ACCEPTED`` and forks. The fork becomes the rank.
+3. When the fork ends, this process sends its status, and the stub ends in the same way. If the connection breaks, the
+   stub is gone, and the fork is killed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,7 @@ import numpy as np
 from hvd_train.launch.process import PR_SET_PDEATHSIG
 from hvd_train.launch.stub import ACCEPTED, ANSWER_SECONDS, LENGTH, STATUS, same_user
 
-NICE = 10
+NICE = 10  # ranks that train come first
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,13 @@ class Place:
         os.environ.update(self.environment)
         os.chdir(self.folder)
         sys.argv = ["hvd-train", *self.program[3:]]  # python -m hvd_train ...
+        # All forks have copies of the same generators.
         random.seed()
         np.random.seed()
 
 
 def receive(connection: socket.socket) -> Place:
+    """Read what a stub hands over. Raises OSError, ValueError or EOFError."""
     connection.settimeout(ANSWER_SECONDS)
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
     text = b""
@@ -80,7 +91,7 @@ def serve(listener: socket.socket, most: int) -> Place:
     prctl: Any = ctypes.CDLL(None).prctl
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in waiting:  # the stub is gone
+            if descriptor in waiting:  # the stub is gone, for it sends nothing more
                 poll.unregister(descriptor)
                 signal.pidfd_send_signal(waiting.pop(descriptor), signal.SIGKILL)
             elif descriptor in children:
@@ -88,7 +99,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                 poll.unregister(descriptor)
                 if waiting.pop(connection.fileno(), None) is not None:
                     poll.unregister(connection)
-                tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                send_status(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 os.close(descriptor)
             elif descriptor == listener.fileno():
                 connection = listener.accept()[0]
@@ -103,9 +114,11 @@ def serve(listener: socket.socket, most: int) -> Place:
                     continue
                 parent, pid = os.getpid(), os.fork()
                 if pid == 0:
+                    # If this process is killed, its forks end, too. It may have died before the call, hence the check.
                     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                     if os.getppid() != parent:
                         os._exit(5)
+                    # A copy of another rank's connection would keep it open when this process ends.
                     for other in (*waiting, *children):
                         os.close(other)
                     for _, held in children.values():
@@ -121,7 +134,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                 poll.register(pidfd, select.POLLIN)
 
 
-def tell(connection: socket.socket, status: int) -> None:
+def send_status(connection: socket.socket, status: int) -> None:
     with connection, suppress(OSError):
         connection.sendall(STATUS.pack(status))
 
@@ -134,12 +147,13 @@ def main() -> None:
         warm(framework, threads, int(ranks), bool(verbose))
         done.append(True)
 
+    # In a thread, because only that one gets the low priority: what is forked from the main thread has the usual one.
     thread = threading.Thread(target=load)
     thread.start()
     thread.join()
-    if not done:  # why has been told; ranks load it for themselves
+    if not done:  # the error has been printed; ranks load the framework for themselves
         sys.exit(1)
-    gc.freeze()
+    gc.freeze()  # a collection in a fork would write to pages that it shares with this process
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0{name}")
         listener.listen(int(ranks))

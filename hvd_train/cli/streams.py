@@ -11,7 +11,7 @@ from hvd_train.errors import ConfigError
 
 
 class ReaderLeftError(BrokenPipeError):
-    """The end of standard output's reader (``| head``)."""
+    """Standard output's reader has ended (``| head``)."""
 
 
 class _Guarded(io.FileIO):
@@ -20,11 +20,13 @@ class _Guarded(io.FileIO):
     silent = False
 
     def write(self, data: Any) -> int:
-        if not memoryview(data).nbytes:  # click's question what kind of stream this is; a full disk refuses that too
+        # click writes nothing, to learn what kind of stream this is. A full disk refuses even that.
+        if not memoryview(data).nbytes:
             return 0
         try:
             return super().write(data)
         except OSError as error:
+            # Python flushes streams once more when it ends. To the null device that cannot fail.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -46,7 +48,7 @@ def guard(*silent: str) -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
-            continue  # a test's
+            continue  # a test has put another stream there
         raw = getattr(stream.buffer, "raw", stream.buffer)
         if not isinstance(raw, _Guarded):
             raw = _Guarded(stream.fileno(), "wb", closefd=False)

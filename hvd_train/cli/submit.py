@@ -140,7 +140,7 @@ def _fit_words(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("code", type=int)
 def ended(folder: Path, code: int) -> None:
-    """The last line of a sweep's batch script."""
+    """Record the end of a trial: the last line of a sweep's batch script."""
     from hvd_train.sweep import array
 
     sys.exit(array.ended(folder, code))
@@ -151,7 +151,7 @@ def ended(folder: Path, code: int) -> None:
 @click.option("--run-dir", type=click.Path(path_type=Path))
 @click.argument("code", type=int)
 def requeue(times: int, run_dir: Path | None, code: int) -> None:
-    """The last line of the batch script of ``submit --requeue``."""
+    """Put the job into the queue again: the last line of the batch script of ``submit --requeue``."""
     from hvd_train.launch import requeue as job
 
     sys.exit(job.requeue(code, times, run_dir))

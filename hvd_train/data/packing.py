@@ -19,7 +19,7 @@ from hvd_train.config import TaskConfig
 from hvd_train.data.manifest import AGAIN, KINDS, MANIFEST, VERSION, Column, Manifest, Part, Shard, read_manifest
 from hvd_train.data.packed import label_classes, mapped
 from hvd_train.errors import ConfigError, DataError, TrainError
-from hvd_train.files import LEFT, Aside
+from hvd_train.files import LEFT, AtomicFile
 from hvd_train.protocol import Field, Source
 
 # Of a shard's largest field: few files, and enough of them to share among ranks.
@@ -135,7 +135,7 @@ def _write(
             file.close()
     except BaseException:
         for file in files.values():
-            file.forget()
+            file.discard()
         raise
     return {
         key: Shard(file=file.path.name, count=len(span), size=file.size, sha256=file.digest.hexdigest())
@@ -143,7 +143,7 @@ def _write(
     }
 
 
-class _HashedFile(Aside):
+class _HashedFile(AtomicFile):
     """A file that is whole or not there, with its size and digest."""
 
     def __init__(self, path: Path) -> None:

@@ -29,7 +29,7 @@ from hvd_train.report.tables import table
 SECONDS, RANKS = 120, 2
 SIZES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "32 MB": 1 << 23}  # name: float32 values
 REPEATS = {"4 KB": 20, "1 MB": 10, "32 MB": 3}
-# In a process of its own: a broken framework must not take the doctor with it.
+# Run in a separate process: a framework that crashes while it loads must not take the doctor with it.
 LOOK = """
 import importlib, json, sys
 package, module, horovod = sys.argv[1:]
@@ -57,7 +57,10 @@ def _look(framework: str) -> dict:
 
 
 def doctor(verbose: bool) -> int:
-    """Prints the findings; returns 0 if at least one framework trains on two ranks and nothing installed is broken."""
+    """Print a table of what is installed, and try it; return the exit code.
+
+    0 means that at least one framework exchanges on two ranks and nothing that is installed is broken.
+    """
     rows: list[tuple[str, str, str]] = [
         ("Python", platform.python_version(), ""),
         ("cores", f"{os.cpu_count()} ({len(os.sched_getaffinity(0))} usable)", ""),
@@ -67,8 +70,8 @@ def doctor(verbose: bool) -> int:
         ),
         ("Horovod", version("horovod") or "missing", "" if version("horovod") else "run scripts/setup"),
     ]
-    found = {framework: _look(framework) for framework in FRAMEWORKS}
-    for framework, facts in found.items():
+    all_facts = {framework: _look(framework) for framework in FRAMEWORKS}
+    for framework, facts in all_facts.items():
         if version(FRAMEWORKS[framework].packages[0]) is None:
             rows.append((framework, "missing", f"run scripts/setup --frameworks {framework}"))
         elif "error" in facts:
@@ -81,12 +84,14 @@ def doctor(verbose: bool) -> int:
     print(table(["what", "found", "what to do"], rows), flush=True)
     print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
-    usable = [framework for framework, facts in found.items() if "error" not in facts]
+    usable = [framework for framework, facts in all_facts.items() if "error" not in facts]
     print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
-    probes = [(f, one) for f in usable for one in startable() if _can(found[f], one)]
+    probes = [(f, one) for f in usable for one in startable() if _can(all_facts[f], one)]
     results = [_probe(framework, one.name, verbose) for framework, one in probes]
     print(table(["framework", "launcher", *SIZES, "verdict"], results))
-    broken = any("error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in found.items())
+    broken = any(
+        "error" in facts and version(FRAMEWORKS[framework].packages[0]) for framework, facts in all_facts.items()
+    )
     return 0 if results and not broken and all(row[-1] == "ok" for row in results) else 1
 
 
@@ -119,22 +124,22 @@ def _probe(framework: str, launcher: str, verbose: bool) -> tuple[str, ...]:
         done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return (framework, launcher, *["-"] * len(SIZES), f"no answer in {SECONDS} s")
-    found = [text[text.index("{") :] for text in done.stdout.splitlines() if '"allreduce"' in text]
-    if done.returncode or not found:
+    answers = [text[text.index("{") :] for text in done.stdout.splitlines() if '"allreduce"' in text]
+    if done.returncode or not answers:
         if verbose:
             print(done.stdout, done.stderr, file=sys.stderr)
         return (framework, launcher, *["-"] * len(SIZES), f"failed with exit code {done.returncode} (see -v)")
-    seconds = json.loads(found[0])["allreduce"]
+    seconds = json.loads(answers[0])["allreduce"]
     return (framework, launcher, *shown(seconds), "ok")
 
 
 def shown(seconds: Mapping[str, float]) -> list[str]:
-    """A cell for each of ``SIZES``."""
+    """Return a cell of the table for each of ``SIZES``."""
     return [f"{1e3 * seconds[name]:.2f} ms, {4 * size / seconds[name] / 1e9:.2f} GB/s" for name, size in SIZES.items()]
 
 
 def probe(framework: str) -> int:
-    """One rank of the doctor's trial: sums that are checked, then timed; rank 0 prints JSON."""
+    """Run one rank of the doctor's trial, whose sums are checked and then timed. Rank 0 prints JSON."""
     session = Session.prepare(framework)
     with session.opened() as communicator:
         seconds = reduced(communicator, session.module.cpu_ops())
@@ -144,7 +149,7 @@ def probe(framework: str) -> int:
 
 
 def reduced(communicator: Communicator, ops: Any) -> dict[str, float]:
-    """{name of ``SIZES``: median seconds of an allreduce over all ranks}; raises TrainError where a sum is wrong."""
+    """Return {name of ``SIZES``: median seconds of an allreduce}. Raises TrainError if a sum is wrong."""
     seconds = {}
     for name, size in SIZES.items():
         x = ops.from_numpy(np.full(size, communicator.rank + 1, np.float32))

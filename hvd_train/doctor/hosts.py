@@ -41,9 +41,12 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """One host. ``common``: {what: value} of what all must have in common; ``interfaces``: (name, IPv4 address) of
-    those that lead to others; ``file_system``: of the working folder; ``unshared``: why it does not see a file that the
-    first host wrote there, empty: it does; ``links``: to the first host's interfaces, none on the first."""
+    """The facts about one host.
+
+    ``common``: {what: value} of what all hosts must have in common. ``interfaces``: (name, IPv4 address) of those that
+    lead to other hosts. ``file_system``: of the working folder. ``unshared``: why this host does not see a file that
+    the first host wrote there, "" if it does. ``links``: to the first host's interfaces, none on the first host.
+    """
 
     host: str
     ranks: int
@@ -54,29 +57,29 @@ class Facts:
     links: Sequence[Link] = ()
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Facts:
-        return cls(**told | {"links": [Link(**link) for link in told["links"]]})
+    def from_json(cls, values: dict[str, Any]) -> Facts:
+        return cls(**values | {"links": [Link(**link) for link in values["links"]]})
 
     @property
     def best(self) -> Link | None:
-        """The link with the shortest round trip of those that answer."""
+        """Return the link with the shortest round trip of those that answer, or None."""
         return min((link for link in self.links if not link.error), key=lambda link: link.round_trip, default=None)
 
 
 def hosts() -> int:
-    """One rank's part; the first prints. Returns, on all, 0 if the hosts are alike and reach one another, else 1."""
+    """Compare the hosts of all ranks; rank 0 prints. Returns 0 on all ranks if nothing is wrong, else 1."""
     session = _session()
     with session.opened() as communicator:
-        found = _gather(session, communicator)
+        all_facts = _gather(session, communicator)
         seconds = reduced(communicator, session.module.cpu_ops()) if communicator.size > 1 else {}
-        faults = differences(found)
+        faults = differences(all_facts)
         if communicator.rank == 0:
-            print(report(found), flush=True)
+            print(report(all_facts), flush=True)
             if seconds:
                 print(f"\nallreduce over all {communicator.size} ranks (the time of a call, and bytes / time):")
                 print(aligned(["over", *SIZES], [["MPI" if communicator.mpi else "Gloo", *shown(seconds)]]))
-            alike = f"no difference between {len(found)} hosts" if len(found) > 1 else "one host"
-            print("", *(faults or [alike]), sep="\n", flush=True)
+            no_fault = f"no difference between {len(all_facts)} hosts" if len(all_facts) > 1 else "one host"
+            print("", *(faults or [no_fault]), sep="\n", flush=True)
     return 1 if faults else 0
 
 
@@ -101,7 +104,7 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
         name, system = os.environ.get("SLURMD_NODENAME", platform.node()), file_system(Path.cwd())
         facts = Facts(name, communicator.local_size, common(session), addresses, system, unshared, links)
         parts = communicator.allgather_bytes(json.dumps(asdict(facts)).encode(), "facts")
-    return [Facts.of(json.loads(parts[k])) for k in leaders]
+    return [Facts.from_json(json.loads(parts[k])) for k in leaders]
 
 
 def _session() -> Session:
@@ -113,7 +116,7 @@ def _session() -> Session:
 
 
 def common(session: Session) -> dict[str, str]:
-    """This host's values of ``FIXES``."""
+    """Return this host's values of the keys of ``FIXES``."""
     versions = {
         name: ", ".join(version(package) or "missing" for package in record.packages)
         for name, record in FRAMEWORKS.items()
@@ -130,7 +133,7 @@ def common(session: Session) -> dict[str, str]:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """(name, IPv4 address) of those that are up and lead to other hosts."""
+    """Return (name, IPv4 address) of the interfaces that are up and lead to other hosts."""
     import psutil
 
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
@@ -143,7 +146,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the one that holds ``folder``: nfs4, lustre, ext4."""
+    """Return the kind of the file system that holds ``folder``: nfs4, lustre, ext4."""
     import psutil
 
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -153,7 +156,7 @@ def file_system(folder: Path) -> str:
 
 @contextmanager
 def written(token: str) -> Iterator[tuple[str, str]]:
-    """(name, "") of a file in the working folder that holds ``token``, while the block lasts; or ("", why not)."""
+    """Put a file with ``token`` into the working folder while the block lasts. Yields (name, "") or ("", why not)."""
     try:
         file = tempfile.NamedTemporaryFile("w", prefix=".hvd-train-doctor-", dir=Path.cwd())  # noqa: SIM115
     except OSError as error:
@@ -167,7 +170,7 @@ def written(token: str) -> Iterator[tuple[str, str]]:
 
 
 def sought(file: str, token: str) -> str:
-    """Empty: the working folder has this file; else why it has not. File systems of networks may show it late."""
+    """Return "" if the working folder has this file, else why not. A network file system may show it late."""
     stop = time.monotonic() + SHARED_SECONDS
     while True:
         try:
@@ -181,20 +184,20 @@ def sought(file: str, token: str) -> str:
         time.sleep(0.1)
 
 
-def report(found: Sequence[Facts]) -> str:
-    """The tables of the hosts, the first one first, and of the links to it."""
+def report(hosts: Sequence[Facts]) -> str:
+    """Return the table of the hosts, the first one first, and the table of the links to it."""
     rows = []
-    for k, facts in enumerate(found):
+    for k, facts in enumerate(hosts):
         offset = "0" if k == 0 else f"{1e3 * facts.best.offset:+.1f}" if facts.best else "?"
         named = ", ".join(f"{name} {address}" for name, address in facts.interfaces) or "none"
-        shared = f"{facts.file_system}, {'not ' * bool(facts.unshared)}shared" if len(found) > 1 else facts.file_system
+        shared = f"{facts.file_system}, {'not ' * bool(facts.unshared)}shared" if len(hosts) > 1 else facts.file_system
         rows.append([facts.host, facts.ranks, *facts.common.values(), shared, named, offset])
-    text = aligned(["host", "ranks", *found[0].common, "file system", "interfaces", "clock (ms)"], rows)
+    text = aligned(["host", "ranks", *hosts[0].common, "file system", "interfaces", "clock (ms)"], rows)
     links = [
-        [facts.host, f"{link.interface} {link.address}", *_figures(link)] for facts in found for link in facts.links
+        [facts.host, f"{link.interface} {link.address}", *_figures(link)] for facts in hosts for link in facts.links
     ]
     if links:
-        text += f"\n\none TCP connection to {found[0].host}:\n"
+        text += f"\n\none TCP connection to {hosts[0].host}:\n"
         text += aligned(["from", "to", "round trip", "speed"], links)
     return text
 
@@ -203,19 +206,19 @@ def _figures(link: Link) -> tuple[str, str]:
     return (link.error, "-") if link.error else (f"{1e6 * link.round_trip:.0f} us", f"{link.speed / 1e9:.2f} GB/s")
 
 
-def differences(found: Sequence[Facts]) -> list[str]:
-    """A line for each thing in which a host is not as the first one: the host, what, and what to do."""
-    first, lines = found[0], []
+def differences(hosts: Sequence[Facts]) -> list[str]:
+    """Return a line for each thing in which a host differs from the first: the host, what, and what to do."""
+    first, lines = hosts[0], []
     if first.unshared:
         lines.append(f"{first.host}: working folder: {first.unshared}: start in a folder that all hosts share")
-    for facts in found[1:]:
+    for facts in hosts[1:]:
         for name, value in facts.common.items():
             if value != (expected := first.common[name]):
                 lines.append(f"{facts.host}: {name}: {value}, {first.host} has {expected}: {FIXES[name]}")
         if facts.best is None:
-            told = ", ".join(address for _, address in first.interfaces) or "none"
+            addresses = ", ".join(address for _, address in first.interfaces) or "none"
             fix = "look for a firewall or a missing route; --network-interfaces names the network between the hosts"
-            lines.append(f"{facts.host}: no TCP connection to {first.host} (addresses: {told}): {fix}")
+            lines.append(f"{facts.host}: no TCP connection to {first.host} (addresses: {addresses}): {fix}")
         elif abs(facts.best.offset) > CLOCK_SECONDS:
             lines.append(f"{facts.host}: clock: {facts.best.offset:+.1f} s from {first.host}'s: set it (chronyd, ntpd)")
         if facts.unshared and not first.unshared:

@@ -1,4 +1,4 @@
-"""Training: the run folder, the checkpoint to go on from, the loop, and what is said about them."""
+"""Train: lock the run folder, find the checkpoint to go on from, run the loop, print the start and the end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def fit(
             train(job, resume, allow_change, overwrite, lock, _rank_check(job), stop_source=listener, until=until)
         except Interrupted as error:
             code = error.exit_code
-        listener.finish(code)  # the ranks leave one by one, and launchers signal the last
+        # From here on signals are ignored: ranks end one by one, and launchers send signals to the last ones.
+        listener.finish(code)
     listener.report_end(code=code)
     return code
 
@@ -94,7 +95,7 @@ def train(
         return find_checkpoint(config, job.user_config, job.data, resume, allow_change)
 
     snapshot = collectively(communicator, find)
-    # ``auto`` keeps to what the run began with: the link may look different today.
+    # ``auto`` keeps the compression with which the run began: measured today, it could be another one.
     compression: str = config.exchange.compression
     if snapshot and compression == "auto":
         compression = snapshot.meta.get("compression") or compression
@@ -119,7 +120,7 @@ def train(
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name:
         messages.warn_of_softmax(job, log)
-    keeps_memory = keep_memory()  # only now: the memory that setting up freed has gone back
+    keeps_memory = keep_memory()  # not before: what setting up frees is to go back to the kernel
     if isinstance(log, RunLog):
         log.files = _files(job, compression, keeps_memory)
         log.resumed_at = None if resume is None else trainer.progress.step

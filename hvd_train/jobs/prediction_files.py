@@ -1,4 +1,4 @@
-"""The files of ``hvd-train predict``, written in any order of whole parts."""
+"""The files of ``hvd-train predict``. Their rows may come in any order of consecutive parts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.files import Aside
+from hvd_train.files import AtomicFile
 
 
 class ArrayFile:
     """A .npy file, written in parts of consecutive rows.
 
-    An error is raised by ``close`` alone, for other ranks wait in between. The file is written and not mapped: a mapped
-    file on a full disk ends the process by a signal.
+    Only ``close`` raises an error, because the other ranks wait in collectives before. The file is written and not
+    mapped: on a full disk a write to mapped memory ends the process by a signal.
     """
 
     def __init__(self, output: Path, overwrite: bool) -> None:
         self.output, self._overwrite = output, overwrite
-        self._file: Aside | None = None
+        self._file: AtomicFile | None = None
         self._failure: OSError | None = None
         self._start = self._width = 0
 
@@ -36,7 +36,7 @@ class ArrayFile:
             if self.output.exists() and not self._overwrite:  # its name depends on the model's outputs
                 raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            self._file = Aside(self.output)
+            self._file = AtomicFile(self.output)
             self.header(shape, dtype)
             self._start, self._width = self._file.stream.tell(), dtype.itemsize * math.prod(shape[1:])
         except OSError as error:
@@ -68,7 +68,7 @@ class ArrayFile:
 
     def discard(self) -> None:
         if self._file:
-            self._file.forget()
+            self._file.discard()
 
 
 class ClassTable(ArrayFile):
@@ -92,7 +92,7 @@ class ClassTable(ArrayFile):
         if self._file is None or self._failure or not len(indices):
             return
         logits = np.frombuffer(rows, self._dtype).reshape(-1, *self._shape[1:]).astype(np.float64)  # (samples, classes)
-        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        powers = np.exp(logits - logits.max(-1, keepdims=True))  # the largest is exp(0): no overflow
         classes, most = logits.argmax(-1), (powers / powers.sum(-1, keepdims=True)).max(-1)
         try:
             self._write(

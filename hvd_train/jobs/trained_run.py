@@ -49,7 +49,7 @@ def trained_config(
     def saved(place: Path) -> Config:
         return load_config(None, sets, base=store.config_of(place), run_dir=run_dir).restoring()
 
-    # "best" is a matter of the configuration, which is that of the newest one as long as none is chosen.
+    # Which checkpoint is best depends on the configuration, and until one is chosen that is the newest checkpoint's.
     place = store.newest_readable(folder / "checkpoints") if which in ("last", "best") else None
     config = saved(place) if place else None
     if which != "last":
@@ -59,7 +59,7 @@ def trained_config(
     named_keys = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
     code = {key: name for key, name in config.user_code.items() if not named_keys & {key, key.partition(".")[0]}}
     if not code and "code_dir" not in named_keys:
-        # The caller names all code: it is the caller's, and not what lies in a folder that the run names.
+        # The caller has named all code, so no code is imported from a folder that the run names.
         config = config.model_copy(update={"code_dir": None})
     return config, {} if code and _is_callers(code, config.code_dir, folder, place) else code
 
@@ -81,8 +81,8 @@ def refuse_foreign(code: Mapping[str, str], run_dir: str | None) -> None:
         listed = ", ".join(f"{key}: {json.dumps(name)[:200]}" for key, name in code.items())
         sets = " ".join(f"--set {key}=..." for key in code)
         what = f"the run folder names code of its own, which would be imported and run ({listed})"
-        own = "a folder and code that belong to you, which nobody else can write (chmod -R go-w), need neither"
-        fix = f"if you trust it: --trust, or name it yourself with {sets} or -c FILE; {own}"
+        advice = "a folder and code that belong to you, which nobody else can write (chmod -R go-w), need neither"
+        fix = f"if you trust it: --trust, or name it yourself with {sets} or -c FILE; {advice}"
         raise ConfigError(what, where=run_dir or "", fix=fix)
 
 
@@ -120,7 +120,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         if communicator.rank == 0:
             _print_notes(job, run, same, meta.get("data") or {})
         _load_weights(job, snapshot)
-        del snapshot  # weights and slots: three times the model, with adam
+        del snapshot  # it holds weights and optimizer slots: with adam three times the size of the model
         yield job
 
 

@@ -13,6 +13,7 @@ from hvd_train.launch import launchers
 from hvd_train.launch.world import World
 
 CORES = "HVD_TRAIN_CORES"  # set by -np: the cores that its ranks share, comma-separated
+# Horovod's variable: seconds until it ends ranks that call different things.
 STALL, STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600"
 
 
@@ -42,13 +43,13 @@ def bind(here: World) -> None:
 
 
 def _share(cores: set[int], here: World) -> list[int]:
-    """The cores of one of a host's ranks: neighbours, on one socket if it can be; none where there are more ranks."""
+    """Return the cores of one rank: neighbours, on one socket if possible; none if there are more ranks than cores."""
     each = len(cores) // here.local_size
     return sorted(cores, key=_place)[each * here.local_rank :][:each]
 
 
 def _place(cpu: int) -> tuple[int, int, int]:
-    """(socket, core, cpu) as the kernel numbers them: threads of one core stand side by side."""
+    """Return (socket, core, cpu) as the kernel numbers them, so that the threads of one core are neighbours."""
     topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     with suppress(OSError, ValueError):
         socket, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))

@@ -1,5 +1,7 @@
-"""A Python function on N ranks of this host. What it is given and gives back passes through files of this user alone:
-pickles that this process and its own ranks wrote, and nothing of a network."""
+"""Run a Python function on N ranks of this host.
+
+Arguments and results are pickles in a folder that only this user can read. Nothing from a network is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def call(
 
 
 def _packed(what: Any) -> bytes:
-    """A pickle whose functions know their file, which cloudpickle takes from them: an error is to show its line."""
+    """Return a pickle whose functions keep their file and line numbers, which cloudpickle removes: errors show them."""
     import cloudpickle
 
     def code(x: CodeType) -> tuple[Any, ...]:

@@ -1,4 +1,8 @@
-"""The process of a launcher: started, given signals, watched, and ended with all that it started."""
+"""Run a launcher: start it, forward signals, watch its ranks, and end all that it started.
+
+The launcher leads a session of its own (``start_new_session``). So a Ctrl-C in the terminal reaches this process only,
+which decides whom to forward it to, and at the end all that is left of that session can be found and ended.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
     import psutil
 
 
-GRACE_SECONDS = 8.0  # horovodrun leaves its ranks 5
-PATIENCE = 5.0  # for a launcher to end all ranks where one is gone; mpirun takes 1 or 2, a rank that says why 3
-SILENCE = 0.25  # of a rank that died: the others have nothing to say then, and mpirun, which knows its code, is slow
-LOOK_MS, CLOSE_MS = 100, 20  # while all is well, and from the first end on
+GRACE_SECONDS = 8.0  # for a launcher to end its ranks after SIGTERM; horovodrun gives them 5
+PATIENCE = 5.0  # for a launcher to end all ranks after one is gone; mpirun takes 1 or 2, a rank that says why 3
+# A rank that is silent so long after its end was killed. The others can report nothing better, so they are killed at
+# once: mpirun, which knows the code, would take a second or more.
+SILENCE = 0.25
+LOOK_MS, CLOSE_MS = 100, 20  # between two looks: while all is well, and after a rank has ended
 PR_SET_PDEATHSIG = 1
 
 
@@ -170,17 +176,18 @@ def _watch(
         if watchdog and watchdog.look():
             break
         silent = ended and not any(table.read(rank).record for rank in ended)
-        if slow and silent and time.monotonic() > first + SILENCE:
+        if slow and silent and time.monotonic() > first + SILENCE:  # see SILENCE
             table.signal(signal.SIGKILL)
         if look:
             look(table)
-        for rank, descriptor in list(table.open.items()):  # a signal may come
+        for rank, descriptor in list(table.open.items()):  # a copy: a signal handler may change it meanwhile
             if descriptor not in ranks:
                 ranks[descriptor] = rank
                 poll.register(descriptor, select.POLLIN)
         gone = list(table.gone - ended.keys())
         if slow and len(ended) == table.ranks:
-            child.send_signal(signal.SIGCHLD)  # wakes it: between two signals to its ranks it sleeps for a second
+            # Wakes the launcher: between two signals to its ranks it sleeps for a second.
+            child.send_signal(signal.SIGCHLD)
         for descriptor, _ in poll.poll(0 if gone else CLOSE_MS if ended else LOOK_MS):
             if descriptor in ranks:
                 poll.unregister(descriptor)
@@ -192,7 +199,7 @@ def _watch(
     os.close(launcher_end)
     table.refresh()
     took = {ranks[descriptor] for descriptor, _ in poll.poll(0) if descriptor in ranks} | table.gone - ended.keys()
-    return ended | dict.fromkeys(took, time.monotonic())  # which took the launcher along
+    return ended | dict.fromkeys(took, time.monotonic())  # those that ended together with the launcher
 
 
 def end_with_parent() -> None:
@@ -205,7 +212,7 @@ def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
     import psutil
 
     if table:
-        table.signal(signal.SIGKILL)  # a checkpoint is whole or not there
+        table.signal(signal.SIGKILL)  # no checkpoint can be damaged by that: they are renamed when they are whole
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -225,7 +232,7 @@ def _end(child: subprocess.Popen, table: StatusTable | None) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """One that has ended may lie there for seconds, until the first process of the system asks for its code."""
+    """Return whether a process still runs. One that has ended stays as a zombie until init asks for its code."""
     import psutil
 
     try:

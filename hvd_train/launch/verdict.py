@@ -1,4 +1,8 @@
-"""The news for the process that started ranks on several hosts: they have met, one was lost, all end."""
+"""News for the process that started ranks on several hosts: all have come, one was lost, all end.
+
+mpirun and its daemons can wait for ever for a host that is out of reach. So the process of rank 0's host
+(``heartbeat.py``) writes news into shared memory that this process has opened, and this process ends the launcher.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
-LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0
+LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between two looks; for the launcher to end after the verdict
 MEET_SECONDS = 60.0  # for ranks of hosts that do not reach one another by TCP
 
 

@@ -1,6 +1,6 @@
-"""Ranks that stop without an end: who starts ranks (``-np``) reads where they are, and does not need their answer.
+"""Find ranks that are stuck, from outside: read where they are in shared memory, so that none must answer.
 
-Horovod's own look at stalled tensors is a thread of the ranks, which waits for the stopped one as all others do.
+Horovod's own check for stalled tensors runs in a thread of each rank, which waits for a stopped rank as all others do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hvd_train.launch.status import EXCHANGE, SCRIPT, RankStatus, StatusTable
 
-WATCHED = ("training", "evaluation")  # which go on by themselves; a save takes as long as the disk does
+WATCHED = ("training", "evaluation")  # phases that report steps; a save takes as long as the disk does
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
 ANSWER_SECONDS = 1.0
-PAUSE_SECONDS = 3.0  # between two looks, which are to follow one another sooner
+PAUSE_SECONDS = 3.0  # a longer time between two looks means that this process was stopped itself
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
 # Where a rank's main thread is while it waits for the others, or computes.
@@ -26,9 +26,11 @@ INSIDE = re.compile(
 
 
 class Watchdog:
-    """``look()`` every now and then; ``stuck``: {rank: (what is wrong with it, its stack)} once nothing has moved for
-    ``limit`` seconds (0: for ever). Of ranks that wait for one another the culprit is the one that is stopped, or
-    computes something else; all of them where that cannot be known."""
+    """Call ``look()`` every now and then. ``stuck``: {rank: (what is wrong, its stack)} once ranks are stuck.
+
+    Ranks are stuck if nothing has moved for ``limit`` seconds (0: they never are). Of ranks that wait for one another
+    the culprit is the one that is stopped or computes something else, or all of them if that cannot be known.
+    """
 
     def __init__(self, table: StatusTable | None, limit: float) -> None:
         """``table`` None: of a subclass that reads the ranks elsewhere."""
@@ -107,7 +109,7 @@ class Watchdog:
 
 def stacks(table: StatusTable, statuses: list[RankStatus]) -> dict[int, list[str]]:
     """Return what each rank's threads do, the main one last, most recent call first; [""] if it does not answer."""
-    before = [_read(one.stack) for one in statuses]  # they were asked before, perhaps
+    before = [_read(one.stack) for one in statuses]  # answers to earlier requests, which stay in the file
     table.request_stacks()
     time.sleep(ANSWER_SECONDS)
     # The last answer, for others may ask at the same time; within it from the newest thread to the first.

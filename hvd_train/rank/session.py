@@ -71,7 +71,7 @@ class Session:
             "threads": count,
             "environment": environment,
         }
-        module = _load(framework, verbose, lean=not user_process)
+        module = _load(framework, verbose, skip_unneeded=not user_process)
         if not user_process:
             module.configure(count)
         return cls(module, Serial(), framework, here, count, settings)
@@ -141,16 +141,16 @@ def preload(framework: str, wanted_threads: int | str, ranks: int, verbose: bool
     here = World(size=ranks, local_size=ranks)
     for name, value in rank_settings(here, framework, threads(wanted_threads, here), verbose).items():
         os.environ.setdefault(name, value)
-    _load(framework, verbose, lean=True)
+    _load(framework, verbose, skip_unneeded=True)
     with _without_noise(verbose):
         importlib.import_module(FRAMEWORKS[framework].horovod)
 
 
-def _load(framework: str, verbose: bool, lean: bool) -> FrontEndModule:
+def _load(framework: str, verbose: bool, skip_unneeded: bool) -> FrontEndModule:
     record = FRAMEWORKS[framework]
     try:
         with _without_noise(verbose):
-            return record.load(lean)
+            return record.load(skip_unneeded)
     except ImportError as error:
         if (error.name or "").split(".")[0] not in record.packages:
             raise

@@ -33,7 +33,7 @@ from hvd_train.sweep.table import live
 PATIENCE = 10.0  # for the other ranks to end a trial that failed on one
 
 
-def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Session, Any]:
+def open_ranks(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tuple[Session, Any]:
     """Load the framework; return the session, and mpi4py's world, to be split into groups of ``each`` ranks."""
     if here.size % each:
         what = f"{here.size} ranks cannot be split into groups of {each}"
@@ -52,7 +52,7 @@ def join(trials: Sequence[Trial], each: int, here: World, verbose: bool) -> tupl
 
 def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bool) -> NoReturn:
     """Train the trials of a sweep on groups of ``each`` ranks; rank 0 prints the results. Exits with the code."""
-    session, mpi = join(sweep.trials, each, here, verbose)
+    session, mpi = open_ranks(sweep.trials, each, here, verbose)
     if mpi.rank == 0:
         begin(sweep, resume)
     mpi.Barrier()
@@ -62,7 +62,7 @@ def train_trials(sweep: Sweep, each: int, here: World, resume: bool, verbose: bo
 
 
 def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listener: SignalListener) -> int:
-    """Runs what has not ended; 0, or the code of the signal that stopped the sweep."""
+    """Train the trials that have not ended. Returns 0, or the code of the signal that stopped the sweep."""
     part = mpi.Split(here.rank // each, here.rank)
     _become(part, here)
     code, in_step = 0, True
@@ -74,10 +74,11 @@ def run(sweep: Sweep, each: int, here: World, session: Session, mpi: Any, listen
         counter = Counter(mpi)
         # A group out of step takes no further trial: Horovod cannot be opened again in the same process.
         while in_step and not code:
-            taken = part.bcast(counter.next() if part.rank == 0 else None)
-            if taken >= len(todo):
+            # Each group takes the next trial when it is free: the counter is one number that all groups share.
+            k = part.bcast(counter.next() if part.rank == 0 else None)
+            if k >= len(todo):
                 break
-            code, in_step = _run(sweep.trials[todo[taken]], until, session, part, listener)
+            code, in_step = _run(sweep.trials[todo[k]], until, session, part, listener)
         counter.close()
         code = max(mpi.allgather(code))
     if in_step:
@@ -97,7 +98,7 @@ def _become(part: Any, here: World) -> None:
 
 
 def _run(trial: Trial, until: int | None, session: Session, part: Any, listener: SignalListener) -> tuple[int, bool]:
-    """(what stopped the sweep, whether the group's ranks are in step)."""
+    """Train one trial. Returns (the code that stopped the sweep or 0, whether the group's ranks are still in step)."""
     run_dir, error = Path(trial.config.run_dir), None
     listener.reset()
     listener.run_dir = run_dir
@@ -118,13 +119,14 @@ def _run(trial: Trial, until: int | None, session: Session, part: Any, listener:
             error = caught
             warn(str(caught))
     listener.ended = True
-    in_step = _met(part, error is not None, session.communicator)
-    told = (type(error).__name__, str(error), getattr(error, "exit_code", 1)) if error else None
-    results = part.allgather((told, in_step))
-    failures = [failure for failure, _ in results if failure]
+    in_step = _wait_for_group(part, error is not None, session.communicator)
+    failure = (type(error).__name__, str(error), getattr(error, "exit_code", 1)) if error else None
+    results = part.allgather((failure, in_step))
+    failures = [one for one, _ in results if one]
     if not failures:
         return 0, True
-    causes = [failure for failure in failures if failure[0] != "LostRankError"] or failures
+    # A rank that only notices that another one is gone is not the cause.
+    causes = [one for one in failures if one[0] != "LostRankError"] or failures
     if part.rank == 0:
         kind, text, code = causes[0]
         known = isinstance(error, TrainError) and type(error).__name__ == kind
@@ -132,13 +134,16 @@ def _run(trial: Trial, until: int | None, session: Session, part: Any, listener:
     return 0, all(kept for _, kept in results)
 
 
-def _met(part: Any, failed: bool, communicator: Communicator) -> bool:
-    """Waits for the group's other ranks; those that do not come, for they wait for this one, learn that it failed."""
-    meeting, until = part.Ibarrier(), time.monotonic() + PATIENCE
-    while not meeting.Test():
+def _wait_for_group(part: Any, failed: bool, communicator: Communicator) -> bool:
+    """Wait for the group's other ranks, and return whether all came.
+
+    Ranks that wait for this one in a collective cannot come. Closing the communicator ends their wait with an error.
+    """
+    barrier, until = part.Ibarrier(), time.monotonic() + PATIENCE
+    while not barrier.Test():
         time.sleep(0.01)
         if failed and time.monotonic() > until:
             communicator.close()
-            meeting.Wait()
+            barrier.Wait()
             return False
     return True

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 
-from hvd_train.frameworks import FRAMEWORKS, swift
+from hvd_train.frameworks import FRAMEWORKS, fast_import
 
-with swift(FRAMEWORKS["tensorflow"].beside):
+with fast_import(FRAMEWORKS["tensorflow"].unneeded):
     import keras
 
 import hvd_train.keras as hk

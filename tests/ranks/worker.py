@@ -280,7 +280,7 @@ def main() -> int:
     here = world()
     for name, value in rank_settings(here, framework, 1, verbose=False).items():
         os.environ.setdefault(name, value)
-    module = FRAMEWORKS[framework].load(lean=True)
+    module = FRAMEWORKS[framework].load(skip_unneeded=True)
     assert not {"sklearn", "matplotlib"} & set(sys.modules)
     module.configure(1)
     communicator = FRAMEWORKS[framework].make_communicator(here.size) if here.size > 1 else Serial()

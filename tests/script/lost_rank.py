@@ -47,10 +47,10 @@ if api == "torch":
                 raise
 else:
     os.environ["KERAS_BACKEND"] = api.split()[-1]
-    from hvd_train.frameworks import FRAMEWORKS, swift
+    from hvd_train.frameworks import FRAMEWORKS, fast_import
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with swift(FRAMEWORKS["tensorflow"].beside):
+    with fast_import(FRAMEWORKS["tensorflow"].unneeded):
         import keras
     import numpy as np
 

@@ -15,7 +15,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Return a number with its noun in a message: ``1 file``, ``2 files``."""
     return f"{count} {noun}{'s' * (count != 1)}"
 

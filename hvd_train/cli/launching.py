@@ -51,12 +51,17 @@ def run_here_or_on_ranks(num_proc: int | None, launcher: str, verbose: bool, job
     sys.exit(job())
 
 
-def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
-    """Print on stderr why ``fit`` would refuse the run folder. A dry run starts nothing, so it goes on."""
+def check_run_folder(config: Config, resume: str | None, overwrite: bool) -> None:
+    """Raise ConfigError if ``fit`` would refuse the run folder."""
     from hvd_train.run_folder.layout import check_free
 
+    check_free(Path(config.run_dir), resume, overwrite)
+
+
+def note_refusal(config: Config, resume: str | None, overwrite: bool) -> None:
+    """Print on stderr why ``fit`` would refuse the run folder. A dry run starts nothing, so it goes on."""
     try:
-        check_free(Path(config.run_dir), resume, overwrite)
+        check_run_folder(config, resume, overwrite)
     except ConfigError as error:
         print(f"note: this would be refused: {error}", file=sys.stderr)
 

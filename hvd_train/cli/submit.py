@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hvd_train.cli import options
-from hvd_train.cli.launching import note_refusal
+from hvd_train.cli.launching import check_run_folder, note_refusal
 from hvd_train.errors import ConfigError
 
 slurm = options.together(
@@ -76,7 +76,6 @@ def submit(
     """
     from hvd_train.config import SlurmConfig, load_config
     from hvd_train.launch import submit as slurm
-    from hvd_train.run_folder.layout import check_free
     from hvd_train.sweep import array
     from hvd_train.sweep.plan import plan
 
@@ -99,10 +98,8 @@ def submit(
         sweep = array.of(folder, plan(path, sets, params, draws, seed, folder))
         text = array.script(batch, sweep, at_once)
     else:
-        if dry_run:
-            note_refusal(config, resume, overwrite)
-        else:
-            check_free(Path(config.run_dir), resume, overwrite)  # now, and not when the job starts
+        # Now, and not when the job starts.
+        (note_refusal if dry_run else check_run_folder)(config, resume, overwrite)
         words = _fit_words(path, sets, run_dir, resume or ("auto" if settings["requeue"] else None), overwrite)
         text = batch.script(batch.hvd_train(words), run_dir=config.run_dir)
     if dry_run:

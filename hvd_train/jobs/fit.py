@@ -102,19 +102,8 @@ def train(
     update, compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks]
-    trainer = Trainer(
-        config,
-        job.frontend,
-        update,
-        *data,
-        run_dir,
-        log,
-        compression,
-        hooks,
-        stop_source,
-        until,
-        snapshots.folder_of_rank(),
-    )
+    memory = snapshots.folder_of_rank()
+    trainer = Trainer(config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory)
     notes = trainer.restore(snapshot)
     start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))

@@ -19,7 +19,7 @@ Word = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 
 
 class SlurmConfig(Section):
-    """What a job of ``hvd-train submit`` asks Slurm for."""
+    """The resources and options of a job of ``hvd-train submit``."""
 
     nodes: Positive = Field(1, description="hosts")
     ntasks_per_node: Positive = Field(1, description="ranks on each")

@@ -20,7 +20,7 @@ def title_of(output: str, metric: str) -> str:
 
 
 class TaskConfig(Section):
-    """What the model learns: the loss and the metrics, of one output or of several."""
+    """The loss and the metrics, of one output or of several."""
 
     loss: str | dict[str, str] = Field(
         "cross_entropy",

@@ -11,15 +11,17 @@ from hvd_train.errors import ConfigError
 
 
 def find_tool(name: str) -> str | None:
-    """Return the path of a program: beside this Python (a virtual environment need not be active), else on PATH."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name)
+    """Return the path of a program: in the folder of this Python, else on PATH."""
+    # A virtual environment need not be active, and then its programs are not on PATH.
+    in_environment = Path(sys.executable).parent / name
+    return str(in_environment) if in_environment.exists() else shutil.which(name)
 
 
 def mpi_built() -> bool:
-    """Return whether Horovod speaks MPI. A file name shows it; loading Horovod would load a framework."""
+    """Return whether Horovod speaks MPI."""
     from importlib.util import find_spec
 
+    # The linked libraries show it. Loading Horovod would load a framework, which takes seconds.
     spec = find_spec("horovod")
     if spec is None or spec.origin is None:
         raise ConfigError("Horovod is not installed", fix="run scripts/setup")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 def printable(text: str) -> str:
     """Escape control characters, so that text of a file or a user cannot command a terminal."""
+    # An escape sequence in a file name or a YAML value could move the cursor or set the title of the window.
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 

@@ -43,6 +43,7 @@ def doctor(
     if where:
         from hvd_train.launch.start import launch
 
+        # One rank on each host is enough: the facts and the links are the host's.
         one_each = Hosts(dict.fromkeys(where.slots, 1), where.interfaces)
         sys.exit(launch(len(one_each.slots), launcher, rank_words(), verbose, hosts=one_each))
     if launcher != AUTO:

@@ -114,10 +114,10 @@ def fit(
     if dry_run:
         text = shlex.join(ranks.command(rank_words())) + "\n" if ranks else _as_one_rank(config)
         click.echo(text, nl=False)
-        if text:
+        if text:  # rank 0 prints for all
             note_refusal(config, resume, overwrite)
     elif ranks:
-        stop_listening()
+        stop_listening()  # a launcher forwards signals instead of saving
         sys.exit(ranks.run(rank_words(), config, verbose, once=check))
     elif check:
         from hvd_train.jobs.check import check as check_run

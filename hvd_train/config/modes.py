@@ -20,6 +20,7 @@ class Row:
 
     @property
     def update_class(self) -> Any:
+        # Imported when it is asked for: this table is read wherever a configuration is.
         file, name = self.made_by.split(":")
         return getattr(importlib.import_module(f"hvd_train.update.{file}"), name)
 

@@ -75,6 +75,7 @@ def _read(path: Path, lines: dict[Path_, str], problems: list[str]) -> dict[str,
     try:
         text = raw.decode("utf-8")
         _check_size(text, str(path))
+        # Composed, not loaded: the nodes know their lines.
         node = yaml.compose(text, _Loader)
         if node is None:
             raise ConfigError("the configuration is empty", where=str(path), fix="'hvd-train config' prints a full one")
@@ -139,6 +140,7 @@ def _apply(data: dict[str, Any], setting: str, lines: dict[Path_, str], problems
             at[part] = {}
         at = at[part]
     at[path[-1]] = value
+    # A setting replaces all below its key: their lines in the file mean nothing any more.
     for stale in [p for p in lines if p[: len(path)] == path]:
         del lines[stale]
     lines[path] = where
@@ -170,6 +172,7 @@ def load_config(
         problems += _explained(error, lines, path)
     if problems or config is None:
         raise ConfigError("\n".join(" ".join(problem.splitlines()) for problem in problems))
+    # A note, not an error: configurations and checkpoints with the former name keep working.
     for at, place in lines.items():
         if at and at[-1] in FORMER:
             now = _dotted((*at[:-1], FORMER[str(at[-1])]))
@@ -253,6 +256,7 @@ def _unknown(path: Path_) -> str:
     section, last = _section(path[:-1]), str(path[-1])
     leaves = {key.split(".")[-1]: key for key, *_ in reversed(explain())}
     near = nearest(last, section.model_fields) if section else None
+    # The same word in another section is a surer guess than a similar one in this section.
     guess = leaves.get(last.lower()) or (near and _dotted((*path[:-1], near)))
     guess = guess or leaves.get(nearest(last, leaves, 0.75) or "")
     return f"unknown key; did you mean '{guess}'?" if guess else f"unknown key; {LISTED}"

@@ -30,7 +30,8 @@ def _places() -> list[str]:
 def user_module(name: str, where: str, kind: type[TrainError] = ConfigError) -> ModuleType:
     """Import the module of ``package.module:function``; raises ``kind`` if it cannot be imported."""
     module = name.partition(":")[0]
-    if os.getcwd() not in sys.path:  # a console script does not look where the user stands
+    # A console script has its own folder on the path, and not the one where the user stands.
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if _folder and sys.path[0] != _folder[0]:
         sys.path.insert(0, _folder[0])
@@ -51,6 +52,7 @@ def source_of(name: str) -> list[Path]:
 
     Nothing is imported, because the caller asks before it trusts the code.
     """
+    # PathFinder finds a module without running any of it.
     top, *rest = name.partition(":")[0].split(".")
     if top in sys.stdlib_module_names:
         return []
@@ -66,6 +68,7 @@ def source_of(name: str) -> list[Path]:
 
 def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -> Callable[..., Any]:
     """Return the function of this name; raises ``kind`` if there is none."""
+    # Passed in Python: the name may be that of a notebook or a lambda, which no import could give.
     if name in PASSED_FUNCTIONS:
         return PASSED_FUNCTIONS[name]
     module, function = user_module(name, where, kind), name.partition(":")[2]

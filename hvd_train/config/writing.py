@@ -73,6 +73,7 @@ def digest(config: Config) -> str:
     """Return a short hash of the whole configuration. Ranks compare it before they train."""
     values = _dump(config)
     del values["code_dir"]  # the folder may have another path on another host
+    # Sorted, so that the order of keys does not count.
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

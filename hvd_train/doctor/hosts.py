@@ -87,6 +87,7 @@ def _gather(session: Session, communicator: Communicator) -> list[Facts]:
     """Return the facts of every host, in the order of their first ranks. On all ranks together."""
     leads, addresses = communicator.local_rank == 0, interfaces()
     with ExitStack() as until:
+        # What all need first: which ranks lead a host, where the first host answers, which file it has written.
         mine: dict[str, Any] = {"leads": leads, "interfaces": addresses}
         if communicator.rank == 0:
             mine |= {"token": (token := secrets.token_hex(32))}

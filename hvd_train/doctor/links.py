@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+# Round trips to time, seconds to send for the speed, seconds to wait for an answer, bytes of a write.
 PINGS, STREAM_SECONDS, ANSWER_SECONDS, PIECE = 50, 0.3, 3.0, 1 << 20
 
 
@@ -81,11 +82,13 @@ def measure(interface: str, address: str, port: int, token: bytes) -> Link:
                 link.sendall(b"?")
                 (theirs,) = struct.unpack("<d", answers.read(8))
                 took = time.perf_counter() - begun
-                if took < best:  # the shorter the round trip, the better known is when the other read its clock
+                # The shorter the round trip, the better is known when the other host read its clock: half way.
+                if took < best:
                     best, offset = took, wall + took / 2 - theirs
             begun, piece = time.perf_counter(), bytes(PIECE)
             while time.perf_counter() < begun + STREAM_SECONDS:
                 link.sendall(piece)
+            # The other side counts to the end and answers, so bytes that still lie in buffers are not counted as sent.
             link.shutdown(socket.SHUT_WR)
             (count,) = struct.unpack("<q", answers.read(8))
             return Link(interface, address, "", best, count / (time.perf_counter() - begun), offset)

@@ -27,7 +27,8 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
     if world().rank == 0:
         try:
             layout.check_free(run_dir, resume, overwrite)
-        except ConfigError as error:  # nothing is written here, but without --check it would be refused
+        except ConfigError as error:
+            # Nothing is written here, so go on. Without --check this would be refused, which the last line says.
             occupied = str(error)
     with opened_job(config, verbose) as job:
         communicator, first = job.communicator, job.communicator.rank == 0
@@ -41,6 +42,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
 
         snapshot = collectively(communicator, find)
         update, _ = connect(job, config.exchange.compression)
+        # One step and one batch; no checkpoint is kept and nothing stops early.
         data: dict[str, Any] = config.model_dump(mode="json")
         data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
         data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None}

@@ -23,6 +23,7 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
 
     if options.op == "adasum":
         _check_adasum(groups.data)
+    # Measured on the real buckets and links of this job, before the update is built with the result.
     if compression == "auto":
         compression, seconds = auto.choose(specs, frontend.packing, compressor, groups.data, frontend.ops)
         if groups.world.rank == 0 and seconds:
@@ -46,6 +47,7 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
 
 def _check_adasum(communicator: Communicator) -> None:
     where = "exchange.op: adasum"
+    # Horovod's Adasum adds in pairs, so the number of ranks must be a power of two: one bit.
     if communicator.size & (communicator.size - 1):
         what = f"adasum joins 2, 4, 8, ... ranks, not {communicator.size}"
         raise ConfigError(what, where=where, fix="change -np, or set exchange.op: average", common=True)

@@ -60,6 +60,7 @@ def export(
     _check_place(output, to, overwrite)
     framework = _builder(config, to)
     snapshot = choose_checkpoint(config, which)
+    # The manifest of older checkpoints does not describe a sample, so the data must be opened.
     opens = sample_of(snapshot.meta) is None
     used = {"model.name": framework is not None, "data.name": opens, "data.transforms": opens}
     refuse_foreign({key: name for key, name in foreign.items() if used.get(key)}, config.run_dir)
@@ -157,6 +158,7 @@ def to_safetensors(trained: Trained) -> Exported:
     load = "import safetensors.numpy; weights = safetensors.numpy.load_file({path})"
     kinds = trained.inputs(trained.dtype)
     first = FRAMEWORKS[trained.config.framework].channels_first
+    # Samples are channels last: (height, width, channels). The file says how the framework that trained takes them.
     inputs = {
         name: ((field.shape[-1], *field.shape[:-1]) if first and field.image else field.shape, kinds[name])
         for name, field in trained.sample.inputs.items()

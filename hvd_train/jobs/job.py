@@ -50,7 +50,8 @@ class Job:
 
 @contextmanager
 def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iterator[Job]:
-    """Open data first (they fail fastest), then the framework, the world and the model."""
+    """Open data, framework, world and model, in this order, and close the world after the block."""
+    # A mistake in the path of the data shows in a fraction of a second, while a framework takes seconds to load.
     look_in(config.code_dir)
     data = open_data(config.data, config.task)
     session = Session.prepare(config.framework, config.threads, verbose)
@@ -64,6 +65,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     """Build the model on every rank, and compare over the ranks all that training rests on."""
     groups = session.groups
     frontend = collectively(groups.world, lambda: session.module.open_frontend(config, groups, data.sample))
+    # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     user_config, config = config, with_classes(config, data.sample)
     facts = {

@@ -82,6 +82,7 @@ def warn_of_softmax(job: Job, log: RunLog | NullLog) -> None:
     if job.config.task.loss != "cross_entropy":
         return
     indices = np.arange(min(8, len(job.data.train)))
+    # A few samples show it: probabilities sum to 1 whatever the input.
     inputs, labels = job.data.train.fetch(indices)
     batch = Batch(inputs, labels, np.ones(len(indices), np.float32), indices)
     outputs = job.frontend.predict(job.frontend.to_device(batch))

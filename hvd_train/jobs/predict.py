@@ -72,7 +72,7 @@ def predict(
                     _write_rows(files[name], rows, batch, communicator, total)
             for file in files.values():
                 collectively(communicator, file.close)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no half file may be left
             for file in files.values():
                 file.discard()
             raise
@@ -102,6 +102,7 @@ def _file_of(output: Path, name: str) -> Path:
 def _write_rows(file: ArrayFile, rows: np.ndarray, batch: Batch, communicator: Communicator, total: int) -> None:
     """Write the rows that all ranks computed for their parts of a batch, on rank 0."""
     rows = rows[: batch.count]  # (samples of this rank, ...): padding is cut off
+    # Each rank sends [int64 indices | rows] of its part. Rank 0 puts them at their places in the file.
     parts = communicator.allgather_bytes(batch.indices.tobytes() + np.ascontiguousarray(rows).tobytes())
     if communicator.rank:
         return

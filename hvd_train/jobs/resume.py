@@ -87,10 +87,11 @@ def saved_vocabulary(run_dir: Path) -> str:
 def data_as_before(
     config: Config, communicator: Communicator, data: DataSet, resume: str | None, user_data: Any = None
 ) -> DataSet:
-    """Open the data as images where the resumed run did: earlier versions took every (n, height, width) for images.
+    """Open the data as images if the resumed run did.
 
     Rank 0 reads the checkpoint's manifest. ``user_data`` is handed on to ``open_data``.
     """
+    # Earlier versions took every array of shape (n, height, width) for images.
     if resume is None or config.data.images is not None:
         return data
     were_images = communicator.rank == 0 and _were_images(config, data, resume)

@@ -71,6 +71,7 @@ def _is_callers(code: Mapping[str, str], code_dir: str | None, run_dir: Path, pl
     """
     look_in(code_dir)
     sources = [source_of(name) for names in code.values() for name in names.split(", ") if ":" in name]
+    # Whoever can write a file of the folder can name another function in it.
     held = [run_dir, *run_dir.rglob("*"), place, *place.rglob("*")]
     return all(sources) and ours_alone([*held, *(file for files in sources for file in files)])
 
@@ -135,6 +136,7 @@ def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:
 def _same_data(config: Config, meta: Mapping[str, Any]) -> bool:
     """Return whether these are the data that the run was trained and validated with, by their name and place."""
     before, now = (meta.get("config") or {}).get("data") or {}, config.data
+    # Compared by where they lie: the run may have been started in another folder.
     places = [path and Path(path).expanduser().resolve() for path in (before.get("path"), now.path)]
     same = before.get("name", now.name) == now.name and before.get("options", now.options) == now.options
     return same and (not before or places[0] == places[1])

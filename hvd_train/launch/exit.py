@@ -31,11 +31,9 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
 
 
 def print_error(text: str, lines: Sequence[str], code: int) -> None:
-    """Print the lines of the error ``text``.
-
-    Rank 0 prints at once. Another rank waits: if rank 0 has the same error, the launcher ends this rank first. Some
-    launchers end nobody, so rank 0 is asked.
-    """
+    """Print the lines of the error ``text``, unless rank 0 prints the same error."""
+    # Rank 0 prints at once. Another rank waits: if rank 0 has the same error, the launcher ends this rank meanwhile.
+    # Some launchers end nobody, so rank 0 is asked.
     others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
         if others is None:
@@ -48,12 +46,12 @@ def print_error(text: str, lines: Sequence[str], code: int) -> None:
 
 
 def exit_rank(code: int) -> NoReturn:
-    """End this process. Under a launcher Python's own exit is left out: Horovod's would wait for ranks that may never
-    come."""
+    """End this process with ``code``."""
     if listener := current_listener():
         listener.report_end(code=code, line=f"left with code {code}")
     sys.stdout.flush()
     sys.stderr.flush()
+    # Python's exit would call Horovod's, which waits for ranks that may never come.
     if rank_tag():
         os._exit(code)
     sys.exit(code)
@@ -101,7 +99,8 @@ def _exit_after_lost(error: LostRankError) -> NoReturn:
         lost = peers.lost()
         line = str(error).replace(SOME_RANK, lost, 1) if lost else str(error)
         print(f"error{rank_tag()}: {line}", file=sys.stderr)
-    time.sleep(1.0)  # the launcher reports the code of the rank that ends first: the lost one's, not ours
+    # The launcher reports the code of the rank that ends first. That should be the lost one's, not ours.
+    time.sleep(1.0)
     exit_rank(code)
 
 

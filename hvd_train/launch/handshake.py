@@ -27,6 +27,7 @@ def connect(address: str, port: int, seconds: float, small: bool) -> socket.sock
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if small:
+            # Before connecting: TCP agrees on the size of segments in its first packets.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
         connection.settimeout(seconds)
         connection.connect((address, port))
@@ -59,6 +60,7 @@ def _proof(token: str, *words: object) -> str:
 
 def _read_line(connection: socket.socket, seconds: float) -> bytes:
     """Read up to 256 bytes, all of them within the time."""
+    # Byte by byte: what follows the line is for the next reader.
     stop, line = time.monotonic() + seconds, b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.01, stop - time.monotonic()))
@@ -71,6 +73,8 @@ def _read_line(connection: socket.socket, seconds: float) -> bytes:
 
 def greet(connection: socket.socket, token: str, hosts: int) -> tuple[int, str]:
     """Return the host and the kind of connection that the other side has proved to be. Called by the hub."""
+    # The random numbers of both sides are in each proof, so a proof that was recorded earlier is worth nothing. Its
+    # first word keeps the proof of one side from being sent back as that of the other.
     mine = secrets.token_hex(16)
     connection.sendall(f"{mine}\n".encode())
     words = _read_line(connection, HELLO_SECONDS).decode("ascii", "replace").split()

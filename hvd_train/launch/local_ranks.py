@@ -26,6 +26,7 @@ class LocalRanks:
 
     def __init__(self, path: str, company: Sequence[int]) -> None:
         self.table, self.company = StatusTable(len(company), path), list(company)
+        # The first rank of this host has started this process.
         self._parent = os.pidfd_open(os.getppid())
         self._launcher = _endless(os.getppid())
         self._dead: set[int] = set()
@@ -76,6 +77,8 @@ class LocalRanks:
         """End a launcher, or its daemon on this host, that waits for ever for a host out of reach, and its ssh."""
         if self._launcher is None:
             return
+        # Its children are ranks, which have ended, and ssh processes. They are opened while it lives: later they would
+        # have another parent.
         pid, descriptor = self._launcher
         children = []
         for task in Path(f"/proc/{pid}/task").glob("*/children"):

@@ -48,11 +48,13 @@ def watch(communicator: Communicator, limit: float, goes_on: str = "") -> Status
     Must be called on all ranks. Returns the slot for this rank's status, or None if nobody on this host reads it.
     ``goes_on`` says how the job goes on after a loss.
     """
+    # All ranks go through the same collectives, also those that have nothing to watch.
     hosts = _gather_hosts(communicator)
     here = next(k for k, (_, ranks) in enumerate(hosts) if communicator.rank in ranks)
     name, company = hosts[here]
     alone = (len(company) == 1 and len(hosts) == 1) or not limit or not supported()
     first = company[0] == communicator.rank
+    # The first rank of each host makes the table. The others open it through /proc by its path.
     table = StatusTable(len(company)) if first and not alone else None
     paths = communicator.allgather_bytes((table.path if table else "").encode(), "status")
     path = paths[company[0]].decode()
@@ -86,6 +88,7 @@ def _gather_hosts(communicator: Communicator) -> list[tuple[str, list[int]]]:
 
 def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
     """Start the process of each host; return False if none listens."""
+    # Rank 0's host listens first. Its token, addresses and port then go to the other hosts over Horovod.
     offer = ""
     if communicator.rank == 0 and job.path:
         token, begin = secrets.token_hex(32), os.environ.get(PORT, "")
@@ -171,6 +174,7 @@ def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) ->
     culprit = min(stuck)
     what, stack = stuck[culprit]
     where = f"; {table.read(company.index(culprit)).place}; {goes_on}" if goes_on else ""
+    # Of the ranks that look, one prints.
     if table.claim():
         with suppress(OSError):
             os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())

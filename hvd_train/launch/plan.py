@@ -63,7 +63,8 @@ class InAllocation:
         return self.launcher.command(self.layout, _program(words))
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        self.command(words)  # raises what is wrong with the options, before what is wrong with the place
+        # A mistake in the options is named before one of the place: not to be in an allocation.
+        self.command(words)
         self.launcher.check()
         return start(self.launcher, self.layout, _program(words), verbose)
 

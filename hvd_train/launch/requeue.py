@@ -20,15 +20,16 @@ from hvd_train.launch.launchers.base import FATAL
 from hvd_train.run_folder.layout import REQUEUED
 
 SAVED = Interrupted.exit_code  # of the ranks
-AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}  # srun hands on the code of a rank that a signal ended
+# srun returns the code of a rank that a signal ended as 128 + signal.
+AGAIN = {SAVED, CommunicationError.exit_code, *FATAL}
 END_SECONDS = 60.0  # for Slurm to end this script
 
 
 def requeue(code: int, times: int, run_dir: Path | None) -> int:
-    """``code``: srun's; ``times``: so often at most. Returns the job's exit code, unless Slurm takes the job back.
+    """Put the job into the queue again, at most ``times`` times, if srun ended with a ``code`` that allows it.
 
-    A job that saved no later step than when it was started again last time is not started again: the next time would
-    go as this one. Without a run folder (a script of one's own) only the times are counted.
+    Returns the job's exit code, unless Slurm takes the job back and ends this script. Without a run folder (a script of
+    the user) only the times are counted.
     """
     if code not in AGAIN:
         return code
@@ -39,6 +40,7 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
     if run_dir is not None:
         checkpoints = store.find(run_dir / "checkpoints")
         step = checkpoints[-1][0] if checkpoints else 0
+        # A job that came no further than last time would do the same next time.
         if count and step <= _before(run_dir / REQUEUED, job):
             fix = "give it more --time" if code == SAVED else "look at what ended its ranks"
             return _stay(code, f"it came no further than step {step} since it was started again; {fix}")
@@ -55,7 +57,7 @@ def requeue(code: int, times: int, run_dir: Path | None) -> int:
 
 
 def _before(path: Path, job: str) -> int:
-    """The step at which the job was started again last time; 0: before the first was saved."""
+    """Return the step at which the job was started again last time; 0 if none was saved then."""
     try:
         last = json.loads(path.read_bytes())
         return int(last["step"]) if last["job"] == job else 0

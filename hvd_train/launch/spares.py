@@ -28,6 +28,7 @@ class Spares:
     def look(self, table: StatusTable) -> None:
         """Start the process when all ranks have taken a step, which it would have delayed."""
         if self._count and self._process is None and all(table.read(rank).step for rank in range(table.ranks)):
+            # Names of abstract sockets are open to all users of a host, so nobody should be able to guess this one.
             self._name = f"hvd-train-{secrets.token_hex(16)}"
             line = [sys.executable, "-m", "hvd_train.cli.spare", self._name, *self._words]
             self._process = subprocess.Popen(
@@ -35,10 +36,11 @@ class Spares:
             )
 
     def program(self, arguments: list[str], ranks: int) -> list[str]:
-        """Return what the launcher is to start for each rank; [] if there is no spare for so many ranks: threads
-        follow from their number."""
+        """Return the program that the launcher starts for each rank; [] if there is no spare for so many ranks."""
+        # It ends by itself if it could not load the framework. Then ranks load it as usual.
         if self._process and self._process.poll() is not None:
             self._process = None
+        # The framework in the spare has threads for the first number of ranks.
         if self._process is None or ranks != self._ranks:
             return []
         python = [sys.executable, "-I", "-S", str(Path(stub.__file__))]

@@ -128,6 +128,7 @@ class StatusTable:
     def publish(self, news: dict[str, Any]) -> None:
         """Publish news to all readers. One process of a host may."""
         content, start = json.dumps(news).encode()[: SLOT_BYTES - 8], self.ranks * SLOT_BYTES
+        # A reader may see half of it: JSON that does not parse counts as no news.
         self._memory[start : start + 8 + len(content)] = struct.pack("<q", len(content)) + content
 
     def news(self) -> dict[str, Any]:
@@ -141,6 +142,7 @@ class StatusTable:
 
     def claim(self) -> bool:
         """Return True once, to the first of all readers."""
+        # Seals can be sealed once, by any process that holds the memory: a lock that leaves no file behind.
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         except PermissionError:
@@ -175,15 +177,18 @@ class StatusSlot:
         self._pid, self._place, self._beats = os.getpid(), (0, 0), 0
         self._inside, self._lock = 0, threading.Lock()
         self._stack = -1
-        if signal.getsignal(ASK) is signal.SIG_DFL:  # a script may have put something there
+        # A script of the user may have a handler of its own for this signal. Then this rank cannot be asked for stacks.
+        if signal.getsignal(ASK) is signal.SIG_DFL:
             self._stack = os.memfd_create("hvd-train-stack")
-            faulthandler.register(ASK, file=self._stack, all_threads=True)  # in C, whatever Python does
+            # faulthandler writes in C, within the signal handler, whatever Python does or waits for.
+            faulthandler.register(ASK, file=self._stack, all_threads=True)
         self._write(0)
 
     @classmethod
     def of(cls, rank: int) -> StatusSlot | None:
         """Return the slot of this rank, or None if nobody reads it."""
-        path = os.environ.pop(VARIABLE, "")  # what this process starts is no rank
+        # Removed, because what this process starts is not a rank.
+        path = os.environ.pop(VARIABLE, "")
         try:
             return cls(path, rank) if path else None
         except OSError:  # a kernel that keeps processes apart
@@ -215,5 +220,6 @@ class StatusSlot:
         """Write the last record, with the time on a clock that all processes of this host share."""
         content = json.dumps({"time": time.monotonic(), **record}).encode()[: SLOT_BYTES - HEAD.size]
         start = self._start + HEAD.size
+        # First the record, then its length: a reader in between sees no record.
         self._memory[start : start + len(content)] = content
         self._write(len(content))

@@ -22,9 +22,9 @@ from hvd_train.launch.rendezvous.secret import SECRET
 from hvd_train.launch.signals import JOB_END
 
 WHERE = "hvd-train submit"
-# A name of the user's own does not begin a line.
+# Anchored at the beginnings of lines, where no name that the user gave can stand.
 SHOWN = (r"^ +JobState=(\S+) Reason=(\S+)", r"^ +Requeue=.* ExitCode=(\d+):(\d+)", r"^ +StdOut=(.*)$")
-# Nothing where the job's time has no end; a rank then waits for the signal.
+# Empty if the job has no time limit. Then ranks stop at the signal alone.
 END_LINE = f'export {JOB_END}=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)'
 POLL_SECONDS = 2.0
 HERE = (sys.executable, "-m", "hvd_train")
@@ -92,12 +92,13 @@ def script(
     more: Sequence[str] = (),
     first: Sequence[str] = (),
 ) -> str:
-    """A batch script that starts ``program`` with srun. ``options``: sbatch's long options; None: left to the site,
-    True: without a value; ``more``: options as they are, ``--NAME[=VALUE]``. ``then``: commands that run afterwards,
-    each with the exit code of the one before it as its last word; ``first``: lines that run before.
+    """Return a batch script that starts ``program`` with srun.
 
-    The secret is the job's own, so that ranks need no file of it: Slurm hands the environment to all of them.
+    ``options``: sbatch's long options; None: left to the site, True: without a value. ``more``: options as they are,
+    ``--NAME[=VALUE]``. ``first``: lines that run before. ``then``: commands that run afterwards, each with the exit
+    code of the one before it as its last word.
     """
+    # Each job makes a secret for itself (below). Slurm hands the environment to all ranks, so they need no file of it.
     chosen = {name: value for name, value in options.items() if value is not None}
     lines = [
         f"#SBATCH --{name}" + ("" if value is True else f"={_word(value, name)}") for name, value in chosen.items()
@@ -125,13 +126,13 @@ def script(
 
 
 def starts(times: int) -> str:
-    """A line that ends a job which Slurm itself has started again more often, after failures of nodes."""
+    """Return a line that ends a job which Slurm itself has started again more often, after failures of nodes."""
     line = f"the job is not started again: --requeue allows {times}"
     return f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {times} ] || {{ echo "{line}" >&2; exit 5; }}'
 
 
 def contained(command: str | None) -> list[str]:
-    """The words of a container's command."""
+    """Return the words of a container's command."""
     try:
         return shlex.split(command or "")
     except ValueError as error:
@@ -143,7 +144,7 @@ def _words(command: Sequence[str]) -> str:
 
 
 def _word(value: object, name: str) -> str:
-    """One word of a shell, and of sbatch, which reads quotes in its lines as a shell does."""
+    """Quote a word for a shell, and for sbatch, which reads quotes in its lines as a shell does."""
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"{text!r} holds a character that is not printable", where=f"{WHERE}: {name}")
@@ -151,7 +152,7 @@ def _word(value: object, name: str) -> str:
 
 
 def submit(text: str) -> str:
-    """The job's number."""
+    """Submit the script, and return the job's number."""
     if shutil.which("sbatch") is None:
         fix = "submit from a host of the cluster, or see the script with --dry-run"
         raise ConfigError("sbatch is not installed", where=WHERE, fix=fix)
@@ -182,7 +183,7 @@ def follow(job: str) -> int:
 
 
 def _state(job: str) -> tuple[str, str, int, Path]:
-    """(state, why it waits, exit code, output file) of a job; Slurm forgets it some minutes after its end."""
+    """Return (state, why it waits, exit code, output file) of a job. Raises ConfigError once Slurm has forgotten it."""
     line = ["scontrol", "show", "job", job]
     shown = subprocess.run(line, capture_output=True, text=True, check=False).stdout
     matches = [re.search(pattern, shown, re.MULTILINE) for pattern in SHOWN]

@@ -50,6 +50,7 @@ class Watchdog:
         if now - self._before > PAUSE_SECONDS:  # this process was stopped itself, as perhaps all were
             self._beats, self._stopped, self._moved = [], {}, {}
         self._before = now
+        # The clock starts anew when any rank moves, and while one is in a phase that may take long.
         beats = [one.beats for one in statuses]
         if beats != self._beats or not all(one.pid and one.phase in WATCHED and not one.record for one in statuses):
             self._beats, self._since = beats, now
@@ -75,6 +76,7 @@ class Watchdog:
             return {}
         still = [rank for rank in range(len(statuses)) if now - self._moved[rank][1] > self._limit]
         away = [rank for rank in still if statuses[rank].phase == SCRIPT]
+        # If all are away, none waits for another: they may just compute for long.
         if len(away) == len(still) or (not away and (len(still) < len(statuses) or now < self._asked)):
             return {}
         stacks = self._stacks(statuses)
@@ -86,11 +88,14 @@ class Watchdog:
         return blamed if len(blamed) < len(statuses) else {}
 
     def _culprits(self, statuses: list[RankStatus], stopped: list[int]) -> dict[int, tuple[str, str]]:
+        # A process that is stopped cannot write its stack, and its state says enough.
         if stopped:
             return {rank: (f"is stopped (SIGSTOP), for more than {self._limit:g} s", "") for rank in stopped}
         stacks = {rank: threads[-1] for rank, threads in self._stacks(statuses).items()}
         what = f"has not moved for {self._limit:g} s"
         rows = {rank: (f"{what}{_top(stack)}", stack) for rank, stack in stacks.items()}
+        # A rank whose main thread is within Horovod or a framework waits for others, or looks as if it did.
+        # One that is elsewhere keeps them waiting.
         busy = {rank: row for rank, row in rows.items() if row[1] and not INSIDE.search(_lines(row[1])[0])}
         return busy or rows
 

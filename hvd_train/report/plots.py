@@ -12,6 +12,7 @@ from hvd_train.run_folder import jsonl
 
 def epochs(rows: Sequence[dict[str, Any]], event: str, value: str) -> tuple[list[int], list[float]]:
     """Return (epoch numbers from 1, mean of ``value`` in each). A line counts by the samples that it covers."""
+    # A training line covers the samples since the last one. An evaluation is of all samples: the last one counts.
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if row["event"] == event and _is_number(row.get(value)) and _is_number(row.get("samples")):
@@ -44,6 +45,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     from matplotlib.ticker import MaxNLocator
 
     runs = [(run_dir.name, jsonl.read(run_dir)[0]) for run_dir in run_dirs]
+    # All other keys of an evaluation are metrics.
     fixed = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]

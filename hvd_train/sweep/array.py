@@ -59,6 +59,7 @@ def script(batch: jobs.Batch, sweep: Sweep, at_once: int | None) -> str:
 
 def submit(sweep: Sweep, text: str, resume: bool) -> str:
     """Submit the job and return its number. If Slurm refuses it, the plan is removed again."""
+    # Before Slurm has the job: its first task may start at once, and reads the plan.
     begin(sweep, resume)
     try:
         return jobs.submit(text)
@@ -74,6 +75,7 @@ def ended(run_dir: Path, code: int) -> int:
     trial = next(trial for trial in sweep.trials if trial.name == run_dir.name)
     if code not in STOPPED and state(sweep, trial).word != "done":
         fail(trial, reason(run_dir / LOG, code), code)
+    # The last task finds nothing left, and writes the results.
     if not left(sweep):
         print(finish(sweep))
     return code

@@ -63,6 +63,7 @@ def begin(sweep: Sweep, resume: bool) -> None:
         if path.exists():
             fix = "--resume runs what is missing; or give another --run-dir"
             raise ConfigError("the folder holds a sweep already", where=str(sweep.folder), fix=fix)
+        # The plan is written last: a folder with a plan has all its trials.
         for trial in sweep.trials:
             run_dir = Path(trial.config.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,7 @@ def state(sweep: Sweep, trial: Trial) -> State:
     run_dir, summary, rung = Path(trial.config.run_dir), {}, 0
     with suppress(OSError, ValueError):
         summary = _object(run_dir / "summary.json")
+        # The summary of a run that was left at the end of a rung says at which epoch.
         at = summary.get("paused_at")
         if at is None:
             return State("done", summary, rung=len(sweep.rungs))

@@ -69,6 +69,7 @@ def plan(
         raise ConfigError("no parameter is given", where="sweep", fix="for example --param optim.lr=0.1,0.01")
     if len(spaces) < len(params):
         raise ConfigError("a parameter stands twice", where="--param", fix="list all its values in one")
+    # Drawn in the order of the parameters. Every rank has the same seed, so all make the same trials.
     generator = random.Random(seed)
     trials: list[Trial] = []
     if draws is None:
@@ -81,6 +82,7 @@ def plan(
         try:
             config = load_config(path, [*sets, *settings], run_dir=str(folder / f"trial-{number:03d}"))
         except ConfigError as error:
+            # The values were handed on as --set. The message names the option that the user gave.
             text = str(error)
             for setting in settings:
                 text = text.replace(f"--set {setting}", f"--param {setting}")

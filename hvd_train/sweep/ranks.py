@@ -39,6 +39,7 @@ def open_ranks(trials: Sequence[Trial], each: int, here: World, verbose: bool) -
         what = f"{here.size} ranks cannot be split into groups of {each}"
         raise ConfigError(what, where="--ranks-per-trial", fix="give a divisor of the number of ranks")
     config = trials[0].config
+    # A process loads one framework, once, with its threads.
     for key in ("framework", "threads"):
         if len({getattr(trial.config, key) for trial in trials}) > 1:
             what = "cannot differ between the trials of one allocation"

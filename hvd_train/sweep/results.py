@@ -60,6 +60,7 @@ def best(sweep: Sweep) -> Trial | None:
     """Return the best of the trials that trained longest, or None."""
     states = [state(sweep, trial) for trial in sweep.trials]
     last = max(one.rung for one in states)
+    # A trial that was stopped early may have a lucky value, so only those that trained longest are compared.
     ranked = best_first(sweep, [t for t, one in zip(sweep.trials, states, strict=True) if one.rung == last])
     return ranked[0] if ranked else None
 
@@ -92,12 +93,14 @@ def finish(sweep: Sweep) -> str:
     failed = [one for one in states if one.word == "failed"]
     if len(failed) == len(trials):
         raised = ConfigError(f"all {len(trials)} trials failed, the first with: {failed[0].error}", where=str(folder))
+        # If all failed in the same way, its code says more than "something went wrong".
         raised.exit_code = failed[0].code if len({one.code for one in failed}) == 1 else 1
         raise raised
     lines = [table(*shown(sweep))]
     first = best(sweep)
     if first is not None:
         monitor = first.config.checkpoint.monitor
+        # Not the trial's folder: a training with best.yaml must not overwrite the trial.
         chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
         put(folder / "best.yaml", resolved_yaml(chosen).encode())
         picture(folder / "results.png", sweep, first)

@@ -23,6 +23,7 @@ def live(sweep: Sweep) -> Iterator[None]:
 
     Trials may run anywhere, also in this process, whose output then goes to a file.
     """
+    # Kept, because a trial in this process redirects sys.stdout to a file.
     out, ended = sys.stdout, threading.Event()
     if len(sweep.rungs) > 1:
         print(f"rungs: {describe(sweep.rungs)}", flush=True)
@@ -43,6 +44,7 @@ def _mark(one: State) -> tuple[bool, int]:
 
 
 def _print_lines(sweep: Sweep, before: list[tuple[bool, int]], ended: threading.Event, out: TextIO) -> None:
+    # One more look after the end: trials may have ended since the last one.
     last = False
     while not last:
         last = ended.wait(SECONDS)

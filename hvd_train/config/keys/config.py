@@ -109,6 +109,7 @@ class Config(Section):
         if self.batch_size and self.global_batch_size:
             problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
         monitors = [f"{part}_{name}" for part in ("val", "train") for name in self.task.names]
+        # checkpoint and early_stopping each watch a value. Both have a monitor and a mode.
         rules: list[tuple[str, Any]] = [("checkpoint", self.checkpoint), ("early_stopping", self.early_stopping)]
         problems += [
             (f"{key}.monitor", did_you_mean(rule.monitor, monitors))

@@ -48,6 +48,7 @@ class ExchangeConfig(Section):
     def _combinations(self) -> ExchangeConfig:
         # The tables say which option belongs to which compressor or mode, so a new row needs no rule here.
         owners = {option: name for name, row in COMPRESSORS.items() for option in row.options}
+        # "auto" may choose any compressor, so it takes the options of all.
         problems = [
             (option, f"belongs to compression: {owner}, not {self.compression}")
             for option, owner in owners.items()

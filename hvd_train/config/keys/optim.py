@@ -54,6 +54,7 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> OptimConfig:
+        # A key of another optimizer is refused and not ignored: the user believes that it does something.
         problems = []
         if self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))

@@ -125,6 +125,7 @@ class Rendezvous:
         server = self.open_server()
         verdict = server.wait(seconds)
         if "failed" in verdict:
+            # The server ends with this process.
             time.sleep(PARTING_SECONDS)  # until the others have read it
             raise self._failure(verdict)
         network = interface_of(verdict["address"])
@@ -166,6 +167,7 @@ class Rendezvous:
             return f"no secret in {error.filename}; if the hosts share no home, set {SECRET} for all ranks"
         address, ports = self._step.address(), self._step.ports(os.environ)
         silent = False
+        # A server of another step or user may hold one of the ports: it does not know the token, so try the next.
         for port in ports:
             endpoint = Endpoint(address, port, token)
             if endpoint.answers():
@@ -180,6 +182,7 @@ class Rendezvous:
     def _cross(self, locals_: list[int]) -> tuple[int, int]:
         """Return Horovod's cross rank and size from all local ranks. They must follow the order of ranks, or Horovod
         ends."""
+        # Counted over lower ranks: as many nodes before this one have a rank with the same local rank.
         local = self._world.local_rank
         return locals_[: self._world.rank].count(local), locals_.count(local)
 
@@ -222,6 +225,7 @@ class Rendezvous:
 
     def exit_code_of_lost(self, default: int) -> int:
         """Return the exit code with which the first lost rank ended, if it could report it."""
+        # The server keeps the order of the reports. The first is the cause, the others followed.
         codes: Mapping[Any, int] = {}
         if self._server is not None:
             codes = self._server.ended

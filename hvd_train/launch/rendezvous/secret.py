@@ -20,6 +20,7 @@ def read_secret() -> bytes:
         return value.encode()
     path = _path()
     with path.open("rb") as file:
+        # Of the open file, and not of its name, behind which another file may be put in between.
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigError("others may read the secret", where=str(path), fix=f"remove it, or set {SECRET}")
@@ -36,6 +37,7 @@ def make_secret() -> bytes:
         handle, temporary = tempfile.mkstemp(dir=path.parent)  # for the user alone
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_hex(32).encode())
+        # A link is made whole or not at all, and fails if another rank was faster: then its secret counts.
         with suppress(FileExistsError):
             os.link(temporary, path)
         os.unlink(temporary)

@@ -101,6 +101,7 @@ class RendezvousServer(ThreadingHTTPServer):
     def wait(self, seconds: int) -> dict[str, Any]:
         """Wait for all ranks, and return the verdict: the address by which others see this host, or what ``failed``."""
         with self._changed:
+            # A rank that ends before all have come will never come, so nobody waits for it.
             self._changed.wait_for(lambda: len(self._came) == self.size or self.ended, seconds)
             missing = sorted(set(range(self.size)) - self._came)
             if self.ended:
@@ -126,15 +127,19 @@ class RendezvousServer(ThreadingHTTPServer):
         return self._verdict is not None
 
     def add_rank(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
-        """Answer a rank that came from ``peer`` to this address of ours, once there is a verdict: the HTTP status and
-        the verdict. 410: the rank has come before, in an earlier command of this step."""
+        """Note a rank that came from ``peer`` to this ``address`` of ours, and wait for the verdict.
+
+        Returns the HTTP status and the verdict.
+        """
         with self._changed:
+            # 410: the rank has come before, in an earlier command of the same step, whose server this still is.
             if rank in self._came or not 0 < rank < self.size:
                 return 410, {}
             if self._verdict is None:
                 self._came.add(rank)
                 self.locals[rank] = local
                 self._known.add(peer)
+                # A rank of this node comes by the loopback, and that address says nothing to other nodes.
                 if not address.startswith("127."):
                     self._address = address
                 self._changed.notify_all()
@@ -145,6 +150,7 @@ class RendezvousServer(ThreadingHTTPServer):
     def report_exit(self, rank: int, code: int, text: str) -> dict[str, Any]:
         """Note a rank that ends with an error, and answer whether rank 0 reports the same error."""
         with self._changed:
+            # If rank 0 has the same error it ends about now, too, and only its line is printed. So wait for its words.
             self.ended.setdefault(rank, code)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._last_words is not None, LAST_WORDS_SECONDS)
@@ -160,6 +166,7 @@ class RendezvousServer(ThreadingHTTPServer):
     def report_exit_of_rank_0(self, text: str, code: int, seconds: float) -> None:
         """Keep rank 0's last words for those who ask within ``seconds``, or until all have asked."""
         with self._changed:
+            # This server ends with rank 0. It stays until all other ranks have read the words, or the time is over.
             self._last_words = text
             if self._verdict is None:
                 self._fail(0, code)

@@ -38,6 +38,7 @@ class Step:
             if not text.isdigit() or not 0 < int(text) <= 65536 - TRIES:
                 raise ConfigError(f"'{text}' is no port", where=f"environment variable {PORT}", common=True)
             return [int(text) + k for k in range(TRIES)]
+        # Ports that follow from the name differ from those of other steps on the node, most of the time.
         return [PORTS[zlib.crc32(f"{self.name}:{k}".encode()) % len(PORTS)] for k in range(TRIES)]
 
     def token(self, secret: bytes) -> str:

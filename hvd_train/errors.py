@@ -16,11 +16,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun in a message: ``1 file``, ``2 files``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks in a message: ``rank 1``, or ``ranks 0, 2``."""
     names = [str(rank) for rank in ranks]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.errors import TrainError, plural
+from hvd_train.errors import TrainError, amount
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.launch.environment import rank_settings, threads
 from hvd_train.launch.launchers import startable
@@ -102,7 +102,7 @@ def _settings() -> list[tuple[str, str, str]]:
     chosen = {k: v for framework in FRAMEWORKS for k, v in rank_settings(rank, framework, count, False).items()}
     rows = [("threads", str(count), "hvd_train" if "OMP_NUM_THREADS" not in os.environ else "you")]
     share = len(os.sched_getaffinity(0)) // RANKS
-    rows.append(("binding (-np)", f"to {plural(share, 'core')} each" if share else "none", "hvd_train"))
+    rows.append(("binding (-np)", f"to {amount(share, 'core')} each" if share else "none", "hvd_train"))
     for name, value in chosen.items():
         rows.append((name, os.environ.get(name, value), "you" if name in os.environ else "hvd_train"))
     return rows

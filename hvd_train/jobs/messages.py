@@ -11,7 +11,7 @@ from hvd_train.checkpoint import store
 from hvd_train.config import Config
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
-from hvd_train.errors import plural
+from hvd_train.errors import amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
@@ -31,7 +31,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     lines = [
         f"{c.framework}, {c.model.name}: {count:,} weights; {job.data.name}: {len(job.data.train):,} training and "
         f"{len(job.data.val):,} validation samples",
-        f"{plural(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
+        f"{amount(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
     ]
     lines.append(f"the model gets {_inputs(job)}")
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))

@@ -10,7 +10,7 @@ from hvd_train.config import Config
 from hvd_train.config.user_code import look_in
 from hvd_train.data import catalog, packing
 from hvd_train.data.manifest import summary
-from hvd_train.errors import plural
+from hvd_train.errors import amount
 from hvd_train.launch.environment import world
 
 
@@ -21,7 +21,7 @@ def pack(config: Config, folder: Path) -> None:
     ranks = _ranks()
     manifest = catalog.pack(config.data, config.task, folder, ranks)
     if ranks.rank == 0:
-        took = f"{time.monotonic() - began:.1f} s, {plural(ranks.size, 'rank')}"
+        took = f"{time.monotonic() - began:.1f} s, {amount(ranks.size, 'rank')}"
         print(f"packed {summary(manifest)}: {folder} ({took})", flush=True)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_train import __version__
-from hvd_train.errors import CommunicationError, ConfigError, plural
+from hvd_train.errors import CommunicationError, ConfigError, amount
 
 # Horovod's launcher puts names into a shell, so nothing that a shell would read may be in one.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -115,7 +115,7 @@ def spread(hosts: Hosts | None, num_proc: int | None, nnodes: int | None, each: 
     chosen = dict(list(hosts.slots.items())[:nnodes])
     for host, count in chosen.items():
         if each and each > count:
-            what = f"{host} has {plural(count, 'slot')}, not {each}"
+            what = f"{host} has {amount(count, 'slot')}, not {each}"
             raise ConfigError(what, where="--nproc-per-node", fix=f"say {host}:{each}, or 'slots={each}' in the file")
     chosen = {host: each or count for host, count in chosen.items()}
     return Hosts(chosen, hosts.interfaces), ranks_in_all(num_proc, sum(chosen.values()))

@@ -22,7 +22,7 @@ from signal import Signals
 
 from hvd_train import faults
 from hvd_train.checkpoint import store
-from hvd_train.errors import CommunicationError, ConfigError, nothing_saved, plural, stopped_code
+from hvd_train.errors import CommunicationError, ConfigError, amount, nothing_saved, stopped_code
 from hvd_train.launch import process, start
 from hvd_train.launch.launchers import NONE, choose
 from hvd_train.launch.launchers.base import Launcher
@@ -97,7 +97,7 @@ def supervise(
         if attempt.step:
             arguments = _going_on(arguments, known, _checkpoints(run_dir))
         left = max(fewest, num_proc - 1)
-        on = f" on {plural(left, 'rank')}" if left < num_proc else ""
+        on = f" on {amount(left, 'rank')}" if left < num_proc else ""
         num_proc = left
         print(f"restart {restarts} of {max_restarts}{on}: {_words(attempt.cause)}", file=sys.stderr, flush=True)
 

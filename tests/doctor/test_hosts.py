@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_is_told_once():
 
 
 def test_facts_travel_as_json():
-    assert Facts.of(hosts.asdict(SECOND)) == SECOND
+    assert Facts.from_json(hosts.asdict(SECOND)) == SECOND
 
 
 def test_a_link_answers_whoever_names_the_token():

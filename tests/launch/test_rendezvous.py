@@ -234,10 +234,10 @@ def test_a_rank_asks_nobody_who_cannot_prove_the_secret(step, monkeypatch):
     try:
         monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
         with pytest.raises(CommunicationError, match="rank 0 was not found on n1 within 1 s: no secret in .*/secret"):
-            rank.join(here)
+            rank.join_world(here)
         make_secret()
         with pytest.raises(CommunicationError, match="nobody who knows the secret of this step is at port"):
-            rank.join(here)
+            rank.join_world(here)
         first = Rendezvous(World(0, 3, 0, 2, "srun"), step_of(os.environ))
         port = first.open_server().server_port
         assert port == step_of(os.environ).ports({})[1]

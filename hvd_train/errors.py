@@ -76,7 +76,7 @@ SOME_RANK = "another rank"  # replaced in the message once it is known which
 
 
 class LostRankError(CommunicationError):
-    """Another rank has ended: what it said, and its exit code, come first."""
+    """Another rank has ended. Its message and exit code come before this one."""
 
 
 class EndedRankError(CommunicationError):

@@ -68,6 +68,7 @@ def arm(rank: int) -> None:
 
 def at(point: str) -> None:
     """Note that the training has come to this point, and do what is planned there."""
+    # The counts go down to the n-th time, and below it for a delay, which lasts.
     for k, (planned, times, action) in enumerate(_planned):
         if planned == point:
             _planned[k] = planned, times - 1, action

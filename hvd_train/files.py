@@ -85,6 +85,7 @@ def ours_alone(paths: Iterable[Path]) -> bool:
 
 def sync(folder: Path) -> None:
     """Flush a folder to the disk, with the renames in it."""
+    # A rename changes the folder. Without this it may be lost by a power cut, although the file's content is not.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

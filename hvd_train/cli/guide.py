@@ -50,5 +50,6 @@ def show(text: str) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
+    # Long lines are hard to read, however wide the terminal is.
     console = Console()
     console.print(Markdown(text), width=min(console.width, 120))

@@ -30,6 +30,7 @@ def listing() -> list[tuple[str, str, str, str]]:
             if build is None:
                 continue
             frameworks = rows.get(file.stem, ([], "", ""))[0]
+            # The options are the arguments of ``build`` that have defaults. The rest comes from the data.
             doc = (ast.get_docstring(tree) or "").splitlines()
             rows[file.stem] = ([*frameworks, framework.name], _options(build), doc[0] if doc else "")
     return [(name, options, ", ".join(frameworks), doc) for name, (frameworks, options, doc) in rows.items()]

@@ -86,7 +86,9 @@ def serve(listener: socket.socket, most: int) -> Place:
     """Fork for each stub that asks, ``most`` at once; return in the fork."""
     poll = select.poll()
     waiting: dict[int, int] = {}  # a connection's descriptor: that of its process
-    children: dict[int, tuple[int, socket.socket]] = {}  # a process' descriptor: its pid, whom to tell of its end
+    children: dict[
+        int, tuple[int, socket.socket]
+    ] = {}  # a process' descriptor: its pid, and the stub that waits for its status
     poll.register(listener, select.POLLIN)
     prctl: Any = ctypes.CDLL(None).prctl
     while True:
@@ -108,6 +110,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                     if place:
                         connection.sendall(ACCEPTED)
                 except (OSError, ValueError, EOFError, TypeError, struct.error):
+                    # The stub went away, or is none. It starts the rank by itself if it gets no answer.
                     place = None
                 if place is None:
                     connection.close()
@@ -126,6 +129,7 @@ def serve(listener: socket.socket, most: int) -> Place:
                     listener.close()
                     connection.close()
                     return place
+                # The fork has copies. As long as these are open, whoever reads the rank's output would not see its end.
                 for number in place.descriptors:
                     os.close(number)
                 pidfd = os.pidfd_open(pid)

@@ -47,6 +47,7 @@ print(json.dumps(out))
 
 def _look(framework: str) -> dict:
     record = FRAMEWORKS[framework]
+    # The variables are those of a rank, which change what is loaded and printed.
     line = [sys.executable, "-c", LOOK, record.packages[0], record.module, record.horovod]
     env = {**os.environ, **record.settings, **record.quiet}
     try:
@@ -84,6 +85,7 @@ def doctor(verbose: bool) -> int:
     print(table(["what", "found", "what to do"], rows), flush=True)
     print(f"\nwhat each of {RANKS} ranks on this host gets (what you set yourself stays):", flush=True)
     print(table(["setting", "value", "chosen by"], _settings()), flush=True)
+    # Try each framework with each launcher that speaks the same library.
     usable = [framework for framework, facts in all_facts.items() if "error" not in facts]
     print("\n2-rank allreduce on this host (the time of a call, and bytes / time):", flush=True)
     probes = [(f, one) for f in usable for one in startable() if _can(all_facts[f], one)]

@@ -189,6 +189,7 @@ def report(hosts: Sequence[Facts]) -> str:
     """Return the table of the hosts, the first one first, and the table of the links to it."""
     rows = []
     for k, facts in enumerate(hosts):
+        # The clock of the link with the shortest round trip is known best.
         offset = "0" if k == 0 else f"{1e3 * facts.best.offset:+.1f}" if facts.best else "?"
         named = ", ".join(f"{name} {address}" for name, address in facts.interfaces) or "none"
         shared = f"{facts.file_system}, {'not ' * bool(facts.unshared)}shared" if len(hosts) > 1 else facts.file_system
@@ -213,6 +214,7 @@ def differences(hosts: Sequence[Facts]) -> list[str]:
     if first.unshared:
         lines.append(f"{first.host}: working folder: {first.unshared}: start in a folder that all hosts share")
     for facts in hosts[1:]:
+        # Compared with the first host alone: n - 1 lines name all differences.
         for name, value in facts.common.items():
             if value != (expected := first.common[name]):
                 lines.append(f"{facts.host}: {name}: {value}, {first.host} has {expected}: {FIXES[name]}")

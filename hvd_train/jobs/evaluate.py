@@ -15,6 +15,7 @@ def evaluate(config: Config, which: str, split: str | None, verbose: bool) -> in
     Without ``split``: the validation part of the run's data, and all samples of other data.
     """
     with trained_job(config, which, split, verbose) as job:
+        # Sums and counts are added over ranks, so the split may be divided unevenly.
         result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
             print(json.dumps({"split": job.split, **result}), flush=True)

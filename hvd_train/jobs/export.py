@@ -91,6 +91,7 @@ def _names_file(output: Path) -> Path:
 
 def _builder(config: Config, to: str) -> Framework | None:
     """Return the framework that builds the model for this format; None if none is needed."""
+    # A built-in model exists in both frameworks. A user's model exists only in the one that it is written in.
     if to not in BUILDERS or ":" not in config.model.name:
         return BUILDERS.get(to)
     framework = FRAMEWORKS[config.framework]

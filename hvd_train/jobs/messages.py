@@ -33,7 +33,9 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         f"{len(job.data.val):,} validation samples",
         f"{amount(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
     ]
+    # The shape as the model sees it: a wrong order of axes is seen at once.
     lines.append(f"the model gets {_inputs(job)}")
+    # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
     lines += [*_classes(job.data.sample), *job.data.remarks]

@@ -37,6 +37,7 @@ def _ranks() -> Any:
     here = world()
     if here.size == 1:
         return packing.Alone()
+    # mpi4py, because packing needs no framework, and Horovod comes with one.
     from hvd_train.frontends.mpi import mpi_world
 
     return mpi_world(here)

@@ -33,7 +33,8 @@ class ArrayFile:
         if self._file or self._failure:
             return
         try:
-            if self.output.exists() and not self._overwrite:  # its name depends on the model's outputs
+            # Not checked earlier: the name depends on the outputs that the model gives.
+            if self.output.exists() and not self._overwrite:
                 raise FileExistsError(errno.EEXIST, "the file exists already, and --overwrite is not given")
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._file = AtomicFile(self.output)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
 LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between two looks; how many ranks of a host look
-NEWS_SECONDS = 3.0  # for the other hosts to hear which rank was lost
+NEWS_SECONDS = 3.0  # for the news which rank was lost to reach the other hosts
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
 DEAD = "XZ?"  # the kernel's letters of a process that has ended; ?: there is none
 
 
 class Company(NamedTuple):
-    """The ranks of this host; ``hosts``: how many there are that hear one another."""
+    """The ranks of this host; ``hosts``: how many hosts report to one another."""
 
     table: StatusTable
     ranks: list[int]
@@ -109,7 +109,7 @@ def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
 
 
 def _addresses() -> list[str]:
-    """Return this host's IPv4 addresses: first those of the networks that Horovod was given, last the loopback's."""
+    """Return this host's IPv4 addresses: first those of networks that the user named, last the loopback's."""
     import psutil
 
     named = ",".join(os.environ.get(name, "") for name in ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"))

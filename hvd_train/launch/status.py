@@ -31,7 +31,7 @@ SLOT_BYTES = 16 << 10
 HEAD = struct.Struct("<qqqqqq")
 ASK = signal.SIGUSR2
 PHASES = ("starting", "training", "evaluation", "saving", "script", "exchange")
-SCRIPT, EXCHANGE = PHASES[4:]  # of a script of the user's own: by itself, or in what ends when all ranks come
+SCRIPT, EXCHANGE = PHASES[4:]  # of a user's script: computing, or in a collective, which ends once all ranks have come
 
 
 def supported() -> bool:
@@ -58,7 +58,7 @@ def verdict_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def announce_met() -> None:
-    """Let the process that started the ranks know that they have met. Called by rank 0."""
+    """Report to the process that started the ranks that all have come. Called by rank 0."""
     path = verdict_path()
     if path:
         with suppress(OSError):

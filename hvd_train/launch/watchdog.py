@@ -14,7 +14,7 @@ from pathlib import Path
 from hvd_train.launch.status import EXCHANGE, SCRIPT, RankStatus, StatusTable
 
 WATCHED = ("training", "evaluation")  # phases that report steps; a save takes as long as the disk does
-VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit of a script of the user's own: seconds, 0: for ever
+VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit for a script of the user: seconds, 0: never stuck
 ANSWER_SECONDS = 1.0
 PAUSE_SECONDS = 3.0  # a longer time between two looks means that this process was stopped itself
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")

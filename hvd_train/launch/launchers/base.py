@@ -48,7 +48,7 @@ class Launcher:
     in_allocation = False  # a scheduler gives the hosts, and only fit offers the launcher
     no_hosts = ""  # in an allocation: what to do instead of naming hosts or asking for restarts
     slow_to_end = False  # ranks are left running for a second or more after one was lost, unless we end them
-    endless_programs: Sequence[str] = ()  # its own, which wait for ever for a host out of their reach
+    endless_programs: Sequence[str] = ()  # programs of the launcher that wait for ever for a host out of their reach
     forwarded_signals: Mapping[int, int] = {}  # signals that the launcher must be sent as another
 
     # What its ranks can rely on
@@ -94,7 +94,7 @@ class Launcher:
         return World(*place, number(environ, local_rank, place[0]), number(environ, local_size, place[1]), self.name)
 
     def place(self, rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return the variables that tell a rank this place."""
+        """Return the variables by which a rank knows this place."""
         numbers = zip(self.place_variables, (rank, size, local_rank, local_size), strict=True)
         return {name: str(value) for name, value in numbers if name}
 

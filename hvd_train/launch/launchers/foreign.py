@@ -52,7 +52,7 @@ class Mpiexec(Launcher):
     place_variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
-        # srun --mpi=pmi2 tells MPICH what it tells everybody. Those ranks are srun's.
+        # srun --mpi=pmi2 sets MPICH's variables, too, to the same numbers. Those ranks are srun's.
         slurm = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
         if [environ.get(name) for name in self.place_variables[:2]] == slurm:
             return None

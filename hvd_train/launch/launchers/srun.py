@@ -75,7 +75,7 @@ class Srun(Launcher):
         return World(*place, number(environ, local_rank, 0), per_node[node], self.name)
 
     def joins_ranks(self, environ: Mapping[str, str]) -> bool:
-        """Return whether MPI joins the ranks: if srun was told to (--mpi=pmix), or if the user says so."""
+        """Return whether MPI joins the ranks: if srun was called with --mpi=pmix, or if the user says so."""
         if environ.get("HOROVOD_CONTROLLER"):
             return environ["HOROVOD_CONTROLLER"].lower() == "mpi"
         return "PMIX_RANK" in environ and installed.mpi_built()

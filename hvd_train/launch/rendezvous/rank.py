@@ -80,7 +80,7 @@ class Rendezvous:
         raise ConfigError(what, where=self._step.launcher, fix=f"set {PORT} to the first of {TRIES} others")
 
     def _report_place(self, server: RendezvousServer) -> None:
-        """Tell the signpost on the first node where rank 0's server is, until the ranks have met or failed."""
+        """Report the place of rank 0's server to the signpost on the first node, until there is a verdict."""
         while not server.decided:
             with suppress(*ABSENT):
                 address = self._step.address()
@@ -195,9 +195,11 @@ class Rendezvous:
     # ---- a rank ends
 
     def report_exit(self, text: str, code: int, seconds: float = COME_SECONDS) -> bool | None:
-        """Report that this rank ends with an error. True: rank 0 has reported the same; None: nobody was found.
+        """Report that this rank ends with an error.
 
-        Rank 0 answers those who wait or end as well, and before the ranks have met those who start later. Another rank
+        Returns True if rank 0 has reported the same, False if it has not, and None if no server answers.
+
+        Rank 0 answers those who wait or end as well, and before all have come those who start later. Another rank
         looks for the server for ``seconds``.
         """
         with suppress(TrainError, *ABSENT):

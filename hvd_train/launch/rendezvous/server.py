@@ -34,7 +34,7 @@ class RendezvousServer(ThreadingHTTPServer):
     """Receives the ranks, then keeps what Horovod's Gloo puts there: (scope, key) -> bytes.
 
     Closed to whoever does not name the token. Connections that have not named it are few and short: a new one ends the
-    oldest. When the ranks have met, no address but theirs is listened to.
+    oldest. When all ranks have come, no address but theirs is listened to.
     """
 
     # Address and port of rank 0's server, if this one only leads there; empty until rank 0 has reported them.
@@ -123,7 +123,7 @@ class RendezvousServer(ThreadingHTTPServer):
 
     @property
     def decided(self) -> bool:
-        """Return whether the ranks have met, or never will."""
+        """Return whether all ranks have come, or one never will."""
         return self._verdict is not None
 
     def add_rank(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:

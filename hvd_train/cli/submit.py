@@ -89,7 +89,6 @@ def submit(
     seed, swept = options.seed_of_draws(draws, seed), bool(params or draws or at_once)
     if swept:
         _check_sweep(program, output, follow, overwrite, resume)
-    # The job is named after the script, or after the configuration.
     title = next((word for word in program if word.endswith(".py")), path or "hvd-train")
     batch = slurm.Batch(settings, job_name or Path(title).stem, output)
     if config is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvd_train.config.keys import EarlyStoppingConfig
+from hvd_train.config import EarlyStoppingConfig
 from hvd_train.core.hooks import Epoch, Hook
 from hvd_train.core.training import Training
 

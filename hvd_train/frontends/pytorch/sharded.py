@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.optimizers import KERNELS, Kernel, array_of

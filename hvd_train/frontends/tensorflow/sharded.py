@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config.keys import OptimConfig
+from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, view
 from hvd_train.protocol import Entry, Placement

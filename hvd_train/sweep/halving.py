@@ -19,6 +19,7 @@ def turn(sweep: Sweep) -> tuple[list[Trial], int | None]:
 
     If a rung has ended, this decides which trials continue. Call it in one process only.
     """
+    # A rung is decided when all its trials have ended it. Written down, the decision stands for every later reader.
     while True:
         rung, going = survivors(sweep)
         states = [(trial, state(sweep, trial)) for trial in going]

@@ -36,7 +36,8 @@ def ladder(trials: Sequence[Trial], eta: int | None) -> list[Rung]:
         what = f"compares evaluations, not {config.checkpoint.monitor}"
         raise ConfigError(what, where="--halving", fix="set checkpoint.monitor, to val_loss for example")
     every = config.check_val_every_n_epoch
-    units, halvings = config.max_epochs // every, 0
+    units, halvings = config.max_epochs // every, 0  # units: evaluations
+    # The last rung is the whole training. Each rung before it is 1 / eta as long, with eta times as many trials.
     while eta ** (halvings + 1) <= min(units, len(trials)):
         halvings += 1
     if not halvings:

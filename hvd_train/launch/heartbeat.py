@@ -8,7 +8,7 @@ ranks are stopped or hold Python's lock. The one on rank 0's host is the hub; th
   a request for stacks, the ranks that were lost, and "end" once the job is to end.
 - "large": a message of ``LARGE_BYTES`` every ``LARGE_SECONDS``, which the hub sends back. A wrong MTU loses large
   packets and lets small ones pass, so training hangs although each host hears the other.
-- The hub judges all ranks by the rules of ``silence.py``, and ends them through its answers. A host that is silent is
+- The hub judges all ranks by the rules of ``hosts_watchdog.py``, and ends them through its answers. A silent host is
   only blamed if no rank that the hub does hear goes on. A leaf judges the hub by the same rules, but later, so that the
   two sides of a broken network do not blame each other at the same time.
 """
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hvd_train.launch.handshake import LARGE_BYTES, connect, echo, greet, introduce, listener, read_exactly
+from hvd_train.launch.hosts_watchdog import Host, HostsWatchdog, gone_hub
 from hvd_train.launch.local_ranks import LocalRanks
-from hvd_train.launch.silence import Host, HostsWatchdog, gone_hub
 from hvd_train.launch.status import StatusTable
 
 BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0  # seconds; 64 KiB each way every 4 s are 0.03 % of a 1 Gbit/s link

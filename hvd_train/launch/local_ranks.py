@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvd_train.launch.hosts_watchdog import DEAD
 from hvd_train.launch.launchers import LAUNCHERS
-from hvd_train.launch.silence import DEAD
 from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import stacks, state
 

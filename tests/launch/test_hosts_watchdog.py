@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from hvd_train.launch import silence
+from hvd_train.launch import hosts_watchdog
 from hvd_train.launch.handshake import greet, introduce
-from hvd_train.launch.silence import DEAD, Host, HostsWatchdog, gone_hub
+from hvd_train.launch.hosts_watchdog import DEAD, Host, HostsWatchdog, gone_hub
 
 LIMIT = 20.0
 STACK = 'Thread 0x1 (most recent call first):\n  File "{}", line 7 in {}'
@@ -242,4 +242,4 @@ def test_a_stranger_has_the_whole_time_once(monkeypatch):
     ended.set()
     thread.join()
     assert time.monotonic() - began < 3
-    assert silence.LARGE_LATE_SECONDS < LIMIT
+    assert hosts_watchdog.LARGE_LATE_SECONDS < LIMIT

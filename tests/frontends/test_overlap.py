@@ -74,3 +74,28 @@ def test_auto_overlaps_elsewhere():
     (auto, early), (plain, never) = trained("auto", model), trained(False, model)
     assert early and not never
     close(auto, plain)
+
+
+def test_every_layer_trains_whoever_had_it_evaluate():
+    """``train()`` is called only where it is needed: after an evaluation, and after a hook left a layer in eval."""
+    config = Config.model_validate({"precision": 64, "device": "cpu", "model": {"name": "mlp", "hidden": [4]}})
+    frontend = pt.open_frontend(config, Groups.of(Serial()), sample_of(SHAPE, CLASSES))
+    parts = frontend.specs(), frontend.packing, make("none"), frontend.groups.data, frontend.ops
+    Replicated(frontend, Exchange(*parts))
+    placed, layers = frontend.to_device(batch(0)), list(frontend.model.modules())
+    for before in (lambda: None, lambda: frontend.evaluate_batch(placed), layers[-1].eval):
+        before()
+        frontend.train_step(placed, 1 / ROWS, 0, 0.1)
+        assert all(layer.training for layer in layers)
+
+
+def test_parameters_without_a_gradient_count_as_zeros():
+    """Also after a step in which they had one."""
+    layer = torch.nn.Linear(3, 2)
+    flat = pt.Flat(["weight", "bias"], [layer.weight, layer.bias], False)
+    layer(torch.ones(4, 3)).sum().backward()
+    assert flat.gather().tolist() == [4.0] * 8
+    layer.weight.grad = None
+    assert flat.gather().tolist() == [0.0] * 6 + [4.0] * 2
+    layer.bias.grad = None
+    assert flat.gather().tolist() == [0.0] * 8

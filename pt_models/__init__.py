@@ -1,8 +1,8 @@
 """PyTorch models. Each file: ``build(input_shape, num_classes, **options)`` and ``neutral(model)``.
 
 ``input_shape`` is one sample's shape in PyTorch's order, (channels, height, width) for images. ``neutral`` gives
-{parameter name: (neutral name, view, axes, shape)}: neutral = own.reshape(view).transpose(axes).reshape(shape).
-Neutral order is channels last: convolution kernels (height, width, in, out), dense kernels (in, out), and what a
+{parameter name: (canonical name, view, axes, shape)}: canonical = native.reshape(view).transpose(axes).reshape(shape).
+Canonical order is channels last: convolution kernels (height, width, in, out), dense kernels (in, out), and what a
 Flatten joins counts as (height, width, channels). Names end in .kernel, .bias, .scale, .embedding, or, for running
 statistics, in .mean and .variance. The files of the same names in ``tf_models`` hold the same networks.
 """

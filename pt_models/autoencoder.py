@@ -22,7 +22,7 @@ class Autoencoder(nn.Module):
         if not self.encoder.image:
             return x.view(-1, *self.shape)
         channels, height, width = self.shape
-        return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # the neutral order, as the kernel's
+        return x.view(-1, height, width, channels).permute(0, 3, 1, 2)  # the canonical order, as the kernel's
 
 
 def build(input_shape, hidden: list[int] = (128,), code: int = 32, image: bool = True) -> Autoencoder:
@@ -32,7 +32,7 @@ def build(input_shape, hidden: list[int] = (128,), code: int = 32, image: bool =
 
 def neutral(model: Autoencoder) -> dict[str, tuple]:
     return {
-        f"{part}.{own}": (f"{part}.{name}", *rest)
+        f"{part}.{native}": (f"{part}.{name}", *rest)
         for part in ("encoder", "decoder")
-        for own, (name, *rest) in mlp.neutral(getattr(model, part)).items()
+        for native, (name, *rest) in mlp.neutral(getattr(model, part)).items()
     }

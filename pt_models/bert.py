@@ -36,7 +36,7 @@ class BERT(nn.Module):
     """Tokens and segments (n, T), whole numbers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
 
     Token 0 is padding, which nobody attends to; segments are 0 for sentence A and 1 for B; "next" is told by the first
-    place. Logits of words are products with the tokens' own embedding.
+    place. Logits of words are products with the tokens' embedding.
     """
 
     def __init__(self, length: int, vocabulary: int, width: int, depth: int, heads: int, dropout: float) -> None:

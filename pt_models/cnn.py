@@ -40,7 +40,8 @@ def neutral(model: CNN) -> dict[str, tuple]:
         table[f"{layer}.weight"] = (f"{layer}.kernel", None, (2, 3, 1, 0), (height, width, into, out))
     for layer, view in (("fc1", model.flat), ("fc2", None)):
         out, into = getattr(model, layer).weight.shape
-        if view:  # PyTorch flattens (channels, height, width), the neutral order is (height, width, channels)
+        # PyTorch flattens (channels, height, width), the canonical order is (height, width, channels).
+        if view:
             table[f"{layer}.weight"] = (f"{layer}.kernel", (out, *view), (2, 3, 1, 0), (into, out))
         else:
             table[f"{layer}.weight"] = (f"{layer}.kernel", None, (1, 0), (into, out))

@@ -61,9 +61,9 @@ def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int
 def neutral(model: nn.Module) -> dict[str, tuple]:
     table = {}
     for path, x in model.named_parameters():
-        layer, _, own = path.rpartition(".")
-        if own == "bias" or x.ndim == 1:
-            table[path] = (f"{layer}.{'bias' if own == 'bias' else 'scale'}", None, None, tuple(x.shape))
+        layer, _, kind = path.rpartition(".")
+        if kind == "bias" or x.ndim == 1:
+            table[path] = (f"{layer}.{'bias' if kind == 'bias' else 'scale'}", None, None, tuple(x.shape))
         elif isinstance(model.get_submodule(layer), nn.Embedding):
             table[path] = (f"{layer}.embedding", None, None, tuple(x.shape))
         else:

@@ -7,11 +7,11 @@ IMAGES = True  # takes nothing else
 
 
 def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
-    """Raises ValueError for samples that are no images, or with a side below ``least``."""
+    """Raise ValueError for samples that are not images, or with a side below ``least``."""
     sides = tuple(input_shape[1:])
     if len(sides) != 2 or min(sides) < least:
-        found = " x ".join(map(str, sides)) or "vectors"
-        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {found}")
+        sizes = " x ".join(map(str, sides)) or "vectors"
+        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {sizes}")
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ def neutral(model: nn.Module) -> dict[str, tuple]:
     table = {}
     for path, x in model.state_dict().items():
         if x.ndim:  # batch norm's counter has no axis and no use
-            layer, _, own = path.rpartition(".")
-            name = names.get(own, "kernel" if x.ndim > 1 else "scale")
+            layer, _, kind = path.rpartition(".")
+            name = names.get(kind, "kernel" if x.ndim > 1 else "scale")
             table[path] = (f"{layer}.{name}", None, axes[x.ndim], tuple(x.shape[axis] for axis in axes[x.ndim]))
     return table

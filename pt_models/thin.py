@@ -25,7 +25,7 @@ class Thin(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
     def forward(self, x) -> torch.Tensor:
-        if self.image:  # the neutral order, so that no kernel needs another
+        if self.image:  # the canonical order, so that no kernel needs another
             x = x.permute(0, 2, 3, 1)
         first, *middle, last = self.layers
         x = first(x.flatten(1))

@@ -53,7 +53,7 @@ def build(
     """Tokens and segments (n, T), whole numbers -> logits {"words": (n, T, vocabulary), "next": (n, 2)}.
 
     Token 0 is padding, which nobody attends to; segments are 0 for sentence A and 1 for B; "next" is told by the first
-    place. Logits of words are products with the tokens' own embedding.
+    place. Logits of words are products with the tokens' embedding.
     """
     if not (isinstance(input_shape, dict) and set(input_shape) == {"tokens", "segments"}):
         raise ValueError(f"the BERT needs the inputs tokens and segments, not {input_shape}")

@@ -121,6 +121,6 @@ def neutral(model: keras.Model) -> dict[str, tuple]:
     names = {"gamma": "scale", "beta": "bias"}
     table = {}
     for v in model.trainable_variables:
-        layer, _, own = v.path.rpartition("/")
-        table[v.path] = (f"{layer}.{names.get(own, own)}", None, None, tuple(v.shape))
+        layer, _, kind = v.path.rpartition("/")
+        table[v.path] = (f"{layer}.{names.get(kind, kind)}", None, None, tuple(v.shape))
     return table

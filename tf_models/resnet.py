@@ -12,8 +12,8 @@ def need_images(input_shape: tuple[int, ...], least: int, model: str) -> None:
     """Raises ValueError for samples that are no images, or with a side below ``least``."""
     sides = tuple(input_shape[:-1])
     if len(sides) != 2 or min(sides) < least:
-        found = " x ".join(map(str, sides)) or "vectors"
-        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {found}")
+        sizes = " x ".join(map(str, sides)) or "vectors"
+        raise ValueError(f"the {model} needs images of at least {least} x {least}, not {sizes}")
 
 
 def conv(x, out: int, side: int, stride: int, name: str) -> keras.KerasTensor:
@@ -57,6 +57,6 @@ def neutral(model: keras.Model) -> dict[str, tuple]:
     names = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
     table = {}
     for v in model.variables:
-        layer, _, own = v.path.rpartition("/")
-        table[v.path] = (f"{layer}.{names.get(own, own)}", None, None, tuple(v.shape))
+        layer, _, kind = v.path.rpartition("/")
+        table[v.path] = (f"{layer}.{names.get(kind, kind)}", None, None, tuple(v.shape))
     return table

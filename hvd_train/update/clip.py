@@ -24,8 +24,7 @@ class Clip:
             return gradients
         if self.algorithm == "value":
             return [ops.clip(g, self.limit) for g in gradients]
-        # After the exchange gradients are equal on all ranks, so that every rank computes the same norm and nothing
-        # travels for it.
+        # Whole gradients are equal on all ranks after the exchange, so that nothing travels for their norm.
         squares = sum(ops.sum_of_squares(g) for g in gradients)
         if self.total:
             squares = self.total(squares)

@@ -35,8 +35,8 @@ def pieces(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]
 class ShardedExchange(Exchange):
     """An exchange of which each rank receives its part of every bucket."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.clip = replace(self.clip, total=self._total)
         self.parts = [
             part_sizes(sum(self._specs[i].size for i in members), self.communicator.size) for members in self.buckets

@@ -48,7 +48,9 @@ class ShardedOptimizer:
             [Piece(flat, i, *bounds) for i, bounds in enumerate(pieces(flat.sizes, *update.bounds(b)))]
             for b, flat in enumerate(flats)
         ]
-        weights = [piece.of(piece.flat.weight) for piece in self._all()]
+        # Views of the buckets, cut once: a piece is cut from all parts of its bucket, 400 times for 200 layers.
+        self._weights = [[piece.of(piece.flat.weight) for piece in bucket] for bucket in self._pieces]
+        weights = [w for bucket in self._weights for w in bucket]
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
         # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
@@ -60,7 +62,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """``gradients``: (n,) of this rank's part of each bucket."""
-        weights = [piece.of(piece.flat.weight) for piece in self._all()]
+        weights = [w for bucket in self._weights for w in bucket]
         split = [
             part
             for bucket, gradient in zip(self._pieces, gradients, strict=True)
@@ -73,7 +75,7 @@ class ShardedOptimizer:
 
     def part(self, bucket: int) -> torch.Tensor:
         """(n,): the weights of a bucket that this rank has moved, as gradients travel."""
-        return torch.cat([piece.of(piece.flat.weight).view(-1) for piece in self._pieces[bucket]])
+        return torch.cat([w.view(-1) for w in self._weights[bucket]])
 
     @torch.no_grad()
     def take(self, bucket: int, weights: torch.Tensor) -> None:

@@ -101,11 +101,15 @@ def divide_scoring(
     # Fewer pieces than ranks, or an unknown number: every rank scores all of it, and the sums count once.
     if count < size:
         return whole if not count else replace(whole, data=rows(0, count))
+    start, stop, counts = _rows_of_rank(count, unit if uncut else 1, world)
+    return replace(whole, data=rows(start, stop), part=True, counts=counts)
+
+
+def _rows_of_rank(count: int, unit: int, world: Communicator) -> tuple[int, int, bool]:
+    """Return (first row of this rank's part, row behind its last, whether its results count); parts are whole units."""
     # Cut anywhere, parts differ by one sample at most; uncut, by one global batch.
-    unit = unit if uncut else 1
     pieces = -(-count // unit)
-    start, stop = share(max(pieces, size), size, world.rank)
-    if pieces < size:  # a rank without a piece scores another's, which counts there
+    start, stop = share(max(pieces, world.size), world.size, world.rank)
+    if pieces < world.size:  # a rank without a piece scores another's, which counts there
         start, stop = world.rank % pieces, world.rank % pieces + 1
-    shard = rows(start * unit, min(stop * unit, count))
-    return replace(whole, data=shard, part=True, counts=world.rank < pieces)
+    return start * unit, min(stop * unit, count), world.rank < pieces

@@ -35,7 +35,7 @@ BACKENDS: dict[str, Any] = {"tensorflow": OnTensorFlow, "torch": OnTorch}
 
 def distribute(
     model: Any,
-    *user_optimizers: Any,
+    *given_optimizers: Any,
     shard: bool = True,
     lr_scaling: str = "none",
     seed: int = 0,
@@ -64,12 +64,12 @@ def distribute(
     backend = BACKENDS[keras.backend.backend()]()
     communicator = open_session(backend.framework).communicator
     # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
-    collectively(communicator, lambda: _check(model, user_optimizers, lr_scaling, compression))
+    collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, **exchange.options(compression))
     before = getattr(model, MARK, None)
     # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
-    patches = Patches(model._loss_tracker, before.fits if before else 0, user_optimizers)
+    patches = Patches(model._loss_tracker, before.fits if before else 0, given_optimizers)
     if before:
         before.undo()
     patches.put(model, MARK, patches)

@@ -77,7 +77,7 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
                 sync.turns, trainer.config, trainer.stop_source, sync._sync_all = parts
                 trainer.stragglers.pause()
 
-        def on_step(self, trainer, taken) -> None:
+        def on_step(self, trainer, info) -> None:
             self.k += 1
             if part == "saves" and len(seconds) % 2 and self.k == 1:
                 trainer._saver.save({})
@@ -97,8 +97,8 @@ def work(framework: str, part: str, pairs: int, file: Path) -> None:
         update, _ = connect(job, "none")
         listener = listen()
         listener.peer_slot = peers.watch(job.communicator, config.watchdog_s)
-        given = job.frontend, update, job.data.train, job.data.val, file.parent, NullLog()
-        trainer = Trainer(config, *given, hooks=[Blocks()], stop_source=listener)
+        parts_of_job = job.frontend, update, job.data.train, job.data.val, file.parent, NullLog()
+        trainer = Trainer(config, *parts_of_job, hooks=[Blocks()], stop_source=listener)
         keep_memory()
         with suppress(Enough):
             trainer.fit()
@@ -120,13 +120,13 @@ def switched(framework: str, part: str, pairs: int) -> dict:
         done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"error: {framework}, {part}: {done.stdout[-500:]}{done.stderr[-1500:]}")
-        told = json.loads(file.read_text())
-    off, on = told["seconds"][::2], told["seconds"][1::2]
+        times = json.loads(file.read_text())
+    off, on = times["seconds"][::2], times["seconds"][1::2]
     costs = [b / a - 1 for a, b in zip(off, on, strict=True)]
     low, middle, high = quantiles(costs, n=4)
     steps = PARTS[part][1]
-    found = {"framework": framework, "ms_per_step": 1000 * median(off) / steps, "with_it": 1000 * median(on) / steps}
-    return found | {"cost": middle, "quartiles": [low, high], "longest_write": told["longest"]}
+    row = {"framework": framework, "ms_per_step": 1000 * median(off) / steps, "with_it": 1000 * median(on) / steps}
+    return row | {"cost": middle, "quartiles": [low, high], "longest_write": times["longest"]}
 
 
 # ---- detection
@@ -162,24 +162,27 @@ def detected(framework: str, launcher: str, number: signal.Signals) -> tuple[flo
 def rank_1(pid: int) -> psutil.Process:
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
-            own = process.environ()
-            if "1" in (own.get("OMPI_COMM_WORLD_RANK"), own.get("HOROVOD_RANK")) and "python" in process.name():
+            environment = process.environ()
+            if (
+                "1" in (environment.get("OMPI_COMM_WORLD_RANK"), environment.get("HOROVOD_RANK"))
+                and "python" in process.name()
+            ):
                 return process
     sys.exit("error: there is no rank 1")
 
 
 def detection(frameworks: Sequence[str], times: int) -> list[dict]:
-    found = []
+    rows = []
     for framework in frameworks:
         for launcher in LAUNCHERS:
             row: dict = {"framework": framework, "launcher": launcher}
             for number in (signal.SIGKILL, signal.SIGSTOP):
                 beyond = LIMIT if number == signal.SIGSTOP else 0.0
-                found_in = [detected(framework, launcher, number) for _ in range(times)]
-                row[number.name] = [median(t[k] - beyond for t in found_in) for k in (0, 1)]
-            found.append(row)
+                seconds = [detected(framework, launcher, number) for _ in range(times)]
+                row[number.name] = [median(t[k] - beyond for t in seconds) for k in (0, 1)]
+            rows.append(row)
             print(row, flush=True)
-    return found
+    return rows
 
 
 def main(arguments: list[str]) -> None:
@@ -191,17 +194,17 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--times", type=int, default=TIMES, help="each rank is killed and stopped so often")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-survival.json")
-    given = parser.parse_args(arguments)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     results: dict = {"machine": machine()}
-    frameworks = [given.framework] if given.framework else FRAMEWORKS
-    for part in given.parts:
+    frameworks = [options.framework] if options.framework else FRAMEWORKS
+    for part in options.parts:
         if part == "detection":
-            results[part] = detection(frameworks, given.times)
+            results[part] = detection(frameworks, options.times)
             continue
         results[part] = []
         for framework in frameworks:
-            results[part].append(switched(framework, part, given.pairs))
+            results[part].append(switched(framework, part, options.pairs))
             print(part, results[part][-1], flush=True)
     print(f"\n{results['machine']}")
     for part, rows in list(results.items())[1:]:
@@ -217,7 +220,7 @@ def main(arguments: list[str]) -> None:
                 for r in rows
             ]
             print(f"\n{part}\n{markdown(['', 'ms a step without', 'with', 'cost', 'quartiles'], cells)}")
-    given.output.write_text(json.dumps(results, indent=1) + "\n")
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

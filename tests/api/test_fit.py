@@ -59,8 +59,8 @@ def test_a_built_model_is_trained_in_place(tmp_path, framework):
     """Twice in one process, as in a notebook; what the caller holds is what was evaluated."""
     model, losses = built(framework), Losses()
     for name in ("first", "second"):
-        given = config(tmp_path / name, framework=framework)
-        summary = hvd_train.fit(given, model=model, data=DATA, hooks=[losses])
+        settings = config(tmp_path / name, framework=framework)
+        summary = hvd_train.fit(settings, model=model, data=DATA, hooks=[losses])
         assert summary == json.loads((tmp_path / name / "summary.json").read_text())
     assert losses.train["train_loss"] > 0 and losses.train.items() <= dict(summary).items()
     assert len(losses.found) == 4 and losses.found[-1] == summary["val_loss"] < losses.found[0]
@@ -78,15 +78,15 @@ def test_a_resumed_run_needs_its_pretrained_file_no_more(tmp_path, framework):
             body.read_bytes()
         return built(framework)
 
-    given = config(tmp_path / "run", framework=framework)
+    settings = config(tmp_path / "run", framework=framework)
     with pytest.raises(ConfigError, match="the model cannot be built: .*No such file"):
-        hvd_train.fit(given, model=model, data=DATA, resume="auto")
+        hvd_train.fit(settings, model=model, data=DATA, resume="auto")
     body.write_bytes(b"weights")
-    hvd_train.fit(given | {"max_epochs": 1}, model=model, data=DATA)
+    hvd_train.fit(settings | {"max_epochs": 1}, model=model, data=DATA)
     body.unlink()
-    summary = hvd_train.fit(given, model=model, data=DATA, resume="auto")
+    summary = hvd_train.fit(settings, model=model, data=DATA, resume="auto")
     whole = hvd_train.fit(
-        given | {"run_dir": str(tmp_path / "whole")}, model=lambda num_classes: built(framework), data=DATA
+        settings | {"run_dir": str(tmp_path / "whole")}, model=lambda num_classes: built(framework), data=DATA
     )
     assert summary.weights_sha256 == whole.weights_sha256
 
@@ -107,18 +107,18 @@ def test_a_run_of_a_version_that_took_sequences_for_images_goes_on(tmp_path, cap
     x = rng.normal(size=(40, 4, 5)).astype(np.float32)
     np.savez(tmp_path / "own.npz", x=x, y=x[:, 0, :CLASSES].argmax(1))
     data = {"name": "npz", "path": str(tmp_path / "own.npz")}
-    given = config(tmp_path / "run", model={"name": "mlp", "hidden": [5]})
-    hvd_train.fit(given | {"max_epochs": 1, "data": data | {"images": True}})
+    settings = config(tmp_path / "run", model={"name": "mlp", "hidden": [5]})
+    hvd_train.fit(settings | {"max_epochs": 1, "data": data | {"images": True}})
     for file in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
         old = json.loads(file.read_text())
         field = old["meta"]["sample"]["inputs"]["input"]
         assert field.pop("image") and field["shape"] == [4, 5, 1]
         del old["meta"]["config"]["data"]["images"], old["sha256"]
         file.write_text(json.dumps(old | {"format": 1}))
-    summary = hvd_train.fit(given | {"data": data}, resume="auto")
+    summary = hvd_train.fit(settings | {"data": data}, resume="auto")
     assert summary.epochs == 2
     assert "note: samples of (4, 5) are images, as when the run began (data.images: true)" in capfd.readouterr().err
-    evaluate(load_config(base=given | {"data": data}), "last", "val", False)
+    evaluate(load_config(base=settings | {"data": data}), "last", "val", False)
     assert "are images, as when the run was trained" in capfd.readouterr().err
 
 
@@ -168,8 +168,8 @@ def test_functions_and_names(tmp_path):
     def network(input_shape, num_classes, width=4):
         return torch.nn.Sequential(torch.nn.Linear(*input_shape, width), torch.nn.Linear(width, num_classes))
 
-    given = config(tmp_path / "1", model={"width": 5}, data={"options": {"count": 40}})
-    summary = hvd_train.fit(given, model=network, data=lambda count: ((X[:count], Y[:count]), DATA[1]))
+    settings = config(tmp_path / "1", model={"width": 5}, data={"options": {"count": 40}})
+    summary = hvd_train.fit(settings, model=network, data=lambda count: ((X[:count], Y[:count]), DATA[1]))
     assert summary.train_samples == 2 * 40 and summary.model.endswith("test_functions_and_names.<locals>.network")
     (tmp_path / "job.yaml").write_text(f"max_steps: 1\ntensorboard: false\nrun_dir: {tmp_path / '2'}\n")
     assert hvd_train.fit(tmp_path / "job.yaml", model="mlp", data=DATA).steps == 1
@@ -247,17 +247,17 @@ def test_two_ranks_are_one(tmp_path, framework):
 
 
 def test_mistakes_are_the_command_lines_own(tmp_path):
-    given = config(tmp_path / "run", max_steps=1)
+    settings = config(tmp_path / "run", max_steps=1)
     with pytest.raises(ConfigError, match=r"optim\.lrr: unknown key; did you mean 'optim\.lr'\?"):
-        hvd_train.fit(given | {"optim": {"lrr": 1}})
+        hvd_train.fit(settings | {"optim": {"lrr": 1}})
     with pytest.raises(ConfigError, match="str is no hook; hooks; "):
-        hvd_train.fit(given, hooks=["print"])
+        hvd_train.fit(settings, hooks=["print"])
     with pytest.raises(ConfigError, match="int is no model; model; "):
-        hvd_train.fit(given, model=3)
+        hvd_train.fit(settings, model=3)
     with pytest.raises(DataError, match=r"gave a tuple of 3; data; it must return \(train, val\)"):
-        hvd_train.fit(given, data=(X, Y, X))
+        hvd_train.fit(settings, data=(X, Y, X))
     with pytest.raises(ConfigError, match=r"the model's weights are float32; precision: 64; build it in a function"):
-        hvd_train.fit(given | {"framework": "tensorflow", "precision": 64}, model=built("tensorflow"), data=DATA)
+        hvd_train.fit(settings | {"framework": "tensorflow", "precision": 64}, model=built("tensorflow"), data=DATA)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
     task = {"loss": "tests.own_models:weighted_by_outputs"}
     with pytest.raises(ConfigError, match="weights add up to .*, and for outputs of zeros to 0; .*weighted_by_outputs"):
@@ -266,11 +266,11 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
             model=built("pytorch"),
             data=NUMBERS,
         )
-    summary = hvd_train.fit(given, model=built("pytorch"), data=DATA)
+    summary = hvd_train.fit(settings, model=built("pytorch"), data=DATA)
     with pytest.raises(AttributeError, match="the summary has framework, .*; not 'val_f1'"):
         _ = summary.val_f1
     with pytest.raises((CheckpointError, ConfigError), match="--overwrite"):
-        hvd_train.fit(given, model=built("pytorch"), data=DATA)
+        hvd_train.fit(settings, model=built("pytorch"), data=DATA)
 
 
 def greedy(framework):

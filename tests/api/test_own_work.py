@@ -20,7 +20,7 @@ FACTS = {"framework", "model", "world_size", "samples_per_second", "weights_sha2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """(framework, launcher) -> {work: its summary's numbers}."""
     done: dict[tuple[str, str], dict[str, dict]] = {}
 
@@ -49,9 +49,9 @@ def same(one, other):
         assert numbers == pytest.approx(other[work], rel=1e-9), work
 
 
-def test_both_frameworks_learn_the_same(found):
-    one = found("pytorch")
-    same(one, found("tensorflow"))
+def test_both_frameworks_learn_the_same(results):
+    one = results("pytorch")
+    same(one, results("tensorflow"))
     regression, other = one["regression"], one["two_by_two"]
     assert regression["val_loss"] < 0.5 < regression["val_hit"] and regression["val_found_above"] > 0.7
     assert 0.7 < regression["val_Correlation"] < 1
@@ -68,5 +68,5 @@ def test_both_frameworks_learn_the_same(found):
         pytest.param("tensorflow", "mpirun", marks=AGAIN),
     ],
 )
-def test_two_ranks_are_one(found, framework, launcher):
-    same(found(framework), found(framework, launcher))
+def test_two_ranks_are_one(results, framework, launcher):
+    same(results(framework), results(framework, launcher))

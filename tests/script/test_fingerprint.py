@@ -60,8 +60,8 @@ SILENT = [
 
 @pytest.mark.parametrize(("one", "other", "differ"), [(*x, True) for x in TELLING] + [(*x, False) for x in SILENT])
 def test_what_a_data_set_tells(one, other, differ):
-    found = fingerprint.content(Holding(held=one)), fingerprint.content(Holding(held=other))
-    assert (found[0] != found[1]) == differ
+    digests = fingerprint.content(Holding(held=one)), fingerprint.content(Holding(held=other))
+    assert (digests[0] != digests[1]) == differ
     if not isinstance(one, data.Dataset):
         assert fingerprint.content(Holding(cached=one)) == {}
 
@@ -82,12 +82,12 @@ def test_what_a_script_shuffles(make):
     assert orders.moved() == {}
     samples.other[::3], samples.few = range(334), samples.few[:5]
     assert orders.moved() == {}
-    found = []
+    digests = []
     for _ in range(2):
         order = np.random.permutation(1000).tolist()
         samples.files = [samples.files[k] for k in order] if isinstance(samples.files, list) else samples.files[order]
-        found.append(orders.moved())
-        assert list(found[-1]) == ["data: files"] and orders.moved() == found[-1]
-    assert found[0] != found[1]
+        digests.append(orders.moved())
+        assert list(digests[-1]) == ["data: files"] and orders.moved() == digests[-1]
+    assert digests[0] != digests[1]
     samples.files[::2] = samples.files[1::2]
     assert orders.moved() == {}

@@ -24,11 +24,11 @@ def test_weights_make_a_mean_over_samples(count, size):
 
 def weights(loader, *, ahead: int = 0, times: int = 1, every: int = 1) -> list[float]:
     """What a reducer counts by, for a loop that takes ``ahead`` batches early, and exchanges after ``every`` batch."""
-    found, queue = [], []
+    weights_of_batches, queue = [], []
 
     def exchange():
         for _ in range(times):
-            found.append(passes.weight())
+            weights_of_batches.append(passes.weight())
             passes.exchanged()
 
     for k, batch in enumerate(loader):
@@ -38,7 +38,7 @@ def weights(loader, *, ahead: int = 0, times: int = 1, every: int = 1) -> list[f
             exchange()
     if ahead:
         exchange()
-    return found
+    return weights_of_batches
 
 
 def test_the_last_batch_counts_by_its_samples_where_it_is_in_use():
@@ -61,13 +61,13 @@ def test_where_a_batch_in_use_is_not_certain_ranks_count_alike():
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_evaluation_and_looks_in_between_do_not_count(context):
-    own, checks, found = uneven(), uneven(), []
-    for _ in own:
+    batches, checks, weights_of_batches = uneven(), uneven(), []
+    for _ in batches:
         with context():
-            next(iter(own))
+            next(iter(batches))
             assert len(list(checks)) == 3
-        found.append(passes.weight())
+        weights_of_batches.append(passes.weight())
         passes.exchanged()
         with context():
             assert len(list(checks)) == 3
-    assert found == [1.0, 1.0, SEVEN_TO_SIX]
+    assert weights_of_batches == [1.0, 1.0, SEVEN_TO_SIX]

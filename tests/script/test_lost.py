@@ -29,7 +29,7 @@ CASES = [
     pytest.param("tensorflow", "apart", "horovodrun", marks=OTHER),
     pytest.param("keras torch", "leaves", "horovodrun", marks=OTHER),
 ]
-TOLD = {
+MESSAGES = {
     ("torch", "shapes"): "the ranks diverged: ht.sum got 2, 3 numbers on rank 0, 1, ...; call the same",
     (
         "keras",
@@ -50,14 +50,14 @@ def ended(launcher, api, kind, env):
 def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, launcher):
     run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
-    told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
+    lines = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     if kind == "leaves":
-        assert len(told) == 1 and told[0].startswith(LEFT), told
+        assert len(lines) == 1 and lines[0].startswith(LEFT), lines
         return
     own, others = WAITED["torch" if api == "torch" else "keras"]
-    assert len(told) == 1 and told[0].startswith("error[rank 0]: the ranks diverged: "), run.stdout + run.stderr
-    assert re.search(rf"{own}\S* waits for rank 1\b", told[0])
-    assert re.search(rf"{others}\S* waits for rank 0\b", told[0])
+    assert len(lines) == 1 and lines[0].startswith("error[rank 0]: the ranks diverged: "), run.stdout + run.stderr
+    assert re.search(rf"{own}\S* waits for rank 1\b", lines[0])
+    assert re.search(rf"{others}\S* waits for rank 0\b", lines[0])
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,12 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
 def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, launcher):
     """Other shapes; and, within a tf.function, other weights."""
     run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
-    told = re.findall(r"error\[rank .*", run.stdout + run.stderr)
+    lines = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     assert run.returncode == 5 and "trained" not in run.stdout, run.stdout[-2000:] + run.stderr[-3000:]
-    assert len(told) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
-    assert re.match(r"error\[rank \d\]: " + TOLD[api.split()[0] if api == "torch" else "keras", kind], told[0]), told
+    assert len(lines) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
+    assert re.match(r"error\[rank \d\]: " + MESSAGES[api.split()[0] if api == "torch" else "keras", kind], lines[0]), (
+        lines
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ RESULT = re.compile(r"loss (\d+\.\d+) accuracy (\d+\.\d+)")
 
 
 def printed(run: subprocess.CompletedProcess) -> tuple[float, float]:
-    found = RESULT.findall(run.stdout)
-    assert len(found) == 1, run.stdout[-2000:] + run.stderr[-3000:]
-    return float(found[0][0]), float(found[0][1])
+    results = RESULT.findall(run.stdout)
+    assert len(results) == 1, run.stdout[-2000:] + run.stderr[-3000:]
+    return float(results[0][0]), float(results[0][1])
 
 
 def result(run: subprocess.CompletedProcess) -> tuple[float, float]:

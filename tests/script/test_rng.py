@@ -22,7 +22,7 @@ def test_an_epoch_ends_with_draws_of_its_own():
 
     model = nn.Linear(1, 1)
     model, optimizer = ht.distribute(model, torch.optim.SGD(model.parameters()))
-    found = []
+    draws = []
     with torch.random.fork_rng():
         for rank in (0, 1):
             torch.manual_seed(1)
@@ -32,10 +32,10 @@ def test_an_epoch_ends_with_draws_of_its_own():
                     drawn()
                     optimizer.step()
                 saved = loader.batch_sampler.state_dict()
-                found.append(drawn())
+                draws.append(drawn())
                 loader.batch_sampler.load_state_dict(saved)
-                assert found[-1] == drawn()
-    values = [value for row in found for value in row]
+                assert draws[-1] == drawn()
+    values = [value for row in draws for value in row]
     assert len(set(values)) == len(values) == 12
 
 
@@ -51,8 +51,8 @@ def test_workers_draw_by_rank_and_repeat():
     """Persistent workers, too."""
 
     def drawn(rank):
-        own = data.DataLoader(Drawn(), batch_size=2, num_workers=1, persistent_workers=True)
-        loader = passes.shared(own, 3, rank, 2)
+        user_loader = data.DataLoader(Drawn(), batch_size=2, num_workers=1, persistent_workers=True)
+        loader = passes.shared(user_loader, 3, rank, 2)
         return torch.cat([next(iter(loader)), *loader]).flatten().tolist()
 
     first, second = drawn(0), drawn(1)
@@ -65,8 +65,8 @@ def test_workers_draw_as_in_a_resumed_run(persistent):
     """Those that persist have drawn before, those of a resumed run have not."""
 
     def made():
-        own = data.DataLoader(Drawn(), batch_size=2, num_workers=2, persistent_workers=persistent)
-        return passes.shared(own, 3, 1, 2)
+        user_loader = data.DataLoader(Drawn(), batch_size=2, num_workers=2, persistent_workers=persistent)
+        return passes.shared(user_loader, 3, 1, 2)
 
     def drawn(loader):
         return torch.cat(list(loader)).flatten().tolist()
@@ -90,13 +90,13 @@ def test_a_pass_draws_as_in_a_resumed_run(shuffle, early):
         return passes.shared(data.DataLoader(Drawn(), batch_size=2, shuffle=shuffle), 3, 1, 2)
 
     def drawn(loader):
-        found = []
+        draws = []
         for k, batch in enumerate(loader):
-            found.append([batch.tolist(), Drawn()[0].tolist()])
+            draws.append([batch.tolist(), Drawn()[0].tolist()])
             optimizer.step()
             if early and k == 1:
                 break
-        return found
+        return draws
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -112,7 +112,7 @@ def test_a_pass_draws_as_in_a_resumed_run(shuffle, early):
         resumed.share.load_state_dict(saved)
         assert drawn(resumed) == second != first
         torch.manual_seed(5)  # by the script
-        own = torch.rand(()).item()
+        before = torch.rand(()).item()
         torch.manual_seed(5)
         iter(loader)
-        assert torch.rand(()).item() == own
+        assert torch.rand(()).item() == before

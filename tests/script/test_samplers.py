@@ -18,15 +18,15 @@ def passed(loaders: list) -> list[list[list[int]]]:
     """[batch][rank] -> samples of a pass; each rank's weights must be those of a mean over the samples."""
     rounds = [list(loader) for loader in loaders]
     assert len({len(part) for part in rounds}) == 1
-    iterators, found = [iter(loader) for loader in loaders], []
+    iterators, steps = [iter(loader) for loader in loaders], []
     for parts in zip(*iterators, strict=True):
         parts = [part.tolist() for part in parts]
-        found.append(parts)
+        steps.append(parts)
         total = sum(map(len, parts))
         assert [p.weight for p in iterators] == [len(part) * len(parts) / total for part in parts]
         passes.exchanged()
-    assert [[batch.tolist() for batch in part] for part in rounds] == [list(part) for part in zip(*found, strict=True)]
-    return found
+    assert [[batch.tolist() for batch in part] for part in rounds] == [list(part) for part in zip(*steps, strict=True)]
+    return steps
 
 
 class Ordered(data.Sampler):

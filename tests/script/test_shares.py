@@ -33,9 +33,9 @@ def test_shares(count, batch_size, shuffle, drop_last):
         ranks = [shares.Share(count, batch_size, rank=rank, **options) for rank in range(size)]
         epochs = [[list(own) for own in ranks] for _ in range(2) if not shares.stepped()]
         for batches in epochs:
-            seen = Counter(i for own in batches for batch in own for i in batch)
-            assert set(seen.values()) == {1}
-            assert len(seen) == (count - count % (batch_size * size) if drop_last else count)
+            counts = Counter(i for own in batches for batch in own for i in batch)
+            assert set(counts.values()) == {1}
+            assert len(counts) == (count - count % (batch_size * size) if drop_last else count)
             assert {len(own) for own in batches} == {len(ranks[0])}
             lengths = [[len(batch) for batch in own] for own in batches]
             assert all(max(row) - min(row) <= 1 and min(row) >= 1 for row in zip(*lengths, strict=True))

@@ -69,7 +69,7 @@ class Resumption:
 
 def _renew_loss_scale(r: Resumption) -> str:
     before, now, progress = r.before.precision, r.now.precision, r.progress
-    if before == now == "16-mixed":
+    if before == now == "16-mixed":  # the scale that the run has found goes on
         return ""
     note = ""
     if now == "16-mixed" or progress.loss_scale != r.loss_scale:
@@ -90,6 +90,7 @@ def _forget_best(r: Resumption) -> str:
 
 def _wait_longer(r: Resumption) -> str:
     before, now, progress = r.before.patience, r.now.patience, r.progress
+    # Early stopping has ended the run (another reason leaves less waited), and the new patience is not used up.
     if not progress.stopped or not 0 < before <= progress.waited < now:
         return ""
     progress.stopped = False
@@ -98,6 +99,7 @@ def _wait_longer(r: Resumption) -> str:
 
 def _begin_epoch_anew(r: Resumption) -> str:
     train, progress = r.before.data.get("train"), r.progress
+    # Older checkpoints do not hold the data's facts; then only a place beyond their end shows that they are others.
     differs = train is not None and train != r.now.data["train"]
     if not progress.consumed or not (differs or progress.consumed > r.samples):
         return ""
@@ -107,7 +109,7 @@ def _begin_epoch_anew(r: Resumption) -> str:
 
 
 def _drop_sums(r: Resumption) -> str:
-    """Sums of another task are those of other things; there may be none yet, or other classes."""
+    """Drop sums of another task, or of other classes: their entries mean other things."""
     same = r.before.task == r.now.task
     if not same or len(r.progress.epoch_sums) != r.sums:
         r.progress.epoch_sums = []
@@ -150,7 +152,7 @@ def carry_over(resumption: Resumption) -> list[str]:
 
 
 def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
-    """Say why residuals and other state of each rank cannot go on; empty if it can.
+    """Return why residuals and other state of each rank cannot go on; empty if it can.
 
     It belongs to its rank, to the axis order of its framework and to its compressor; else all begin at zero.
     """
@@ -228,16 +230,16 @@ def check_vocabulary(saved: str, learned: str, file: Path, checkpoint: Path) -> 
         raise DataError(what, where=str(checkpoint), fix=fix)
 
 
-def check_tree(expected: Tree, given: Tree) -> None:
+def check_tree(expected: Tree, saved: Tree) -> None:
     """Refuse a checkpoint that does not fit the model, tensor by tensor, with a table of what differs."""
     rows = []
-    for key in sorted(expected.keys() | given.keys()):
-        if key not in given:
+    for key in sorted(expected.keys() | saved.keys()):
+        if key not in saved:
             rows.append(f"  {key}: not in the checkpoint")
         elif key not in expected:
             rows.append(f"  {key}: not in this model or optimizer")
-        elif expected[key].shape != given[key].shape:
-            rows.append(f"  {key}: {given[key].shape} in the checkpoint, {expected[key].shape} in the model")
+        elif expected[key].shape != saved[key].shape:
+            rows.append(f"  {key}: {saved[key].shape} in the checkpoint, {expected[key].shape} in the model")
     if rows:
         more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
         raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
@@ -247,7 +249,7 @@ def check_tree(expected: Tree, given: Tree) -> None:
 
 
 def data_facts(train: Source, val: Source) -> dict[str, dict[str, Any]]:
-    """Give the size and fingerprint of each part of the data, which a resumed run compares."""
+    """Return the size and fingerprint of each part of the data, which a resumed run compares."""
     parts = {"train": train, "val": val}
     short = {name: hashlib.sha256(str(part.fingerprint).encode()).hexdigest()[:16] for name, part in parts.items()}
     return {name: {"samples": len(part), "fingerprint": short[name]} for name, part in parts.items()}

@@ -120,8 +120,9 @@ class Manifest(_Part):
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """The bytes of a manifest with these fields; ``format`` and ``sha256`` are set here."""
+    """Return the bytes of a manifest with these fields; ``format`` and ``sha256`` are set here."""
     whole = {**fields, "format": FORMAT}
+    # The digest is of what a reader gets: JSON makes lists of tuples.
     return json.dumps({**whole, "sha256": _digest(json.loads(json.dumps(whole)))}, sort_keys=True, indent=1).encode()
 
 
@@ -132,11 +133,11 @@ def _digest(raw: dict[str, Any]) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of two equal keys Python takes the last one without a word."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object, and refuse two equal keys, of which Python would take the last one."""
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise _TwiceError(Counter(name for name, _ in pairs).most_common(1)[0][0][:60])
-    return found
+    return unique
 
 
 class _TwiceError(ValueError):
@@ -144,12 +145,14 @@ class _TwiceError(ValueError):
 
 
 def sample_of(meta: Mapping[str, Any]) -> Sample | None:
-    """The fields of the run's samples; None: the checkpoint does not tell them. Older ones know one input of numbers,
-    and neither names of classes nor columns."""
-    told = meta.get("sample")
-    if told:
-        inputs, labels = ({name: _field(x) for name, x in told[part].items()} for part in ("inputs", "labels"))
-        return Sample(inputs, labels, told.get("told_classes"))
+    """Return the fields of the run's samples; None where the checkpoint does not hold them.
+
+    Older ones know one input of numbers, and neither names of classes nor columns.
+    """
+    saved = meta.get("sample")
+    if saved:
+        inputs, labels = ({name: _field(x) for name, x in saved[part].items()} for part in ("inputs", "labels"))
+        return Sample(inputs, labels, saved.get("told_classes"))
     if not meta.get("input_shape"):
         return None
     shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
@@ -157,13 +160,14 @@ def sample_of(meta: Mapping[str, Any]) -> Sample | None:
     return Sample({"input": protocol.Field(shape, "float32", columns=None)}, {"label": label})
 
 
-def _field(told: Mapping[str, Any]) -> protocol.Field:
-    given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
-    return protocol.Field(**{"names": None, "columns": None} | given)
+def _field(saved: Mapping[str, Any]) -> protocol.Field:
+    # JSON has lists where a field has tuples. Older checkpoints do not tell names and columns.
+    values: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in saved.items()}
+    return protocol.Field(**{"names": None, "columns": None} | values)
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
-    """(the manifest of the checkpoint ``path``, its ``meta`` as it was saved), or one clear line."""
+    """Return (the manifest of the checkpoint ``path``, its ``meta`` as it was saved); raise CheckpointError."""
     file = path / MANIFEST
     try:
         if path.is_symlink() or file.is_symlink():
@@ -173,9 +177,9 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
         content = file.read_bytes()
         raw = json.loads(content, object_pairs_hook=_unique)
         if isinstance(raw, dict) and raw.get("format", FORMAT) not in (PLAIN_FORMAT, FORMAT):
-            found = json.dumps(raw["format"])[:20]
+            number = json.dumps(raw["format"])[:20]
             raise CheckpointError(
-                f"has format {found}; this version reads {PLAIN_FORMAT} and {FORMAT}", where=str(path)
+                f"has format {number}; this version reads {PLAIN_FORMAT} and {FORMAT}", where=str(path)
             )
         manifest = Manifest.model_validate_json(content)
     except FileNotFoundError as error:
@@ -211,7 +215,7 @@ def _check(path: Path, manifest: Manifest, raw: dict[str, Any]) -> None:
 
 
 def _doubled(raw: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, one value, the other) of what a manifest says twice: all that guards one of format 1."""
+    """Yield (name, one value, the other) of what a manifest holds twice: all that guards one of format 1."""
     meta = raw["meta"]
     progress, config = meta.get("progress") or {}, meta.get("config") or {}
     for name in ("step", "epoch", "consumed"):
@@ -224,8 +228,8 @@ def _doubled(raw: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _first(error: ValidationError) -> tuple[str, str]:
-    found = error.errors(include_url=False, include_input=False)[0]
-    return ".".join(str(part)[:60] for part in found["loc"]), found["msg"]
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(str(part)[:60] for part in first["loc"]), first["msg"]
 
 
 def _damaged(file: Path, *reason: str) -> CheckpointError:

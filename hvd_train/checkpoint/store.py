@@ -58,29 +58,29 @@ class Snapshot:
         return self.model | self.optimizer
 
     def config(self) -> Config:
-        """The configuration of the training that saved it."""
+        """Return the configuration of the training that saved it."""
         try:
-            return Config.model_validate(self._told("config"))
+            return Config.model_validate(self._fact("config"))
         except ValidationError as error:
-            found = error.errors(include_url=False, include_input=False)[0]
-            key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in found["loc"])
-            what = f"holds a configuration that this version cannot read ({key}: {found['msg'][:200]})"
+            first = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join("".join(c for c in str(part) if c.isprintable())[:60] for part in first["loc"])
+            what = f"holds a configuration that this version cannot read ({key}: {first['msg'][:200]})"
             raise CheckpointError(what, where=str(self.path)) from error
 
     @property
     def progress(self) -> Progress:
-        return Progress(**self._told("progress"))
+        return Progress(**self._fact("progress"))
 
     @property
     def framework(self) -> str:
-        return self._told("framework")
+        return self._fact("framework")
 
-    def _told(self, key: str) -> Any:
-        return told(self.meta, key, self.path)
+    def _fact(self, key: str) -> Any:
+        return _fact_of(self.meta, key, self.path)
 
 
 def preflight(folder: Path, needed: int) -> None:
-    """Proves at the start that checkpoints of ``needed`` bytes can be written, not after the first epoch."""
+    """Check at the start, not after the first epoch, that checkpoints of ``needed`` bytes can be written."""
     probe = folder / f"step-0.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +99,10 @@ def place(folder: Path, step: int) -> Path:
 
 
 def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: None) -> Path:
-    """Commits ``folder/step-N``; one of the same step is replaced. Old ones are not touched. ``moved()`` is called
-    whenever some of it is written."""
+    """Commit ``folder/step-N``; replace one of the same step. Older ones are not touched.
+
+    ``moved()`` is called whenever some of it is written.
+    """
     final = place(folder, snapshot.step)
     try:
         return _once_more(lambda: _commit(folder, final, snapshot, moved))
@@ -112,7 +114,7 @@ def save(folder: Path, snapshot: Snapshot, moved: Callable[[], None] = lambda: N
 
 
 def _once_more(work: Callable[[], Path]) -> Path:
-    """A transient I/O error must not end a run: one more try."""
+    """Try once more after an I/O error that may be transient, which must not end a run."""
     try:
         return work()
     except OSError as error:
@@ -135,6 +137,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
             entry = files[f"{part}.safetensors"] = {"bytes": 0, "sha256": ""}
             write(temporary / f"{part}.safetensors", _noted(packed(tree), entry, moved))
             moved()
+        # The manifest comes last: it holds sizes and hashes of the files.
         manifest = {
             "step": snapshot.step,
             "epoch": snapshot.epoch,
@@ -145,7 +148,9 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         }
         faults.at("manifest")
         write(temporary / MANIFEST, [encode(manifest)])
+        # Before the rename: after a power cut a folder of a valid name must not lack its files.
         sync(temporary)
+        # An older one of this step keeps a valid name until the new one has its own.
         before = [final] if final.exists() else []
         if before:
             before = [final.with_name(f"{final.name}.was-{secrets.token_hex(4)}")]
@@ -153,6 +158,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
         faults.at("rename")
         os.rename(temporary, final)
         faults.at("commit")
+        # The old one goes when the rename is on the disk, not before.
         sync(folder)
         for path in before:
             _remove(path)
@@ -165,7 +171,7 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, moved: Callable[[], N
 def _noted(
     pieces: Iterable[bytes | memoryview], entry: dict[str, Any], moved: Callable[[], None]
 ) -> Iterator[bytes | memoryview]:
-    """The same; in the end ``entry`` has their length and hash."""
+    """Yield the same pieces; in the end ``entry`` has their length and hash."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -176,10 +182,10 @@ def _noted(
 
 
 def _remove(path: Path) -> None:
-    """Rename first: a kill in between leaves no half-removed folder under a valid name."""
-    aside = path.with_name(f"{path.name.partition('.')[0]}.old-{secrets.token_hex(4)}")
-    os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    # Rename first: a kill in between leaves no half-removed folder under a valid name.
+    doomed = path.with_name(f"{path.name.partition('.')[0]}.old-{secrets.token_hex(4)}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def load(path: Path, model_only: bool = False) -> Snapshot:
@@ -204,6 +210,7 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
             else:
                 with file.open("rb") as stream:
                     digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            # Before the bytes are parsed: no parser sees what nobody wrote.
             if digest != entry.sha256:
                 raise CheckpointError("is damaged (its SHA-256 differs)", where=str(file))
             if needed:
@@ -221,71 +228,73 @@ def load(path: Path, model_only: bool = False) -> Snapshot:
 
 
 def find(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
+    """Return (step, path) of committed checkpoints, oldest first; "latest" is computed, never a link."""
     if not folder.is_dir():
         return []
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):  # step-N comes before step-N.was-XXXX
         match = NAME.match(path.name)
         if match:
-            found.setdefault(int(match.group(1)), path)
-    return sorted(found.items())
+            checkpoints.setdefault(int(match.group(1)), path)
+    return sorted(checkpoints.items())
 
 
 def leave(folder: Path, step: int) -> Path | None:
-    """Moves checkpoints of later steps into ``left-XXXX``, for a run that goes on from ``step``: they are not of it,
-    and would be its newest, which stay. None: there are none."""
+    """Move checkpoints of later steps into ``left-XXXX``, for a run that goes on from ``step``; None: there are none.
+
+    They are not of that run, and would count as its newest, which stay.
+    """
     later = [path for path in folder.iterdir() if (name := NAME.match(path.name)) and int(name.group(1)) > step]
     if not later:
         return None
-    aside = folder / f"left-{secrets.token_hex(4)}"
-    aside.mkdir()
+    left = folder / f"left-{secrets.token_hex(4)}"
+    left.mkdir()
     for path in sorted(later, reverse=True):  # the newest first: what a kill leaves is older
-        os.rename(path, aside / path.name)
+        os.rename(path, left / path.name)
     sync(folder)
-    return aside
+    return left
 
 
 def newest(
     folder: Path, warn: Callable[[str], None], memory: Path | None = None, model_only: bool = False
 ) -> Snapshot | None:
-    """The newest valid one, of ``memory`` too; each damaged one on the way is a warning. None: there is none at all.
+    """Read the newest valid one, of ``memory`` too; warn of each damaged one on the way. None: there is none at all.
 
     ``model_only``: as for ``load``.
     """
-    found = sorted([*find(folder), *(find(memory) if memory else [])])
-    for _, path in reversed(found):
+    checkpoints = sorted([*find(folder), *(find(memory) if memory else [])])
+    for _, path in reversed(checkpoints):
         try:
             return load(path, model_only)
         except CheckpointError as error:
             last = error
             warn(f"checkpoint {path.name} cannot be used ({error}); trying the one before")
-    if found:
+    if checkpoints:
         raise CheckpointError(f"no checkpoint can be used; the oldest one: {last.what}", where=last.where)
     return None
 
 
 def newest_readable(folder: Path) -> Path:
-    """The newest one whose manifest can be read and whose files have its sizes; what they hold is not looked at."""
-    found = find(folder)
-    if not found:
+    """Return the newest one whose manifest can be read and whose files have its sizes; their content is not read."""
+    checkpoints = find(folder)
+    if not checkpoints:
         raise CheckpointError("there is no checkpoint", where=str(folder))
-    for _, path in reversed(found):
+    for _, path in reversed(checkpoints):
         with suppress(CheckpointError, OSError):
             manifest, _ = read(path)
             if all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items()):
                 return path
-    read(found[-1][1])  # tells what is wrong with the newest
+    read(checkpoints[-1][1])  # tells what is wrong with the newest
     raise CheckpointError("no checkpoint can be used: files are missing or cut short", where=str(folder))
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The configuration that the checkpoint was trained with, as it was saved; its other files are not looked at."""
+    """Return the configuration that the checkpoint was trained with, as it was saved; its other files are not read."""
     _, meta = read(path)
-    return told(meta, "config", path)
+    return _fact_of(meta, "config", path)
 
 
-def told(meta: dict[str, Any], key: str, path: Path) -> Any:
+def _fact_of(meta: dict[str, Any], key: str, path: Path) -> Any:
     if meta.get(key) is None:
         raise CheckpointError(f"does not tell its {key}", where=str(path))
     return meta[key]
@@ -298,8 +307,10 @@ def _no_warning(text: str) -> None:
 def _ranked(
     folder: Path, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning
 ) -> list[tuple[float, int, Path]]:
-    """(monitored value, best smallest; step; path) of the checkpoints that have one, best first. ``warn``: of each one
-    whose manifest is damaged, and which may have been the best."""
+    """Return (monitored value, best smallest; step; path) of the checkpoints that have one, best first.
+
+    ``warn``: of each one whose manifest is damaged, and which may have been the best.
+    """
     sign, rows = (1 if mode == "min" else -1), []
     for step, path in find(folder):
         try:
@@ -313,7 +324,7 @@ def _ranked(
 
 
 def best(folder: Path, monitor: str, mode: str) -> str:
-    """The best checkpoint in words: its value, its epoch and its name; empty where none has the ``monitor``."""
+    """Describe the best checkpoint: its value, its epoch and its name; empty where none has the ``monitor``."""
     ranked = _ranked(folder, monitor, mode)
     if not ranked:
         return ""
@@ -323,37 +334,37 @@ def best(folder: Path, monitor: str, mode: str) -> str:
 
 
 def prune(folder: Path, *, save_top_k: int, save_last: bool, monitor: str, mode: str) -> None:
-    """Keeps the k best and the newest two, in case the newest is damaged; sweeps what a killed run left.
+    """Keep the k best and the newest two, in case the newest is damaged; remove what a killed run left.
 
     Without ``save_last`` the k best alone are kept, but never none.
     """
     for path in folder.iterdir():
         name = NAME.match(path.name)
-        if STALE.match(path.name):
+        if STALE.match(path.name):  # never committed, or half removed
             shutil.rmtree(path, ignore_errors=True)
-        elif name and name.group(2):
+        elif name and name.group(2):  # a save of the same step was killed between its two renames
             final = path.with_name(path.name.removesuffix(name.group(2)))
             _remove(path) if final.exists() else os.rename(path, final)
-    found = find(folder)
+    checkpoints = find(folder)
     keep = {path for _, _, path in _ranked(folder, monitor, mode)[:save_top_k]}
-    keep |= {path for _, path in found[-2 if save_last else -1 :]} if save_last or not keep else set()
-    for _, path in found:
+    keep |= {path for _, path in checkpoints[-2 if save_last else -1 :]} if save_last or not keep else set()
+    for _, path in checkpoints:
         if path not in keep:
             _remove(path)
 
 
 def choose(run_dir: Path, which: str, monitor: str, mode: str, warn: Callable[[str], None] = _no_warning) -> Snapshot:
-    """The model of what --checkpoint names: the newest that is whole, the best by ``monitor``, or a path; verified."""
+    """Read and verify the model that --checkpoint names: the newest whole one, the best by ``monitor``, or a path."""
     if which != "last":
         return load(resolve(run_dir, which, monitor, mode, warn), model_only=True)
-    found = newest(run_dir / "checkpoints", warn, model_only=True)
-    if found is None:
+    snapshot = newest(run_dir / "checkpoints", warn, model_only=True)
+    if snapshot is None:
         raise CheckpointError("there is no checkpoint", where=str(run_dir / "checkpoints"))
     first = newest_readable(run_dir / "checkpoints")
-    if read(first)[1].get("config") != found.meta.get("config"):
+    if read(first)[1].get("config") != snapshot.meta.get("config"):
         what = f"{first.name} is damaged, and the one before it was trained with another configuration"
-        raise CheckpointError(what, where=str(first), fix=f"take that one: --checkpoint {found.path}")
-    return found
+        raise CheckpointError(what, where=str(first), fix=f"take that one: --checkpoint {snapshot.path}")
+    return snapshot
 
 
 def resolve(
@@ -363,7 +374,7 @@ def resolve(
     mode: str = "min",
     warn: Callable[[str], None] = _no_warning,
 ) -> Path:
-    """``best``, ``last``, or the path of a checkpoint, a run folder or its ``checkpoints``."""
+    """Return a checkpoint's path. ``which``: ``best``, ``last``, or a path of it, its run folder or ``checkpoints``."""
     folder = run_dir / "checkpoints"
     if which == "best":
         ranked = _ranked(folder, monitor, mode, warn)
@@ -375,7 +386,7 @@ def resolve(
         if (path / MANIFEST).exists() or NAME.match(path.name):
             return path
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = find(folder)
-    if not found:
+    checkpoints = find(folder)
+    if not checkpoints:
         raise CheckpointError("there is no checkpoint", where=str(folder), fix="give a folder of the form step-N")
-    return found[-1][1]
+    return checkpoints[-1][1]

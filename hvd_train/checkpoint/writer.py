@@ -36,7 +36,7 @@ class Writer:
         self.tree: Tree | None = None  # of the last save: the first writing of new memory costs more than the copying
 
     def begin(self, path: Path, work: Callable[[], bool | None] | None) -> None:
-        """``work``: what rank 0 does, in a thread of its own; False: ``path`` was not kept."""
+        """Begin a write; ``work``: done by rank 0 in a thread, returns False where ``path`` was not kept."""
         self.path, self._failure, self._kept = path, None, None
         self.moved()
         self._looked = self._last
@@ -55,13 +55,14 @@ class Writer:
         self.longest = max(self.longest, time.monotonic() - began)
 
     def moved(self) -> None:
-        """The thread has come further."""
+        """Note that the thread has come further."""
         self._last = time.monotonic()
 
     def wait(self, seconds: float = math.inf) -> None:
         """Wait for the end of the write, at most ``seconds``."""
         stop = time.monotonic() + seconds
         while self._thread and self._thread.is_alive() and not self._hangs() and time.monotonic() < stop:
+            # In short waits: a thread that hangs must be noticed soon after the limit.
             self._thread.join(min(1.0, self._limit / 4 or 1.0, seconds))
 
     def _hangs(self) -> bool:
@@ -72,29 +73,29 @@ class Writer:
         return bool(self._limit) and now - self._last > self._limit
 
     def outcome(self) -> str | None:
-        """Return rank 0's news for all ranks: None while it writes, "" or NOT_KEPT after that, or the error."""
+        """Return rank 0's report for all ranks: None while it writes, "" or NOT_KEPT after that, or the error."""
         if self._thread is None or (self._thread.is_alive() and not self._hangs()):
             return None
         if self._thread.is_alive():
-            self._thread = None
+            self._thread = None  # nothing ends a thread that waits for a disk; as a daemon it does not hold the process
             what = f"the checkpoint cannot be written: nothing has moved for {self._limit:g} s"
             fix = "look for a disk or a server of files that does not answer; watchdog_s sets the limit"
             return packed_error(CheckpointError(what, where=str(self.path), fix=fix))
         self._thread = None
         if isinstance(self._failure, CheckpointError):
             return packed_error(self._failure)
-        if self._failure:
+        if self._failure:  # a bug, and no fault of the disk: with its traceback
             raise self._failure
         return NOT_KEPT if self._kept is False else ""
 
 
 def packed_error(error: TrainError) -> str:
-    """Give an error as the text that ``raise_if_failed`` takes."""
+    """Return an error as the text that ``raise_if_failed`` takes."""
     return json.dumps([type(error).__name__, error.what, error.where, error.fix])
 
 
 def raise_if_failed(outcome: str) -> None:
-    """Raise what rank 0 says of a save, the same on all ranks: all go on, or all stop."""
+    """Raise the error of rank 0's save, if there is one, the same on all ranks: all go on, or all stop."""
     if outcome and outcome != NOT_KEPT:
         kind, what, where, fix = json.loads(outcome)
         raise getattr(errors, kind)(what, where=where, fix=fix, common=True)

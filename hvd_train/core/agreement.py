@@ -13,20 +13,20 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, Tr
 from hvd_train.protocol import Communicator, FrontEnd
 
 T = TypeVar("T")
-EARLY = (2, 10)  # steps: what sets ranks apart from the first one on is told at once
+EARLY = (2, 10)  # steps: a difference from the first one on is reported at once
 WEIGHTS_FIX = "look for a faulty host or code that depends on the rank; --resume auto goes on from the last checkpoint"
 NONFINITE_FIX = "lower optim.lr, set gradient_clip_val, or look for NaN in the data"
 
 
 def agree(communicator: Communicator, facts: Mapping[str, str], name: str = "agree") -> None:
-    """Raises the same ConfigError on all ranks when a fact differs, with one line per fact and rank group.
+    """Raise the same ConfigError on all ranks when a fact differs, with one line per fact and rank group.
 
     ``name``: of the transfer, which a user reads where a rank does not come.
     """
     everyone = [json.loads(part) for part in communicator.allgather_bytes(json.dumps(dict(facts)).encode(), name)]
     rows = []
-    for key in dict.fromkeys(k for own in everyone for k in own):
-        values = [own.get(key, "(none)") for own in everyone]
+    for key in dict.fromkeys(k for local in everyone for k in local):
+        values = [local.get(key, "(none)") for local in everyone]
         if len(set(values)) > 1:
             groups = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
             rows += [f"  {key:<20} rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items()]
@@ -42,8 +42,9 @@ def agree_on_start(model: str, frontend: FrontEnd, facts: Mapping[str, str]) -> 
 
 
 def collectively(communicator: Communicator, work: Callable[[], T]) -> T:
-    """Runs ``work`` on every rank; if it fails on any, all ranks raise that error. ``work`` holds no collective."""
+    """Run ``work`` on every rank; if it fails on any, all ranks raise that error. ``work`` holds no collective."""
     result, failure = None, None
+    # A TrainError only: any other one is a bug, and the end of this rank ends the job.
     try:
         result = work()
     except TrainError as error:
@@ -72,14 +73,15 @@ def agree_on_weights(
     settings: Mapping[str, str] | None = None,
     fix: str = WEIGHTS_FIX,
 ) -> None:
-    """Raises the same error on all ranks where one's loss is not ``finite``, or its weights are not the others'.
+    """Raise the same error on all ranks where one's loss is not ``finite``, or its weights are not the others'.
 
     ``sums``: {name: 64-bit sum of a weight's bits}, in the same order on every rank; on all ranks together. Nine bytes
     of a rank travel; the sums follow where something differs. ``settings``: what else must be equal and, where it is
     not, is the likely cause: {"learning rate of SGD": "0.1"}. The message then gives its values, with ``fix``.
     """
-    own = json.dumps([dict(sums), dict(settings or {})]).encode()
-    everyone = communicator.allgather_bytes(hashlib.blake2b(own, digest_size=8).digest() + bytes([finite]), "weights")
+    local = json.dumps([dict(sums), dict(settings or {})]).encode()
+    # The digest first, the sums only where it differs: a large model has megabytes of them.
+    everyone = communicator.allgather_bytes(hashlib.blake2b(local, digest_size=8).digest() + bytes([finite]), "weights")
     broken = [rank for rank, part in enumerate(everyone) if not part[8]]
     if broken:
         what = f"the training loss of {name_ranks(broken)} is not finite"
@@ -88,14 +90,14 @@ def agree_on_weights(
     right = Counter(everyone).most_common(1)[0][0]
     apart = [rank for rank, part in enumerate(everyone) if part != right]
     if apart:
-        told = [json.loads(part) for part in communicator.allgather_bytes(own, "weights")]
-        first = next((name for name in sums if len({weights.get(name) for weights, _ in told}) > 1), None)
+        tables = [json.loads(part) for part in communicator.allgather_bytes(local, "weights")]
+        first = next((name for name in sums if len({weights.get(name) for weights, _ in tables}) > 1), None)
         others = name_ranks([rank for rank in range(len(everyone)) if rank not in apart])
         what = f"the weights of {name_ranks(apart)} differ from those of {others}, first in {first}"
         causes = []
-        for name in dict.fromkeys(key for _, table in told for key in table):
+        for name in dict.fromkeys(key for _, table in tables for key in table):
             values: dict[str | None, list[int]] = {}
-            for rank, (_, table) in enumerate(told):
+            for rank, (_, table) in enumerate(tables):
                 values.setdefault(table.get(name), []).append(rank)
             if len(values) > 1:
                 causes.append(f"{name}: " + " and ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in values.items()))

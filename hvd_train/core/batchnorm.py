@@ -10,13 +10,14 @@ from hvd_train.protocol import Ops, Tensor
 
 
 def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (ranks, 1 + 2 C) -> values per channel (1,), means (C,), biased variances (C,) of all parts together.
+    """Combine rows (ranks, 1 + 2 C) into values per channel (1,), means (C,), biased variances (C,) of all parts.
 
     Deviations are added, not squares: nothing cancels where a mean is large (Chan, Golub and LeVeque 1983).
     """
     channels = (parts.shape[1] - 1) // 2
     count, mean, spread = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     total = ops.sum(count, 0)
+    # A channel without values (all padding) would divide by zero; its sums are zeros anyway.
     some = ops.where(total > 0, total, 1.0)
     center = ops.sum(count * mean, 0) / some
     return total, center, ops.sum(spread + count * (mean - center) ** 2, 0) / some
@@ -25,7 +26,7 @@ def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
 def running(
     old: tuple[Tensor, Tensor], total: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """Running mean and variance, moved by ``share`` towards this batch's mean and unbiased variance.
+    """Return the running mean and variance, moved by ``share`` towards this batch's mean and unbiased variance.
 
     They stay where they are if a channel has fewer than 2 values, which have no variance.
     """
@@ -35,11 +36,11 @@ def running(
 
 
 def input_gradient(
-    gradient: Tensor, normal: Tensor, factor: Tensor, counted: Tensor | float, means: tuple[Tensor, Tensor]
+    gradient: Tensor, normal: Tensor, factor: Tensor, weight: Tensor | float, means: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """dL/dx for y = scale normal + bias, normal = (x - mean) / deviation; ``factor`` is scale / deviation.
+    """Return dL/dx for y = scale normal + bias, normal = (x - mean) / deviation; ``factor`` is scale / deviation.
 
-    ``means`` are the sums of dL/dy and of dL/dy normal over all ranks, divided by the values per channel; ``counted``
+    ``means`` are the sums of dL/dy and of dL/dy normal over all ranks, divided by the values per channel; ``weight``
     is 1 for a value that entered the statistics and 0 for padding. Everything broadcasts to the shape of x.
     """
-    return factor * (gradient - counted * (means[0] + normal * means[1]))
+    return factor * (gradient - weight * (means[0] + normal * means[1]))

@@ -8,7 +8,7 @@ from hvd_train.config import Config
 
 
 class Due(NamedTuple):
-    """What follows a step. ``last``: the epoch ends here, at its last step or at ``max_steps``."""
+    """The actions that follow a step. ``last``: the epoch ends here, at its last step or at ``max_steps``."""
 
     last: bool
     save: bool

@@ -14,8 +14,11 @@ from hvd_train.protocol import Batch, FrontEnd
 def evaluate(
     frontend: FrontEnd, batches: Generator[Batch, None, None], between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """Every sample of the batches of all ranks once -> what the task tells of them. ``between`` is called after each
-    batch, on all ranks alike."""
+    """Return the task's results over every sample of the batches of all ranks, once each.
+
+    ``between`` is called after each batch, on all ranks alike.
+    """
+    # Each rank has gathered running statistics for itself: all evaluate one model.
     frontend.average_statistics()
     sums = np.zeros(frontend.task.length)
     with closing(batches):

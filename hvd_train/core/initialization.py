@@ -9,7 +9,7 @@ import numpy as np
 
 
 def first_weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float64 array in canonical order for a canonical name and shape.
+    """Return the first values of a weight, float64 in canonical order, for its canonical name and shape.
 
     Kernels are normal with variance 2 / fan-in (He et al. 2015, "Delving Deep into Rectifiers"), the last axis being
     the output; biases are 0; scales are 1; embeddings are normal with deviation 0.02. Each tensor has its own

@@ -20,9 +20,9 @@ from hvd_train.core.callbacks.epoch_log import EpochLog
 from hvd_train.core.callbacks.loss_log import LossLog
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.callbacks.weight_check import WeightCheck
+from hvd_train.core.control_sync import StopSource
 from hvd_train.core.due import StepRules
 from hvd_train.core.hooks import Epoch, Hook, HookCalls, StepInfo
-from hvd_train.core.meeting import StopSource
 from hvd_train.core.saving import Saver
 from hvd_train.core.step import StepRunner
 from hvd_train.core.stopping import Interruption, StopSync
@@ -35,7 +35,7 @@ from hvd_train.run_folder.log import NullLog, RunLog
 
 
 class Trainer(Training):
-    """Trains ``frontend`` on ``train`` and evaluates on ``val``; all ranks run the same calls in the same order.
+    """Train ``frontend`` on ``train`` and evaluate on ``val``; all ranks run the same calls in the same order.
 
     ``hooks``: the user's; ``memory``: a folder for snapshots. See ``Training`` for the other arguments.
     """
@@ -102,7 +102,7 @@ class Trainer(Training):
         self._hooks.call(event, self, *args)
 
     def _begin(self) -> None:
-        """The run folder is touched when training has proved to run: after the first step."""
+        """Begin the run folder after the first step, when training has proved to run."""
         if not self._begun:
             self._saver.begin()
             self._begun = True
@@ -110,7 +110,7 @@ class Trainer(Training):
     def _epoch(self) -> None:
         """Train the rest of an epoch and end it; of one that was interrupted in its evaluation, only end it."""
         p = self.progress
-        started, seen = time.perf_counter(), p.seen
+        started, samples_before = time.perf_counter(), p.seen
         steps_done = -(-p.consumed // self.global_batch)
         if p.ending:
             self._begin()
@@ -139,7 +139,7 @@ class Trainer(Training):
                 if p.ending:
                     break
                 clock = time.perf_counter()  # hooks are not part of a step's time
-        self._end_epoch(rate, time.perf_counter() - started, p.seen - seen, self._at_end(steps_done))
+        self._end_epoch(rate, time.perf_counter() - started, p.seen - samples_before, self._at_end(steps_done))
 
     def _at_end(self, steps_done: int) -> bool:
         return self.progress.consumed >= self.train_size or steps_done >= self.limit

@@ -23,7 +23,7 @@ DIGEST = 16  # bytes of an array's hash: two arrays that differ have the same on
 
 
 def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicator) -> list[str]:
-    """Names of the float arrays whose bits are not the same on all ranks; one array at a time is looked at.
+    """Return the names of the float arrays whose bits are not the same on all ranks; one array is read at a time.
 
     All ranks give the same names, shapes and types in the same order. Sixteen bytes of a rank and array travel.
     """
@@ -41,28 +41,31 @@ def differing(arrays: Iterable[tuple[str, np.ndarray]], communicator: Communicat
 
 
 def mean(arrays: Mapping[str, np.ndarray], communicator: Communicator, ops: Ops) -> Tree:
-    """The mean over the ranks of each float array, in its own type. The same names in the same order on all ranks."""
-    found: Tree = {}
+    """Return the mean over the ranks of each float array, in its type; the same names in the same order everywhere."""
+    means: Tree = {}
     for kind, names in _pieces(arrays):
         flat = np.concatenate([arrays[name].ravel() for name in names])
-        own = _shares(flat, communicator.size)
-        handle = communicator.allreduce_async(ops.from_numpy(own), "mean")
+        shares = _shares(flat, communicator.size)  # (n,), or (2 n,): upper halves, then lower ones
+        handle = communicator.allreduce_async(ops.from_numpy(shares), "mean")
+        # N equal shares of x add up to x * N / 2^k without rounding, and that divided by N / 2^k is x again.
         total = ops.to_numpy(communicator.synchronize(handle)) / _part(communicator.size)
-        flat = sum(np.split(total, len(own) // len(flat)), np.copysign(0.0, total[: len(flat)])).astype(kind)
+        # The sum starts with a zero of the total's sign: 0.0 + -0.0 is 0.0, and a bit of what was equal would change.
+        flat = sum(np.split(total, len(shares) // len(flat)), np.copysign(0.0, total[: len(flat)])).astype(kind)
         ends = np.cumsum([arrays[name].size for name in names])[:-1]
         for name, x in zip(names, np.split(flat, ends), strict=True):
-            found[name] = x.reshape(arrays[name].shape)
-    return found
+            means[name] = x.reshape(arrays[name].shape)
+    return means
 
 
-def ordered_sum(own: np.ndarray, communicator: Communicator, name: str = "sums") -> np.ndarray:
-    """The sum over the ranks of equally shaped arrays, in float64 and in rank order: the same bits on every rank."""
-    parts = communicator.allgather_bytes(np.asarray(own, np.float64).tobytes(), name)
+def ordered_sum(local: np.ndarray, communicator: Communicator, name: str = "sums") -> np.ndarray:
+    """Return the sum over ranks of equally shaped arrays, in float64 and in rank order: the same bits everywhere."""
+    # Gathered and added here: an allreduce adds in an order of its own.
+    parts = communicator.allgather_bytes(np.asarray(local, np.float64).tobytes(), name)
     counts = [len(part) // 8 for part in parts]
     if len(set(counts)) > 1:
         what = f"the ranks diverged: {name} got {', '.join(map(str, counts))} numbers on rank 0, 1, ..."
         raise CommunicationError(what, fix="call the same on all ranks", common=True)
-    return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(own.shape)
+    return functools.reduce(np.add, [np.frombuffer(part) for part in parts]).reshape(local.shape)
 
 
 # By the kind of a type; only numbers of 64 bits without a sign stay without one.
@@ -71,14 +74,16 @@ NUMBERS = ("int64", "float64")
 
 
 def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) -> list[np.ndarray]:
-    """The sum over the ranks of each array, in rank order and 64 bits, so that whole numbers are exact: int64 also of
-    truth values, float64, complex128. The same bits on every rank. All arrays travel together.
+    """Return the sum over the ranks of each array, in rank order and 64 bits, so that whole numbers are exact.
+
+    It is int64 (also of truth values), float64 or complex128, the same bits on every rank. All arrays travel together.
 
     Raises CommunicationError on all ranks where shapes or types differ.
     """
     types = [x.dtype if x.dtype == np.uint64 else WIDE[x.dtype.kind] for x in arrays]
     wide = [np.ascontiguousarray(x, kind).reshape(x.shape) for x, kind in zip(arrays, types, strict=True)]
     head = json.dumps([[x.dtype.name, x.shape] for x in wide]).encode()
+    # [length of the head: 8 bytes, the head: JSON of types and shapes, the arrays one after the other]
     packed = len(head).to_bytes(8, "little") + head + b"".join(x.tobytes() for x in wide)
     everyone = communicator.allgather_bytes(packed, name)
     ends = [8 + int.from_bytes(part[:8], "little") for part in everyone]
@@ -86,11 +91,11 @@ def sums(arrays: Sequence[np.ndarray], communicator: Communicator, name: str) ->
     # One number may be whole on a rank and not on another, as a total that begins with 0: it is none on all of them.
     kinds = [[["number" if not shape and kind in NUMBERS else kind, shape] for kind, shape in each] for each in heads]
     if any(other != kinds[0] for other in kinds):
-        if all(not shape for own in heads for _, shape in own):
-            what = f"{', '.join(str(len(own)) for own in heads)} numbers on rank 0, 1, ..."
+        if all(not shape for head in heads for _, shape in head):
+            what = f"{', '.join(str(len(head)) for head in heads)} numbers on rank 0, 1, ..."
         else:
-            listed = [" and ".join(f"{kind} {tuple(shape)}" for kind, shape in own) for own in heads]
-            what = ", ".join(f"{own} on rank {rank}" for rank, own in enumerate(listed))
+            listed = [" and ".join(f"{kind} {tuple(shape)}" for kind, shape in head) for head in heads]
+            what = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(listed))
         fix = "call the same on all ranks"
         raise CommunicationError(f"the ranks diverged: {name} got {what}", fix=fix, common=True)
     totals, at = [], 0
@@ -117,6 +122,7 @@ def _shares(x: np.ndarray, size: int) -> np.ndarray:
         return x.astype(np.promote_types(x.dtype, np.float32)) * share
     if x.dtype != np.float64:
         return x.astype(np.float64) * share
+    # Two halves of 26 and 27 bits: up to 2^26 equal ones add up within the 53 bits of a number.
     finite = np.where(np.isfinite(x), x, 0.0)
     high = np.where(np.isfinite(x), (x.view(np.uint64) & ~np.uint64((1 << 27) - 1)).view(np.float64), x)
     low = np.where(np.isfinite(x) & (x != high), finite - high, np.copysign(0.0, x))
@@ -124,7 +130,7 @@ def _shares(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def is_float(x: np.ndarray) -> bool:
-    """bfloat16 is no type of NumPy's own."""
+    """Return whether it holds real numbers. bfloat16 is not a type of NumPy itself."""
     return x.dtype.kind == "f" or x.dtype.name == "bfloat16"
 
 

@@ -17,7 +17,7 @@ MOST_IN_A_ROW = 10  # steps left out, or times gone back to one checkpoint: more
 
 
 class Skips:
-    """Leaves out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` tells of them."""
+    """Leave out steps, on all ranks together; ``scaled``: in 16 bits, where ``rescale`` reports them."""
 
     def __init__(self, frontend: FrontEnd, log: RunLog | NullLog, scaled: bool) -> None:
         self._frontend, self._log, self._scaled = frontend, log, scaled
@@ -25,7 +25,7 @@ class Skips:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """Called before the step."""
+        """Keep what a step changes even where it is left out. Called before the step."""
         self._kept = self._frontend.running_statistics()
 
     def left_out(self, p: Progress, finite: bool, sums: list[Any]) -> bool:
@@ -33,9 +33,10 @@ class Skips:
         if finite:
             self._in_a_row = 0
             return False
+        # Weights and slots were not touched. The forward pass has moved the running statistics, perhaps to NaN.
         self._frontend.restore_statistics(self._kept)
-        own = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
-        parts = self._frontend.groups.world.allgather_bytes(bytes([own]), "finite")
+        finite_sums = all(np.isfinite(self._frontend.ops.to_numpy(x)).all() for x in sums)
+        parts = self._frontend.groups.world.allgather_bytes(bytes([finite_sums]), "finite")
         ranks = [rank for rank, part in enumerate(parts) if not part[0]]
         what = f"the training loss of rank {', '.join(map(str, ranks))} is" if ranks else "a gradient is"
         # Overflows alone are the search for a loss scale, which ends by itself.
@@ -50,7 +51,7 @@ class Skips:
 
 
 def rescale(p: Progress, finite: bool, log: RunLog | NullLog) -> None:
-    """The loss scale after a step in 16 bits; raises NonFiniteError where none is small enough."""
+    """Set the loss scale after a step in 16 bits; raise NonFiniteError where none is small enough."""
     p.loss_scale, p.good_steps = next_scale(p.loss_scale, p.good_steps, finite)
     if finite:
         return

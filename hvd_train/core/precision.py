@@ -7,7 +7,9 @@ GROWTH_STEPS = 2000
 
 
 def next_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """(scale, steps since it last changed) after a step: halved by an overflow, doubled after 2000 steps without one.
+    """Return (scale, steps since it last changed) after a step.
+
+    It is halved by an overflow and doubled after 2000 steps without one.
 
     Powers of two only, so that scaling itself rounds nothing (Micikevicius et al. 2018, "Mixed Precision Training").
     """

@@ -19,7 +19,7 @@ from hvd_train.core.nonfinite import MOST_IN_A_ROW
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 
-WAIT_SECONDS = 10.0  # between two words of the rank that writes to those that wait for it
+WAIT_SECONDS = 10.0  # between two broadcasts of rank 0 while the others wait for its write
 
 
 class Saver(Hook):
@@ -63,7 +63,7 @@ class Saver(Hook):
             self.save({}, memory=self._memory if info.due.snapshot else None)
 
     def epoch_left(self) -> None:
-        """The progress has changed: what was saved at the epoch's last step is not what the run is now."""
+        """Note that the progress has changed: a checkpoint of the epoch's last step is not what the run is now."""
         self._saved = False
 
     def on_epoch_end(self, trainer: Training, epoch: Epoch) -> None:
@@ -90,7 +90,7 @@ class Saver(Hook):
         if not (rule.save_last or rule.save_top_k or keep or memory):
             return
         training.stragglers.pause()
-        self.wait()
+        self.wait()  # never two at once
         try:
             self._weight_check.converge(training)
             training.stop_source.at("saving", training.progress.step)
@@ -115,7 +115,7 @@ class Saver(Hook):
         self.written(outcome)
 
     def written(self, outcome: str) -> None:
-        """Take rank 0's word that a write has ended; on all ranks together."""
+        """Take rank 0's report that a write has ended; on all ranks together."""
         path, self.writer.path = self.writer.path, None
         raise_if_failed(outcome)
         if path and path.parent == self._training.folder and outcome != NOT_KEPT:

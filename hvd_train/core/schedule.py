@@ -9,7 +9,7 @@ from hvd_train.config import OptimConfig
 
 
 def scale(optim: OptimConfig, global_batch: int) -> float:
-    """Factor on ``optim.lr``: linear (Goyal et al. 2017), square root (Krizhevsky 2014), or 1."""
+    """Return the factor on ``optim.lr``: linear (Goyal et al. 2017), square root (Krizhevsky 2014), or 1."""
     if optim.lr_scaling == "none" or optim.lr_reference_batch is None:
         return 1.0
     ratio = global_batch / optim.lr_reference_batch

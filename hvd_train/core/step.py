@@ -17,12 +17,13 @@ from hvd_train.protocol import Scale
 
 def forward_seed(seed: int, step: int, micro: int, rank: int) -> int:
     """A 63-bit seed for one forward pass: equal after a resume, different on every rank."""
+    # A hash, not a sum: seeds of neighbouring steps and ranks must have nothing in common.
     digest = hashlib.blake2b(f"{seed}/{step}/{micro}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class StepRunner:
-    """Makes the steps of a training and counts them in its progress."""
+    """Make the steps of a training and count them in its progress."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -39,11 +40,13 @@ class StepRunner:
         training = self.training
         p, config, frontend, update = training.progress, training.config, training.frontend, training.update
         local = sum(batch.count for batch in step.micro_batches)
+        # The samples of the global batch, not of this rank: gradients are added over ranks and micro-batches.
         scale: Scale = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
         counts = None
         if frontend.task.weighted_by_data:
             counts, scale = self._weighted_scale(step)
         rate = training.learning_rate(p.consumed // training.global_batch, p.step)
+        # All but the last micro-batch only add up gradients; the last one exchanges them and moves the weights.
         *earlier, last = step.micro_batches
         rank = training.groups.data.rank
         seeds = [forward_seed(config.seed, p.step, micro, rank) for micro in range(len(step.micro_batches))]

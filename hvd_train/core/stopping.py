@@ -8,8 +8,8 @@ from typing import Any
 
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.straggler_log import watch_stragglers
+from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.hooks import Epoch, Hook, StepInfo
-from hvd_train.core.meeting import Meetings
 from hvd_train.core.saving import Saver
 from hvd_train.core.training import Training
 from hvd_train.errors import Interrupted
@@ -26,7 +26,7 @@ class StopSync(Hook):
 
     def __init__(self, training: Training, saver: Saver) -> None:
         self._training, self._saver = training, saver
-        self.turns = Meetings(training.communicator)  # steps
+        self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
 
     def on_step_end(self, trainer: Training, info: StepInfo) -> None:
@@ -39,7 +39,7 @@ class StopSync(Hook):
     def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
         self._sync_all(trainer.stop_wish)
 
-    def sync_in_evaluation(self, turns: Meetings) -> None:
+    def sync_in_evaluation(self, turns: ControlSync) -> None:
         """Agree on signals alone: no hook is called within an evaluation, and an interrupted run repeats it."""
         self._sync(turns, "", None, 0.0)
 
@@ -54,9 +54,9 @@ class StopSync(Hook):
         if rows[0][2] is not None:  # rank 0 alone writes
             self._saver.written(rows[0][2])
 
-    def _sync(self, turns: Meetings, wish: str, outcome: str | None, waited: float) -> list[Any]:
+    def _sync(self, turns: ControlSync, wish: str, outcome: str | None, waited: float) -> list[Any]:
         """Return [wish, signal, outcome of a write, seconds waited] of each rank."""
-        rows = turns.meet([wish, self._request(), outcome, waited])
+        rows = turns.sync([wish, self._request(), outcome, waited])
         self.signal = next((number for _, number, *_ in rows if number), 0)
         return rows
 

@@ -1,7 +1,7 @@
 """The rank for which all others wait in every step, named in words.
 
-Where ranks meet anyway each tells how long it has waited for transfers so far. Who is waited for waits least: what the
-others wait longer than it does is lost. Of several meetings the median counts, for a rank may be late once.
+At each sync every rank reports how long it has waited for transfers so far. The slowest rank waits least; its cost is
+how much longer the others wait.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MEETINGS = 8  # a quarter of a second to a second apart, or a step where steps take longer
-SHARE, SECONDS = 0.2, 0.001  # of a step: what is less is no matter, or noise
-NAMED = 3  # ranks that are named as soon as they are found: on a busy machine each is slow for a while
+SYNCS = 8  # a quarter of a second to a second apart, or a step where steps take longer
+SHARE, SECONDS = 0.2, 0.001  # of a step: what is less does not matter, or is noise
+NAMED = 3  # ranks that are named as soon as they are slow: on a busy machine each is slow for a while
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Straggler:
 
 
 class Stragglers:
-    """``found``: the straggler among the ranks, None: they are alike. ``least_wait``: the share of the time that even
-    the rank that waits least is in transfers, None: not yet known."""
+    """``slow_rank``: the straggler among the ranks, None: they are alike. ``least_wait``: the share of the time that
+    even the rank that waits least is in transfers, None: not yet known."""
 
     def __init__(self) -> None:
-        self.found: Straggler | None = None
+        self.slow_rank: Straggler | None = None
         self.least_wait: float | None = None
         self._named: set[int] = set()
         self._before: tuple[int, float, np.ndarray] | None = None
@@ -59,24 +59,25 @@ class Stragglers:
         if not self._rows:
             self._first = before[0] + 1
         self._rows.append((step - before[0], now[1] - before[1], now[2] - before[2]))
-        if len(self._rows) < MEETINGS:
+        if len(self._rows) < SYNCS:
             return False
-        self.found = self._judge()
+        self.slow_rank = self._judge()
         self._rows.clear()
-        if self.found is None or self.found.rank in self._named or len(self._named) == NAMED:
+        if self.slow_rank is None or self.slow_rank.rank in self._named or len(self._named) == NAMED:
             return False
-        self._named.add(self.found.rank)
+        self._named.add(self.slow_rank.rank)
         return True
 
     def _judge(self) -> Straggler | None:
-        steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))
+        # Medians over the syncs, for any rank may be late once.
+        steps, seconds, waits = (np.array(column) for column in zip(*self._rows, strict=True))  # waits (syncs, ranks)
         self.least_wait = float(np.median(waits.min(axis=1) / seconds))
         others = [np.median(np.delete(waits, rank, axis=1), axis=1) for rank in range(waits.shape[1])]
-        lost = np.stack(others, axis=1) - waits  # (meetings, ranks)
-        shares = np.median(lost / seconds[:, None], axis=0)
+        lost = np.stack(others, axis=1) - waits  # (syncs, ranks)
+        shares = np.median(lost / seconds[:, None], axis=0)  # (ranks,)
         rank = int(shares.argmax())
         each = float(np.median(lost[:, rank] / steps))
         if shares[rank] < SHARE or each < SECONDS:
             return None
-        since = self.found.since if self.found and self.found.rank == rank else self._first
+        since = self.slow_rank.since if self.slow_rank and self.slow_rank.rank == rank else self._first
         return Straggler(rank, float(shares[rank]), each, since)

@@ -81,8 +81,8 @@ def _gather_local(training: Training, keep: bool) -> list[Tree]:
     frontend.average_statistics()
     after = frontend.running_statistics() if several else {}
     # Averaging changes later averages in their last bits: an interrupted run goes on with what each rank had.
-    statistics = frontend.canonical({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
-    parts, local = communicator.gather_bytes(pack(statistics | _local(training))), []
+    averages = frontend.canonical({k: x for k, x in before.items() if x.tobytes() != after[k].tobytes()})
+    parts, local = communicator.gather_bytes(pack(averages | _local(training))), []
     while parts:  # no two copies of all of it
         local.append(unpack(parts.pop(0)))
     return local
@@ -109,7 +109,7 @@ def _copy(
         "world_size": training.communicator.size,
         "config": training.config.model_dump(mode="json"),
         "compression": training.compression,
-        "neutral": True,  # the names of each rank's own statistics; older checkpoints do not tell
+        "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
         "sample": asdict(training.sample),
         "data": training.data,
         "progress": asdict(p),
@@ -147,8 +147,9 @@ def _write_to_memory(training: Training, writer: Writer, folder: Path, snapshot:
 
 
 def _check_finite(tree: Tree, where: str) -> None:
-    """A step may spoil weights although its loss was finite. Buffers may be infinite on purpose (masks)."""
+    """Refuse weights, slots and residuals that are not finite: a step may spoil them although its loss was finite."""
     for key, x in tree.items():
+        # Buffers may be infinite on purpose (masks).
         if not key.startswith(STATISTICS) and is_float(x) and not np.isfinite(x).all():
             raise NonFiniteError(f"{key} is not finite; nothing was saved", where=where, fix=NONFINITE_FIX)
 
@@ -159,18 +160,19 @@ def _local(training: Training) -> Tree:
 
 
 def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
-    """Goes on from ``snapshot`` (read on rank 0, None: from the start); ends with equal weights on all ranks.
+    """Go on from ``snapshot`` (read on rank 0, None: from the start); end with equal weights on all ranks.
 
     Returns what of it was left behind, a line each.
     """
     communicator, notes = training.communicator, []
-    own: Tree = {}
+    averages: Tree = {}  # this rank's running statistics, where the run was interrupted
+    # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
     head = collectively(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
-    found = json.loads(communicator.broadcast_bytes(head))
-    mine: Tree = {}
-    if found:
-        before, now = RunFacts(**found["facts"]), _facts(training)
-        training.progress = Progress(**found["progress"])
+    saved = json.loads(communicator.broadcast_bytes(head))
+    kept: Tree = {}  # residuals and slots of this rank alone
+    if saved:
+        before, now = RunFacts(**saved["facts"]), _facts(training)
+        training.progress = Progress(**saved["progress"])
         loss_scale = FIRST_SCALE if training.scaled else 1.0
         sums = training.frontend.task.length
         notes += compatibility.carry_over(
@@ -179,12 +181,12 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         local: Tree = {}
         if before.ranks == communicator.size:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
-        own = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
+        averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in (local, _local(training)))
         reason = compatibility.why_left_behind(before, now, same_shapes=shapes == expected)
         if not reason:
-            mine = local
-        elif found["kept"]:
+            kept = local
+        elif saved["kept"]:
             notes.append(f"what each rank kept to itself (residuals) is left behind: {reason}")
 
     def check() -> None:
@@ -199,30 +201,31 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     for piece in broadcast(communicator, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)
-    if found and before.ranks == communicator.size:
-        collectively(communicator, lambda: _check_own(training, own) if found["neutral"] else None)
-        training.frontend.load(own)
-    training.update.load(mine, Placement.PER_RANK)
+    if saved and before.ranks == communicator.size:
+        collectively(communicator, lambda: _check_averages(training, averages) if saved["neutral"] else None)
+        training.frontend.load(averages)
+    training.update.load(kept, Placement.PER_RANK)
     return notes
 
 
-def _check_own(training: Training, own: Tree) -> None:
-    """``load`` leaves out what it does not know: the run would go on with other statistics, and nobody be told."""
+def _check_averages(training: Training, averages: Tree) -> None:
+    """Refuse running statistics of this rank that the model does not have."""
+    # ``load`` leaves out what it does not know: the run would go on with others, without a word.
     here = training.frontend.canonical(training.frontend.running_statistics())
-    unknown = [key for key, x in sorted(own.items()) if key not in here or here[key].shape != x.shape]
+    unknown = [key for key, x in sorted(averages.items()) if key not in here or here[key].shape != x.shape]
     if unknown:
         what = "the checkpoint has statistics of a rank, which this model has not"
         raise CheckpointError(f"{what}: {', '.join(unknown[:20])}", fix="it is damaged: take another one")
 
 
 def _facts(training: Training) -> RunFacts:
-    """Give what of this training decides how it goes on."""
+    """Return the facts of this training that decide how it goes on."""
     config, ranks = training.config, training.communicator.size
     return RunFacts.of(config, config.framework, training.compression, training.data, ranks)
 
 
 def _head(snapshot: store.Snapshot | None) -> bytes:
-    """Give what all ranks must know of a checkpoint, as JSON; {}: there is none."""
+    """Return the facts of a checkpoint that all ranks must know, as JSON; {}: there is none."""
     if snapshot is None:
         return b"{}"
     config, meta = snapshot.config(), snapshot.meta

@@ -8,7 +8,7 @@ from pathlib import Path
 from hvd_train.checkpoint.compatibility import data_facts
 from hvd_train.checkpoint.manifest import Progress
 from hvd_train.config import Config
-from hvd_train.core.meeting import StopSource
+from hvd_train.core.control_sync import StopSource
 from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.schedule import Schedule
 from hvd_train.core.straggler import Stragglers

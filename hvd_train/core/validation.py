@@ -9,22 +9,22 @@ from contextlib import closing
 
 from hvd_train import faults
 from hvd_train.core.callbacks.weight_check import WeightCheck
+from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.evaluation import evaluate
-from hvd_train.core.meeting import Meetings
 from hvd_train.core.stopping import Interruption, StopSync
 from hvd_train.core.training import Training
 from hvd_train.protocol import Batch
 
 
 class Validation:
-    """Evaluates a training on its validation samples, every so many epochs and at its end."""
+    """Evaluate a training on its validation samples, every so many epochs and at its end."""
 
     def __init__(
         self, training: Training, weight_check: WeightCheck, sync: StopSync, interruption: Interruption
     ) -> None:
         self._training, self._weight_check = training, weight_check
         self._sync, self._interruption = sync, interruption
-        self._turns = Meetings(training.communicator)  # batches
+        self._turns = ControlSync(training.communicator)  # batches
         self._before = training.progress
 
     def epoch_left(self) -> None:

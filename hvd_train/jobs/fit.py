@@ -12,9 +12,9 @@ from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, resolved_yaml
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
+from hvd_train.core.control_sync import StopSource
 from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import Trainer
-from hvd_train.core.meeting import StopSource
 from hvd_train.errors import Interrupted
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import messages

@@ -4,7 +4,7 @@ Python runs signal handlers in the main thread between two bytecodes, and that t
 So the handlers do nothing. Python's C code writes the number into a pipe (``signal.set_wakeup_fd``), which a thread
 reads:
 
-1. The first signal is a request to save and stop, on which all ranks agree at a step (``core.meeting``).
+1. The first signal is a request to save and stop, on which all ranks agree at a step (``core.control_sync``).
 2. Before the first step, when there is nothing to save, this process ends at once, and at the second signal, too.
 3. The same thread waits for the end of the launcher, through pidfds. An orphan ends at once.
 """
@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_train.core.meeting import StopSource
+from hvd_train.core.control_sync import StopSource
 from hvd_train.errors import nothing_saved, stopped_code
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named

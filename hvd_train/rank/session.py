@@ -164,6 +164,7 @@ def _without_noise(verbose: bool) -> Iterator[None]:
     if verbose:
         yield
         return
+    # The descriptor, not sys.stderr: C++ writes to it.
     sys.stderr.flush()
     real = os.dup(2)
     with tempfile.TemporaryFile() as kept:

@@ -12,10 +12,11 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends rows. Rows that cannot be written are kept in memory, and go before the next ones."""
+    """Append rows to the file. Rows that cannot be written are kept in memory, and go before the next ones."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / NAME
+        # Without a buffer: a row is in the file when it was written, and a full disk shows at once.
         self._stream = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self._kept = b""
         self._why = ""
@@ -34,14 +35,14 @@ class MetricsFile:
         return bool(self._kept)
 
     def failure(self, step: int) -> CheckpointError:
-        """The error that ends a run whose rows could not be written, once it is saved at ``step``."""
+        """Return the error that ends a run whose rows could not be written, once it is saved at ``step``."""
         missing = self._kept.count(b"\n")
         less = "" if not missing else " (1 line is missing)" if missing == 1 else f" ({missing} lines are missing)"
         fix = f"make room: the run is saved at step {step}, and --resume auto goes on"
         return CheckpointError(f"{NAME} cannot be written: {self._why}{less}", where=str(self.path), fix=fix)
 
     def close(self, step: int) -> None:
-        """Raises CheckpointError where rows are lost. Some file systems tell a full disk only here."""
+        """Close the file; raise CheckpointError where rows are lost: some file systems report a full disk only here."""
         if self._stream.closed:
             return
         missing = self.incomplete()
@@ -54,7 +55,7 @@ class MetricsFile:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the rows of a run, the number of damaged lines); a last line that a kill cut short is no damage.
+    """Return (the rows of a run, the number of damaged lines); a last line that a kill cut short is no damage.
 
     Raises CheckpointError where the file cannot be read.
     """
@@ -74,7 +75,7 @@ def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None for a line that no run has written."""
+    """Return the row of a line, or None for one that no run has written."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -23,10 +23,10 @@ RUN = (
 
 
 def check_free(run_dir: Path, resume: str | None, overwrite: bool) -> None:
-    """A run folder holds one run: another one in its place must be asked for."""
+    """Refuse a folder that holds another run, unless the user asks to replace it."""
     metrics = run_dir / "metrics.jsonl"
     used = (metrics.exists() and metrics.stat().st_size > 0) or bool(store.find(run_dir / "checkpoints"))
-    missing = resume is not None and not Path(resume).exists()  # which is told as that
+    missing = resume is not None and not Path(resume).exists()  # reported where it is read
     if used and not overwrite and not missing and not goes_on(run_dir, resume):
         other = f", and {resume} is not of it" if resume else ""
         fix = "give --resume auto to go on, --overwrite to start anew, or another --run-dir"
@@ -44,18 +44,19 @@ def goes_on(run_dir: Path, resume: str | None) -> bool:
 # ---- an old run in the way of a new one
 
 
-def set_aside(run_dir: Path) -> Path:
-    """Moves the run's files and folders into ``replaced-XXXX``; ``bring_back`` undoes it, ``drop`` makes it final."""
-    aside = run_dir / f"replaced-{secrets.token_hex(4)}"
-    aside.mkdir()
-    _move([run_dir / name for name in RUN if (run_dir / name).exists()], aside)
-    return aside
+def retire(run_dir: Path) -> Path:
+    """Move the run's files and folders into ``replaced-XXXX``; ``bring_back`` undoes it, ``drop`` makes it final."""
+    replaced = run_dir / f"replaced-{secrets.token_hex(4)}"
+    replaced.mkdir()
+    _move([run_dir / name for name in RUN if (run_dir / name).exists()], replaced)
+    return replaced
 
 
-def drop(aside: Path) -> None:
-    """Renamed first: a kill in between leaves nothing that ``bring_back`` would take for a run."""
-    gone = aside.with_name(aside.name.replace("replaced-", "removed-"))
-    os.rename(aside, gone)
+def drop(replaced: Path) -> None:
+    """Remove what ``retire`` returned."""
+    # Renamed first: a kill in between leaves nothing that ``bring_back`` would take for a run.
+    gone = replaced.with_name(replaced.name.replace("replaced-", "removed-"))
+    os.rename(replaced, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -66,12 +67,12 @@ def bring_back(run_dir: Path) -> None:
     """
     for gone in run_dir.glob("removed-*"):
         shutil.rmtree(gone, ignore_errors=True)
-    for aside in run_dir.glob("replaced-*"):
-        for path in aside.iterdir():
+    for replaced in run_dir.glob("replaced-*"):
+        for path in replaced.iterdir():
             begun = run_dir / path.name
             shutil.rmtree(begun) if begun.is_dir() else begun.unlink(missing_ok=True)
-        _move(list(aside.iterdir()), run_dir)
-        aside.rmdir()
+        _move(list(replaced.iterdir()), run_dir)
+        replaced.rmdir()
 
 
 def _move(paths: Sequence[Path], to: Path) -> None:

@@ -32,9 +32,11 @@ Text = Annotated[str, Field(max_length=200)]
 
 
 class Holder(BaseModel):
-    """Whose lock it is. ``place``: boot and process namespace, within which a pid means one process; ``ticks``: when
-    that process began, counted from boot, which no change of the clock moves; ``job``: Slurm's, and how often it was
-    started again."""
+    """The process that holds a lock.
+
+    ``place``: boot and process namespace, within which a pid means one process; ``ticks``: when that process began,
+    counted from boot, which no change of the clock moves; ``job``: Slurm's, and how often it was started again.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
     token: Annotated[str, Field(pattern="^[0-9a-f]{16}$")] = "0" * 16
@@ -72,14 +74,17 @@ def ticks(pid: int) -> int | None:
 
 
 class Lock:
-    """``with Lock(run_dir):`` takes it, or tells who has it; leaves no trace where nothing else was written."""
+    """``with Lock(run_dir):`` takes it, or raises an error that names the holder.
+
+    It leaves no trace where nothing else was written.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / NAME
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         token, pid = secrets.token_hex(8), os.getpid()
         place = {"host": platform.node(), "place": _place()}
-        self._own = Holder(token=token, pid=pid, ticks=ticks(pid) or 0, since=since, job=_job(), **place)
+        self._holder = Holder(token=token, pid=pid, ticks=ticks(pid) or 0, since=since, job=_job(), **place)
         self._made: list[Path] = []  # folders
         self._ended = threading.Event()
         self._before: Any = None
@@ -123,18 +128,18 @@ class Lock:
                 name, gone = "the run folder", self.path.parent
             what = f"{name} was removed while the run wrote to it"
             raise CheckpointError(what, where=str(gone), fix="nothing more was written; start the run again")
-        if holder.token != self._own.token:
+        if holder.token != self._holder.token:
             what = f"the run folder was taken over by {holder}: this process did not move for long"
             raise CheckpointError(what, where=str(self.path.parent), fix="nothing more was written; end one of the two")
 
     def _ticket(self) -> Path:
-        """The lock's content under a name of its own; its time is the file system's."""
-        ticket = self.path.with_name(f"{NAME}.{self._own.token}")
-        files.write(ticket, [self._own.model_dump_json().encode()])
+        """Write the lock's content under a name that nobody else uses; its time is the file system's."""
+        ticket = self.path.with_name(f"{NAME}.{self._holder.token}")
+        files.write(ticket, [self._holder.model_dump_json().encode()])
         return ticket
 
     def _take(self, path: Path, ticket: Path) -> Holder | None:
-        """None: ``path`` is ours; else who has it.
+        """Take ``path``; return None, or the one who has it.
 
         Only who holds the gate named after a dead lock may replace that lock, so that of two takers one wins. A gate
         is a lock as well, whose taker may have died.
@@ -152,9 +157,9 @@ class Lock:
             if other is not None:
                 return other
             try:
-                found = _read(path)
-                if found is not None and found.token == holder.token:
-                    files.put(path, self._own.model_dump_json().encode())
+                current = _read(path)  # the gate was another's until now, who may have replaced the lock
+                if current is not None and current.token == holder.token:
+                    files.put(path, self._holder.model_dump_json().encode())
             finally:
                 gate.unlink(missing_ok=True)
 
@@ -165,18 +170,19 @@ class Lock:
         except OSError as error:
             if error.errno in NO_LINKS:  # then an exclusive creation, whose content comes a moment later
                 with suppress(FileExistsError), open(path, "x", encoding="utf-8") as stream:
-                    stream.write(self._own.model_dump_json())
+                    stream.write(self._holder.model_dump_json())
                     return True
             elif error.errno != errno.EEXIST:
                 raise
         holder = _read(path)  # over NFS a link may be there although its answer was lost
-        return holder is not None and holder.token == self._own.token
+        return holder is not None and holder.token == self._holder.token
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             with suppress(OSError):
                 holder = _read(self.path)
-                if holder is not None and holder.token == self._own.token:
+                # Its age tells other hosts that this process lives.
+                if holder is not None and holder.token == self._holder.token:
                     os.utime(self.path)
 
     def release(self) -> None:
@@ -184,7 +190,8 @@ class Lock:
         self._ended.set()
         with suppress(OSError):
             holder = _read(self.path)
-            if holder is not None and holder.token == self._own.token:
+            # Another process may have taken it over meanwhile.
+            if holder is not None and holder.token == self._holder.token:
                 self.path.unlink()
         self._leave_no_folder()
 
@@ -200,7 +207,7 @@ class Lock:
 
 
 def _read(path: Path) -> Holder | None:
-    """None: there is no lock. One that cannot be understood is somebody's; raises OSError where it cannot be read."""
+    """Read a lock; None: there is none. One that cannot be parsed has an unknown holder; raises OSError."""
     try:
         return Holder.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -210,11 +217,12 @@ def _read(path: Path) -> Holder | None:
 
 
 def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
-    if holder.place == _place():
+    if holder.place == _place():  # the same boot of the same host: its table of processes knows
         return ticks(holder.pid) != holder.ticks
     if holder.job and holder.job != _job() and holder.job.split()[0] == _job().partition(" ")[0]:
         return True  # Slurm started this job again, perhaps on other hosts: what it ran before has ended
     try:
+        # Both times are of the file system: the clocks of two hosts may differ.
         os.utime(ticket)
         return ticket.stat().st_mtime - path.stat().st_mtime > OLD_SECONDS
     except FileNotFoundError:

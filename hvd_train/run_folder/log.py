@@ -23,7 +23,7 @@ REFRESH_SECONDS = 0.1
 
 
 class NullLog:
-    """The log of the ranks that do not speak."""
+    """A log that writes nothing, for ranks other than 0."""
 
     def train(self, *args: Any) -> None: ...
     def val(self, *args: Any) -> None: ...
@@ -82,12 +82,12 @@ class RunLog:
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
     def begin(self, needed: int) -> None:
-        """``needed``: bytes of a checkpoint, for which there must be room."""
+        """Begin to write the run folder; ``needed``: bytes of a checkpoint, for which there must be room."""
         if self._metrics is not None:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            aside = layout.set_aside(self.run_dir) if self.replace else None
+            replaced = layout.retire(self.run_dir) if self.replace else None
             store.preflight(self.run_dir / "checkpoints", needed)
             left = None
             if self.resumed_at is not None:
@@ -98,8 +98,8 @@ class RunLog:
             if self._tensorboard:
                 self._open_events()
             self._metrics = MetricsFile(self.run_dir)
-            if aside:
-                layout.drop(aside)
+            if replaced:
+                layout.drop(replaced)
             if left:
                 self.message(f"checkpoints after step {self.resumed_at} are not of this run any more: now in {left}")
         except (OSError, CheckpointError) as error:
@@ -112,7 +112,7 @@ class RunLog:
             line()
 
     def check(self) -> None:
-        """Raises where the run folder is no longer this process' own."""
+        """Raise where another process has taken the run folder over."""
         if self._lock is not None:
             self._lock.check()
 
@@ -121,7 +121,7 @@ class RunLog:
         return self._metrics is not None and self._metrics.incomplete()
 
     def end_incomplete(self, step: int) -> None:
-        """Raises why lines are missing, of a run that is saved at ``step``."""
+        """Raise the error that names the missing lines, of a run that is saved at ``step``."""
         assert self._metrics is not None
         raise self._metrics.failure(step)
 
@@ -163,6 +163,7 @@ class RunLog:
     def _event(self, event: str, epoch: int, step: int, results: Mapping[str, float], lr: float, speed: float) -> None:
         row = {"event": event, "epoch": epoch + 1, "step": step, **results}
         row |= {"lr": lr, "samples_per_second": round(speed, 1)}
+        # JSON has no nan and no infinity.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._write(finite)
         scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
@@ -172,7 +173,7 @@ class RunLog:
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
         """Log the error of compression: the cosine with the exact gradient, this rank's bytes with and without."""
-        if self._metrics is None:
+        if self._metrics is None:  # that of step 0 is measured before the first step, which begins the folder
             self._early.append(lambda: self.compression_error(epoch, step, cosine, sent, plain))
             return
         row = {"event": "compression", "epoch": epoch + 1, "step": step, "cosine": cosine}
@@ -188,6 +189,7 @@ class RunLog:
         if not (self.run_dir / jsonl.NAME).exists():
             return
         rows, damaged = jsonl.read(self.run_dir)
+        # A run that stopped within an evaluation repeats it, and logs its line again.
         end = {"val": step + (not self.evaluates_again)}
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] < end.get(row["event"], step + 1)]
         layout.put(self.run_dir / jsonl.NAME, "".join(kept))
@@ -196,7 +198,7 @@ class RunLog:
             self.message(f"{lines} of {jsonl.NAME} left out")
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Writes summary.json and ends metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
+        """Write summary.json and end metrics.jsonl. Raises CheckpointError where one of them cannot be written."""
         self.check()
         path = self.run_dir / "summary.json"
         try:
@@ -214,7 +216,7 @@ class RunLog:
     # ---- words
 
     def progress(self, epoch: int, done: int, total: int, speed: Callable[[], float]) -> None:
-        """Called after every step; shows something a few times a second at most, and asks for the speed only then."""
+        """Show the progress, a few times a second at most; ask for the speed only then. Called after every step."""
         now = time.monotonic()
         if now - self._last < (REFRESH_SECONDS if self._terminal else PLAIN_SECONDS):
             return
@@ -235,8 +237,11 @@ class RunLog:
         seconds: float,
         note: str = "",
     ) -> None:
-        """``values``: {train_NAME or val_NAME: None where there was no evaluation}; ``samples_per_second``: in these
-        ``seconds``; ``note``: stands behind the row."""
+        """Print the row of an epoch.
+
+        ``values``: {train_NAME or val_NAME: None where there was no evaluation}; ``samples_per_second``: in these
+        ``seconds``; ``note``: stands behind the row.
+        """
         shown = {name.replace("train_", "").replace("_", " "): x for name, x in values.items() if name != "val_samples"}
         widths = [max(8, len(name) + 1) for name in shown]
         total = f"/{self._epochs}" if self._epochs else ""
@@ -261,7 +266,7 @@ class RunLog:
         warn(text)
 
     def close(self, step: int = 0) -> None:
-        """``step``: at which the run is saved. Raises CheckpointError where lines could not be written."""
+        """Close all files of a run saved at ``step``. Raises CheckpointError where lines could not be written."""
         if self._terminal:
             self._terminal.clear()
         self._close_metrics(step)
@@ -270,7 +275,7 @@ class RunLog:
 
 
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:
-    """The speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
+    """Return the speed in the summary ``path``, if it is of the same weights: without a step none is measured."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         before = json.loads(path.read_bytes())
         if before["weights_sha256"] == values["weights_sha256"]:

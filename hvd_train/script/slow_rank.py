@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from hvd_train.core.meeting import Meetings
+from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.straggler import Stragglers
 from hvd_train.protocol import Communicator
 
@@ -15,18 +15,18 @@ class SlowRankReport:
 
     def __init__(self, communicator: Communicator, waited: Callable[[], float]) -> None:
         self._communicator, self._waited = communicator, waited
-        self._meetings, self._stragglers = Meetings(communicator), Stragglers()
+        self._sync, self._stragglers = ControlSync(communicator), Stragglers()
         self._step = 0
 
     def stepped(self, steps: int = 1) -> None:
         """Count ``steps`` more steps; on all ranks together. Rank 0 names a slow rank."""
         self._step += steps
-        if self._communicator.size == 1 or not self._meetings.due():
+        if self._communicator.size == 1 or not self._sync.due():
             return
-        if self._stragglers.look(self._step, self._meetings.meet(self._waited())) and self._communicator.rank == 0:
-            print(f"step {self._step}: {self._stragglers.found}", file=sys.stderr, flush=True)
+        if self._stragglers.look(self._step, self._sync.sync(self._waited())) and self._communicator.rank == 0:
+            print(f"step {self._step}: {self._stragglers.slow_rank}", file=sys.stderr, flush=True)
 
     def pause(self) -> None:
         """Leave out the time until the next step: an evaluation, a save. On all ranks together."""
         self._stragglers.pause()
-        self._meetings.begin()
+        self._sync.begin()

@@ -43,9 +43,9 @@ class Enough(BaseException):
 def work(framework: str, part: str, pairs: int, file: Path) -> None:
     """One rank: trains, and on rank 0 writes the seconds of each block."""
     from hvd_train.config import Config
+    from hvd_train.core.control_sync import StopSource
     from hvd_train.core.hooks import Hook
     from hvd_train.core.loop import Trainer
-    from hvd_train.core.meeting import StopSource
     from hvd_train.jobs.connect import connect
     from hvd_train.jobs.job import opened_job
     from hvd_train.launch import peers

@@ -696,6 +696,37 @@ def test_hooks_see_all_that_happens_in_order(tmp_path, size):
     assert [hook.evaluated for hook in hooks] == [[False, True, True]] * size
 
 
+def test_a_step_tells_what_was_made_and_what_follows(tmp_path):
+    """By the names of today and of earlier versions; the end of a step and of an epoch comes after all hooks."""
+    events = []
+
+    class First(Hook):
+        def on_step(self, trainer, info):
+            events.append(("step", info.log_due, info.check_due))
+            old = (info.rate, info.sums, info.told, info.compared)
+            assert old == (info.learning_rate, info.local_sums, info.log_due, info.check_due)
+            assert info.local_counts is None and info.due.last == (trainer.progress.step % 7 == 0)
+
+        def on_step_end(self, trainer, info):
+            events.append("step end")
+
+        def on_epoch_end(self, trainer, epoch):
+            assert "val_loss" in epoch.metrics and epoch.samples == N and epoch.seconds > 0
+            events.append("epoch end")
+
+    class Second(Hook):
+        def on_step(self, trainer, info):
+            events.append("second")
+
+        def on_epoch(self, trainer, epoch):
+            events.append("epoch")
+
+    trainer(Serial(), config(max_epochs=1, agreement_every_n_steps=5), tmp_path, hooks=[First(), Second()]).fit()
+    due = [(log, check) for log, check in zip([0, 0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1], strict=True)]
+    steps = [[("step", bool(log), bool(check)), "second", "step end"] for log, check in due]
+    assert events == [*sum(steps, []), "epoch", "epoch end"]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_hooks_see_no_checkpoint_that_was_not_kept(tmp_path, size):
     """The loss falls: by "max" the first one stays the best, and no other stays at all."""

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_train.checkpoint import store
 from hvd_train.compression import make
-from hvd_train.core import meeting
+from hvd_train.core import control_sync
 from hvd_train.data.arrays import Arrays
 from hvd_train.errors import Interrupted, NonFiniteError
 from hvd_train.protocol import Placement
@@ -156,7 +156,7 @@ def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
 @pytest.mark.parametrize("mode", ["allreduce", "local_sgd", "partial"])
 def test_a_signal_before_the_line_that_tells_of_a_loss_goes_back_and_saves(tmp_path, monkeypatch, mode):
     """The save looks at what no line of the log has told yet."""
-    monkeypatch.setattr(meeting, "MOST_SECONDS", 0.0)  # each step is a meeting
+    monkeypatch.setattr(control_sync, "MOST_SECONDS", 0.0)  # the ranks sync after each step
 
     def work(communicator):
         keys = {"checkpoint": {"every_n_steps": 2}, "log_every_n_steps": 50, "exchange": {"mode": mode}}

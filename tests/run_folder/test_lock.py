@@ -293,11 +293,11 @@ def test_killed_at_any_moment_the_old_run_or_the_new_one_is_there(tmp_path, monk
 
             for name in ("rename", "replace", "mkdir", "rmdir", "unlink", "open"):
                 setattr(os, name, counted(getattr(os, name)))
-            aside = layout.set_aside(run_dir)
+            replaced = layout.retire(run_dir)
             layout.put(run_dir / "config.yaml", "new")
             layout.put(run_dir / "metrics.jsonl", "")
             (run_dir / "checkpoints").mkdir()
-            layout.drop(aside)
+            layout.drop(replaced)
 
         code = forked(replace)
         assert code in (0, 42)

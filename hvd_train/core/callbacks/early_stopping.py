@@ -10,7 +10,7 @@ from hvd_train.core.training import Training
 
 
 class EarlyStopping(Hook):
-    """``early_stopping``; ``best`` and ``waited`` are kept in the checkpoint's progress."""
+    """Stop where the monitored value has not improved for long; ``best`` and ``waited`` are kept in the progress."""
 
     def __init__(self, rule: EarlyStoppingConfig) -> None:
         self._rule = rule

@@ -35,7 +35,7 @@ class LossLog(Hook):
         return np.append(sums, self._counts)
 
     def discard(self) -> None:
-        """Leave out the steps since the last line: their weights are gone back from."""
+        """Leave out the steps since the last line, after a rollback."""
         self.pending.clear()
         self._counts = np.zeros_like(self._counts)
 

@@ -14,7 +14,10 @@ WARMUP_STEPS = 20  # steps left out of samples_per_second: tracing, allocation a
 
 
 class Speed(Hook):
-    """Global and steady: the median over training steps after the first 20, evaluation and saving left out."""
+    """Measure samples per second of all ranks: the median over the steps after the first 20.
+
+    Evaluation and saving are left out.
+    """
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=10_000)

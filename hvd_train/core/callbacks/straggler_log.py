@@ -12,13 +12,13 @@ def watch_stragglers(trainer: Training, waited: Sequence[float]) -> None:
     """Look for a slow rank and name it the first time; ``waited``: seconds of each rank in transfers so far."""
     step = trainer.progress.step
     if len(waited) > 1 and trainer.stragglers.look(step, waited):
-        trainer.log.message(f"step {step}: {trainer.stragglers.found}")
+        trainer.log.message(f"step {step}: {trainer.stragglers.slow_rank}")
         log_straggler(trainer, trainer.progress.epoch)
 
 
 def log_straggler(trainer: Training, epoch: int) -> str:
     """Log the slow rank, if there is one; return the note for the epoch's row."""
-    straggler = trainer.stragglers.found
+    straggler = trainer.stragglers.slow_rank
     if straggler is None:
         return ""
     trainer.log.straggler(epoch, trainer.progress.step, asdict(straggler))

@@ -11,7 +11,7 @@ from hvd_train.core.training import Training
 
 
 class WeightCheck(Hook):
-    """All ranks must hold the same weights, except where the averaging mode lets them differ for a while."""
+    """Compare the ranks' weights, except where the averaging mode lets them differ for a while."""
 
     def __init__(self, loss_log: LossLog) -> None:
         self._loss_log = loss_log
@@ -29,7 +29,7 @@ class WeightCheck(Hook):
     def compare(self, trainer: Training) -> None:
         if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.groups.data.size == 1:
             return
-        # A loss that is not finite is the better message: it has spoilt the weights of this rank first.
+        # A loss that is not finite makes weights differ, too; the error then names the loss.
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._loss_log.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
         agree_on_weights(trainer.groups.data, trainer.frontend.checksums(), where, finite=finite)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import hvd_train.keras as hk
-from hvd_train.core import meeting
+from hvd_train.core import control_sync
 from hvd_train.keras import api
 from tests.keras.cases.models import BATCH, Adam, compiled, cross_entropy, digits, fit, network, trained
 from tests.keras.cases.networks import descent
@@ -80,10 +80,10 @@ def slow():
         time.sleep(0.02 if hk.rank() == 1 and steps >= 20 else 0)
 
     api._slow.cache_clear()
-    usual, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
+    usual, control_sync.MOST_SECONDS = control_sync.MOST_SECONDS, 0.04
     model = hk.distribute(compiled())
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
     with contextlib.redirect_stderr(printed := io.StringIO()):
         fit(model, *digits(), epochs=1, batch_size=5, callbacks=[callback])
-    meeting.MOST_SECONDS = usual
+    control_sync.MOST_SECONDS = usual
     return {"own/told": np.array(printed.getvalue())}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hvd_train.torch as ht
-from hvd_train.core import meeting
+from hvd_train.core import control_sync
 from hvd_train.torch import registry, step_hooks
 from tests.torch.cases.batches import in_parts
 from tests.torch.cases.models import digits, fit, loader, mlp, sgd
@@ -59,13 +59,13 @@ def plain_tensors():
 def slow():
     """What rank 0 tells where rank 1 takes 20 ms longer than the others, from step 20 on."""
     registry.slow_rank_report.cache_clear()
-    usual, meeting.MOST_SECONDS = meeting.MOST_SECONDS, 0.04
+    usual, control_sync.MOST_SECONDS = control_sync.MOST_SECONDS, 0.04
     model, optimizer = ht.distribute(model := mlp(), sgd(model))
     with contextlib.redirect_stderr(printed := io.StringIO()):
         for step in range(80):
             time.sleep(0.02 if ht.rank() == 1 and step >= 20 else 0)
             fit(model, optimizer, batches=[digits(8)[:]])
-    meeting.MOST_SECONDS = usual
+    control_sync.MOST_SECONDS = usual
     return printed.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Requests to stop (a signal, the end of a batch job), and where the ranks agree on them: all at the same step."""
+"""Requests to stop (a signal, the end of a batch job), and the sync at which all ranks agree on them, at one step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a rank listens before it loads anything
     from hvd_train.protocol import Communicator
 
-SECONDS, MOST_SECONDS = 0.25, 2.5  # between two meetings; horovodrun leaves 5 seconds between a signal and the end
+SECONDS, MOST_SECONDS = 0.25, 2.5  # between two syncs; horovodrun leaves 5 seconds between a signal and the end
 MPI_SECONDS = 1.0  # at most, where mpirun leaves one
-SHARE = 0.0025  # of the time, which meetings may take: one costs 0.3 ms, in TensorFlow 1.5 over MPI and 5 over Gloo
-WORDS = 256  # bytes at least: Horovod knows a transfer of the same length again, and asks no rank about it
+SHARE = 0.0025  # of the time, which syncs may take: one costs 0.3 ms, in TensorFlow 1.5 over MPI and 5 over Gloo
+REPORT_BYTES = 256  # at least: Horovod knows a transfer of the same length again, and asks no rank about it
 
 
 class StopSource:
@@ -28,20 +28,21 @@ class StopSource:
         """Report what this rank does now. No-op here."""
 
 
-class Meetings:
-    """The turns of a loop that end with a meeting, the same on all ranks.
+class ControlSync:
+    """Decides after which turns of a loop (steps, batches) the ranks exchange reports, the same turns on all ranks.
 
-    They are about ``SECONDS`` apart by the clock of rank 0: first after one turn, then at most twice as many each time.
+    Two syncs are about ``SECONDS`` apart by the clock of rank 0: the first after one turn, then after at most twice as
+    many turns each time.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._turns = self._left = 1
-        self._cost = 0.0  # seconds of the fastest meeting so far: others waited for someone
+        self._cost = 0.0  # seconds of the fastest sync so far: the slower ones waited for a rank
         self._since = time.monotonic()
 
     def begin(self) -> None:
-        """The loop begins, or goes on after something else: its clock leaves out what was between."""
+        """Begin the loop, or go on after something else: the clock leaves out what was between."""
         self._turns, self._since = self._left, time.monotonic()
 
     def due(self) -> bool:
@@ -49,19 +50,20 @@ class Meetings:
         self._left -= 1
         return self._left <= 0
 
-    def meet(self, own: Any) -> list[Any]:
+    def sync(self, report: Any) -> list[Any]:
         """Exchange what every rank reports, in rank order. Called on all ranks where it is ``due``, or sooner."""
         turns = self._turns - self._left
         began = time.monotonic()
-        each = (began - self._since) / max(turns, 1)
-        text = json.dumps([each, self._cost, own]).ljust(WORDS)
+        seconds = (began - self._since) / max(turns, 1)  # of a turn
+        text = json.dumps([seconds, self._cost, report]).ljust(REPORT_BYTES)
         parts = self._communicator.allgather_bytes(text.encode(), "meeting")
         self._cost = min(self._cost or math.inf, time.monotonic() - began)
-        told = [json.loads(part) for part in parts]
+        rows = [json.loads(part) for part in parts]
         if turns:
-            each, cost, _ = told[0]
+            # Rank 0's times, not this rank's: the number of turns must be the same everywhere, or the ranks hang.
+            seconds, cost, _ = rows[0]
             most = min(MOST_SECONDS, MPI_SECONDS) if self._communicator.mpi else MOST_SECONDS
             span = min(max(SECONDS, cost / SHARE), most)
-            self._turns = self._left = max(1, min(2 * self._turns, round(span / max(each, 1e-9))))
+            self._turns = self._left = max(1, min(2 * self._turns, round(span / max(seconds, 1e-9))))
             self._since = time.monotonic()
-        return [said for *_, said in told]
+        return [report for *_, report in rows]

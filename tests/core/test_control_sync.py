@@ -12,10 +12,10 @@ from hvd_train.checkpoint import store
 from hvd_train.checkpoint.store import find
 from hvd_train.checkpoint.writer import Writer
 from hvd_train.compression.sparse import Threshold
-from hvd_train.core import meeting
+from hvd_train.core import control_sync
 from hvd_train.core.agreement import collectively
+from hvd_train.core.control_sync import ControlSync, StopSource
 from hvd_train.core.hooks import Hook
-from hvd_train.core.meeting import Meetings, StopSource
 from hvd_train.errors import CheckpointError, Interrupted
 from hvd_train.frontends.serial import Serial
 from hvd_train.run_folder import log as log_module
@@ -40,7 +40,7 @@ class Signal(StopSource):
 
 @pytest.fixture
 def every_turn(monkeypatch):
-    monkeypatch.setattr(meeting, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(control_sync, "MOST_SECONDS", 0.0)
 
 
 def interrupted(size, c, folder, stop_source, resume=False, **options):
@@ -201,7 +201,7 @@ def test_an_interruption_is_saved_whatever_the_configuration_saves(tmp_path, eve
 
 
 def test_a_wish_to_stop_waits_for_its_line_whatever_the_clock_says(tmp_path, monkeypatch):
-    """When a run ends must not depend on how often the ranks meet."""
+    """When a run ends must not depend on how often the ranks sync."""
 
     class Stop(Hook):
         def on_step(self, trainer, taken):
@@ -211,38 +211,38 @@ def test_a_wish_to_stop_waits_for_its_line_whatever_the_clock_says(tmp_path, mon
     ends = []
     for seconds in (0.0, 1000.0):
         for name in ("SECONDS", "MOST_SECONDS"):
-            monkeypatch.setattr(meeting, name, seconds)
+            monkeypatch.setattr(control_sync, name, seconds)
         folder = tmp_path / str(seconds)
         ends.append(final(2, config(log_every_n_steps=6), folder, hooks=[Stop()])[0]["steps"])
     assert ends == [6, 6]
 
 
-def test_meetings_are_a_span_of_time_apart(monkeypatch):
+def test_syncs_are_a_span_of_time_apart(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(meeting.time, "monotonic", lambda: clock[0])
-    meetings, met = Meetings(Serial()), []
+    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+    sync, synced = ControlSync(Serial()), []
     for turn in range(1, 400):
         clock[0] += 0.01
-        if meetings.due():
-            assert meetings.meet("said") == ["said"]
-            met.append(turn)
-    assert met[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(met[6:], met[7:], strict=False)} <= {24, 25}
+        if sync.due():
+            assert sync.sync("report") == ["report"]
+            synced.append(turn)
+    assert synced[:5] == [1, 3, 7, 15, 31] and {b - a for a, b in zip(synced[6:], synced[7:], strict=False)} <= {24, 25}
     clock[0] += 1000  # an evaluation
-    meetings.begin()
-    before = len(met)
+    sync.begin()
+    before = len(synced)
     for turn in range(400, 500):
         clock[0] += 0.01
-        if meetings.due():
-            meetings.meet(None)
-            met.append(turn)
-    assert len(met) - before >= 3
+        if sync.due():
+            sync.sync(None)
+            synced.append(turn)
+    assert len(synced) - before >= 3
 
 
-def test_a_slow_step_is_a_meeting(monkeypatch):
+def test_the_ranks_sync_after_each_slow_step(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(meeting.time, "monotonic", lambda: clock[0])
-    meetings = Meetings(Serial())
+    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+    sync = ControlSync(Serial())
     for _ in range(10):
         clock[0] += 3.0
-        assert meetings.due()
-        meetings.meet(None)
+        assert sync.due()
+        sync.sync(None)

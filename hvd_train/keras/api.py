@@ -11,8 +11,9 @@ from hvd_train.frameworks import KERNELS
 from hvd_train.frontends.devices import gpu_index
 from hvd_train.launch.environment import keep_memory, share_memory, threads, world
 
-# TensorFlow reads both while it loads; what the user has set stands. Level 1 leaves out notes, not warnings and errors.
-os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "1"} | os.environ)
+# TensorFlow reads both while it loads; what the user has set stands. Level 2 leaves out all but errors: warnings
+# of types that its optimizer of graphs passes over come by the dozen with 64 bits.
+os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ)
 
 import keras
 

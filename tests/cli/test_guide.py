@@ -128,8 +128,13 @@ def test_commands_run(tmp_path, page):
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     write_photos(tmp_path / "photos")
     lines = [line for name, line in commands() if name == page and not ELSEWHERE.search(line)]
-    if any("--run-dir runs/first" in line and " fit " not in line for line in lines):
-        lines = ["hvd-train fit -c first.yaml", *lines]  # which the reader has from the page before
+    for run, fit in (
+        ("runs/first", "hvd-train fit -c first.yaml"),
+        ("runs/second", "hvd-train fit -c first.yaml --run-dir runs/second"),
+    ):
+        makes = [" fit " in line and (run in line or run == "runs/first" and "first.yaml" in line) for line in lines]
+        if any(run in line for line in lines) and not any(makes):
+            lines = [fit, *lines]  # which the reader has from the page before
     done = 0
     for line in lines:
         words = shlex.split(line, comments=True)

@@ -14,7 +14,7 @@ from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.reducer import Reducer
 from hvd_train.torch.residuals import Residuals
 from tests.script.loaders import SEVEN_TO_SIX, uneven
-from tests.torch.cases.same import Faulty
+from tests.torch.cases.gradients import Faulty
 
 
 class Listed(nn.Module):

@@ -88,7 +88,9 @@ class ShardedOptimizer:
     def entries(self) -> list[Entry]:
         entries = []
         if self.kernel.counts_steps:
-            entries.append(Entry("slots/step", Placement.REPLICATED, lambda: array_of(self.steps[(self._moved or [0])[0]])))
+            entries.append(
+                Entry("slots/step", Placement.REPLICATED, lambda: array_of(self.steps[(self._moved or [0])[0]]))
+            )
         for slot, tensors in self.slots.items():
             for piece, x in zip(self._all(), tensors, strict=True):
                 layout = self._layouts[piece.name]

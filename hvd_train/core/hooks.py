@@ -36,12 +36,12 @@ class StepInfo:
 
     @property
     def log_due(self) -> bool:
-        """Whether a line of the log is written after this step."""
+        """Return whether a line of the log is written after this step."""
         return self.due.log
 
     @property
     def check_due(self) -> bool:
-        """Whether the ranks compare their weights after this step."""
+        """Return whether the ranks compare their weights after this step."""
         return self.due.check
 
     # Names of earlier versions, which users' hooks read.

@@ -98,7 +98,7 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether the training has come to its end: stopped, or at ``max_steps`` or ``max_epochs``."""
+        """Return whether the training has come to its end: stopped, or at ``max_steps`` or ``max_epochs``."""
         p, c = self.progress, self.config
         return (
             p.stopped or bool(c.max_steps and p.step >= c.max_steps) or bool(c.max_epochs and p.epoch >= c.max_epochs)
@@ -106,7 +106,7 @@ class Training:
 
     @property
     def paused(self) -> bool:
-        """Whether the run has come ``until`` where it is left, and not to its end."""
+        """Return whether the run has reached epoch ``until``, where it is left, and not its end."""
         return self.until is not None and self.progress.epoch >= self.until and not self.finished
 
     @property

@@ -140,8 +140,6 @@ class Update(Protocol):
     diverged: bool  # whether the ranks' weights may differ now
     # A rank's gradient is the mean over its samples, not its part of the global mean.
     local_gradients: bool
-    # Each rank moves its part of the weights (update/sharded.py).
-    sharded: bool
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...

@@ -19,7 +19,7 @@ class Replicated:
     means, and neither adds nor averages them), instead of its part of the global mean.
     """
 
-    diverged = sharded = False
+    diverged = False
 
     def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients

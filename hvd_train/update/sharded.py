@@ -76,8 +76,6 @@ class ShardedExchange(Exchange):
 class Sharded(Replicated):
     """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
 
-    sharded = True
-
     def __init__(self, frontend: FrontEnd, exchange: ShardedExchange) -> None:
         self._parts = exchange
         super().__init__(frontend, exchange)
@@ -103,7 +101,7 @@ class Sharded(Replicated):
         self._sharded.take(len(self.buckets) - 1, communicator.synchronize(before))
 
     def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
-        """Join the sums of squares of parts of tensors over the ranks, which all call it alike."""
+        """Join the sums of squares of parts of tensors over the ranks. All ranks must call it, in the same order."""
         if not squares:
             return squares
         ops, communicator = self.frontend.ops, self.exchange.communicator

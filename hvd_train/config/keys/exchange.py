@@ -15,7 +15,7 @@ FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
 
 class ExchangeConfig(Section):
-    """How ranks combine what they learned: gradients or weights, compressed or not."""
+    """The combination of what ranks learned: gradients or weights, compressed or not."""
 
     compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
         "none",

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
         return self.flat.names[self.member]
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """A view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
+        """Return a view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
         layer-wise formulas treat tensors of fewer than 2 dimensions apart."""
         part = self.flat.parts(bucket)[self.member][self.first : self.last]
         return part.view(-1, 1) if len(self.flat.shapes[self.member]) > 1 else part
@@ -74,7 +74,7 @@ class ShardedOptimizer:
             self.kernel(lists[0], lists[1], lists[2:-1], lists[-1], learning_rate, self._update.total)
 
     def part(self, bucket: int) -> torch.Tensor:
-        """(n,): the weights of a bucket that this rank has moved, as gradients travel."""
+        """Return (n,): the weights of a bucket that this rank has moved, laid out as gradients travel."""
         return torch.cat([w.view(-1) for w in self._weights[bucket]])
 
     @torch.no_grad()

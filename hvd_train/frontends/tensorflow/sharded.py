@@ -56,7 +56,7 @@ class ShardedOptimizer:
 
     @staticmethod
     def _make(variable: Any, entries: int) -> tf.Variable:
-        """(n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
+        """Make a variable: (n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
         shape = (entries, 1) if len(variable.shape) > 1 else (entries,)
         return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
 
@@ -83,7 +83,7 @@ class ShardedOptimizer:
             self.steps.assign(step)
 
     def part(self, bucket: int) -> tf.Tensor:
-        """(n,): the weights of a bucket that this rank has moved."""
+        """Return (n,): the weights of a bucket that this rank has moved."""
         return tf.concat([tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]], 0)
 
     def take(self, bucket: int, weights: tf.Tensor) -> None:

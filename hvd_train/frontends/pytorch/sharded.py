@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.optimizers import KERNELS, Kernel, array_of
-from hvd_train.protocol import Entry, Ops, Placement
+from hvd_train.frontends.sharded_slots import ShardedSlots
+from hvd_train.protocol import Ops
 from hvd_train.update.sharded import Sharded, pieces
 
 
@@ -24,10 +24,7 @@ class Piece(NamedTuple):
     member: int  # of the bucket
     first: int
     last: int
-
-    @property
-    def name(self) -> str:
-        return self.flat.names[self.member]
+    layout: Layout
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """Return a view of this piece of a bucket: (n, 1) for a piece of a matrix and (n,) for one of a vector, for
@@ -36,16 +33,19 @@ class Piece(NamedTuple):
         return part.view(-1, 1) if len(self.flat.shapes[self.member]) > 1 else part
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(ShardedSlots):
     """A kernel over pieces of tensors. Slots are made for them alone."""
 
     def __init__(
         self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout], ops: Ops, update: Sharded
     ) -> None:
-        self._flats, self._layouts, self._update = flats, layouts, update
+        self._flats, self._update = flats, update
         self.kernel: Kernel = KERNELS[options.name](options, ops)
         self._pieces = [
-            [Piece(flat, i, *bounds) for i, bounds in enumerate(pieces(flat.sizes, *update.bounds(b)))]
+            [
+                Piece(flat, i, *bounds, layouts[flat.names[i]])
+                for i, bounds in enumerate(pieces(flat.sizes, *update.bounds(b)))
+            ]
             for b, flat in enumerate(flats)
         ]
         # Views of the buckets, cut once: a piece is cut from all parts of its bucket, 400 times for 200 layers.
@@ -85,44 +85,26 @@ class ShardedOptimizer:
 
     # ---- state
 
-    def entries(self) -> list[Entry]:
-        entries = []
-        if self.kernel.counts_steps:
-            entries.append(
-                Entry("slots/step", Placement.REPLICATED, lambda: array_of(self.steps[(self._moved or [0])[0]]))
-            )
-        for slot, tensors in self.slots.items():
-            for piece, x in zip(self._all(), tensors, strict=True):
-                layout = self._layouts[piece.name]
-                entries.append(
-                    Entry(
-                        f"slots/{slot}/{layout.name}",
-                        Placement.SHARDED,
-                        partial(array_of, x.view(-1)),
-                        layout.shape,
-                        partial(self._canonical, piece),
-                    )
-                )
-        return entries
-
-    def _canonical(self, piece: Piece, stored: np.ndarray) -> np.ndarray:
-        """Return a whole tensor as a checkpoint has it, from its entries in the order of memory."""
-        x = stored.reshape(piece.flat.shapes[piece.member])
-        native = x.transpose(0, 3, 1, 2) if piece.flat.channels_last and x.ndim == 4 else x
-        return self._layouts[piece.name].to_canonical(native)
+    def _step_reader(self) -> Callable[[], np.ndarray] | None:
+        if not self.kernel.counts_steps:
+            return None
+        return lambda: array_of(self.steps[(self._moved or [0])[0]])  # a piece that is not moved counts no steps
 
     @torch.no_grad()
-    def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
-        for slot, tensors in self.slots.items():
-            for piece, x in zip(self._all(), tensors, strict=True):
-                layout = self._layouts[piece.name]
-                key = f"slots/{slot}/{layout.name}"
-                if key in tree:
-                    native: Any = layout.from_canonical(tree[key])
-                    stored = native.transpose(0, 2, 3, 1) if piece.flat.channels_last and native.ndim == 4 else native
-                    part = np.ascontiguousarray(stored).reshape(-1)[piece.first : piece.last]
-                    x.view(-1).copy_(torch.from_numpy(part))
-        if self.kernel.counts_steps and "slots/step" in tree:
-            for steps in self.steps:
-                steps.copy_(torch.from_numpy(np.asarray(tree["slots/step"])))
+    def _load_step(self, step: np.ndarray) -> None:
+        for steps in self.steps:
+            steps.copy_(torch.from_numpy(np.asarray(step)))
+
+    def _read(self, slot: torch.Tensor) -> np.ndarray:
+        return array_of(slot.view(-1))
+
+    @torch.no_grad()
+    def _write(self, slot: torch.Tensor, part: np.ndarray) -> None:
+        slot.view(-1).copy_(torch.from_numpy(part))
+
+    def _to_native(self, piece: Piece, stored: np.ndarray) -> np.ndarray:
+        x = stored.reshape(piece.flat.shapes[piece.member])
+        return x.transpose(0, 3, 1, 2) if piece.flat.channels_last and x.ndim == 4 else x
+
+    def _to_stored(self, piece: Piece, native: np.ndarray) -> np.ndarray:
+        return native.transpose(0, 2, 3, 1) if piece.flat.channels_last and native.ndim == 4 else native

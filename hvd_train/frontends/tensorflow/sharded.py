@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,15 +10,15 @@ import tensorflow as tf
 
 from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, view
-from hvd_train.protocol import Entry, Placement
 from hvd_train.update.sharded import Sharded, pieces
 
 
 class Piece(NamedTuple):
     """The consecutive entries of a variable that are this rank's to move. ``weight``: where a kernel moves them."""
 
-    path: str
+    layout: Layout
     variable: Any
     first: int
     last: int
@@ -29,14 +28,14 @@ class Piece(NamedTuple):
         return tf.reshape(tf.reshape(self.variable.value, (-1,))[self.first : self.last], self.weight.shape)
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(ShardedSlots):
     """A kernel over pieces of variables. TensorFlow's kernels move a variable as a whole, so each piece has one, beside
     the variables of its slots."""
 
     def __init__(
         self, options: OptimConfig, trainable: Mapping[str, Any], layouts: Mapping[str, Layout], update: Sharded
     ) -> None:
-        self._layouts, self._update, self._variables = layouts, update, list(trainable.values())
+        self._update, self._variables = update, list(trainable.values())
         self.kernel: Kernel = KERNELS[options.name](options)
         paths = list(trainable)
         self._buckets: list[list[Piece]] = []
@@ -44,7 +43,9 @@ class ShardedOptimizer:
             bounds = pieces([int(np.prod(self._variables[i].shape)) for i in members], *update.bounds(b))
             self._buckets.append(
                 [
-                    Piece(paths[i], self._variables[i], first, last, self._make(self._variables[i], last - first))
+                    Piece(
+                        layouts[paths[i]], self._variables[i], first, last, self._make(self._variables[i], last - first)
+                    )
                     for i, (first, last) in zip(members, bounds, strict=True)
                 ]
             )
@@ -56,7 +57,7 @@ class ShardedOptimizer:
 
     @staticmethod
     def _make(variable: Any, entries: int) -> tf.Variable:
-        """Make a variable: (n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
+        """Make (n, 1) for a piece of a matrix, (n,) for one of a vector: layer-wise formulas treat vectors apart."""
         shape = (entries, 1) if len(variable.shape) > 1 else (entries,)
         return tf.Variable(tf.zeros(shape, variable.dtype), trainable=False)
 
@@ -97,37 +98,22 @@ class ShardedOptimizer:
 
     # ---- state
 
-    def entries(self) -> list[Entry]:
-        entries = []
-        if self.kernel.counts_steps:  # PyTorch counts in float32
-            entries.append(
-                Entry("slots/step", Placement.REPLICATED, lambda: np.asarray(view(self.steps).astype(np.float32)))
-            )
-        for slot, variables in self.slots.items():
-            for piece, variable in zip(self._all(), variables, strict=True):
-                layout = self._layouts[piece.path]
-                read, whole = partial(self._read, variable), partial(self._canonical, piece)
-                entries.append(
-                    Entry(f"slots/{slot}/{layout.name}", Placement.SHARDED, read, tuple(layout.shape), whole)
-                )
-        return entries
+    def _step_reader(self) -> Callable[[], np.ndarray] | None:
+        if not self.kernel.counts_steps:
+            return None
+        return lambda: np.asarray(view(self.steps).astype(np.float32))  # as PyTorch counts
 
-    @staticmethod
-    def _read(variable: tf.Variable) -> np.ndarray:
-        return view(variable).reshape(-1)
+    def _load_step(self, step: np.ndarray) -> None:
+        self.steps.assign(int(step))
 
-    def _canonical(self, piece: Piece, native: np.ndarray) -> np.ndarray:
-        """Return a whole variable as a checkpoint has it, from its entries in the order of memory."""
-        return self._layouts[piece.path].to_canonical(native.reshape(piece.variable.shape))
+    def _read(self, slot: tf.Variable) -> np.ndarray:
+        return view(slot).reshape(-1)
 
-    def load(self, tree: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
-        for slot, variables in self.slots.items():
-            for piece, variable in zip(self._all(), variables, strict=True):
-                layout = self._layouts[piece.path]
-                key = f"slots/{slot}/{layout.name}"
-                if key in tree:
-                    part = layout.from_canonical(tree[key]).reshape(-1)[piece.first : piece.last]
-                    variable.assign(part.reshape(variable.shape).astype(variable.dtype.as_numpy_dtype))
-        if self.kernel.counts_steps and "slots/step" in tree:
-            self.steps.assign(int(tree["slots/step"]))
+    def _write(self, slot: tf.Variable, part: np.ndarray) -> None:
+        slot.assign(part.reshape(slot.shape).astype(slot.dtype.as_numpy_dtype))
+
+    def _to_native(self, piece: Piece, stored: np.ndarray) -> np.ndarray:
+        return stored.reshape(piece.variable.shape)
+
+    def _to_stored(self, piece: Piece, native: np.ndarray) -> np.ndarray:
+        return native

@@ -1,0 +1,75 @@
+"""The state of a sharded optimizer, for every front-end: parts of slots by canonical names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.protocol import Entry, Placement
+
+
+class ShardedSlots(ABC):
+    """``entries`` and ``load`` over a subclass' pieces, each with ``layout``, ``first`` and ``last``.
+
+    ``slots``: {slot: a tensor for each piece}. Pieces are cut from a tensor as it is stored: flat, in memory's order.
+    """
+
+    slots: Mapping[str, list[Any]]
+
+    @abstractmethod
+    def _all(self) -> Iterable[Any]:
+        """Return the pieces, in the order of the tensors of a slot."""
+
+    @abstractmethod
+    def _step_reader(self) -> Callable[[], np.ndarray] | None:
+        """Return a function that gives the number of steps as () float32; None: the formula needs none."""
+
+    @abstractmethod
+    def _load_step(self, step: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def _read(self, slot: Any) -> np.ndarray:
+        """Return (n,): the memory of a piece of a slot."""
+
+    @abstractmethod
+    def _write(self, slot: Any, part: np.ndarray) -> None:
+        """Take (n,) for a piece of a slot."""
+
+    @abstractmethod
+    def _to_native(self, piece: Any, stored: np.ndarray) -> np.ndarray:
+        """Return a whole tensor in the framework's axes, from its flat memory."""
+
+    @abstractmethod
+    def _to_stored(self, piece: Any, native: np.ndarray) -> np.ndarray:
+        """Return the whole tensor in the order of memory."""
+
+    def entries(self) -> list[Entry]:
+        read_step = self._step_reader()
+        entries = [Entry("slots/step", Placement.REPLICATED, read_step)] if read_step else []
+        for key, piece, slot in self._named():
+            shape, whole = tuple(piece.layout.shape), partial(self._canonical, piece)
+            entries.append(Entry(key, Placement.SHARDED, partial(self._read, slot), shape, whole))
+        return entries
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take this rank's pieces of whole slots; those that are not in ``tree`` stay as they are."""
+        for key, piece, slot in self._named():
+            if key in tree:
+                stored = self._to_stored(piece, piece.layout.from_canonical(tree[key]))
+                self._write(slot, np.ascontiguousarray(stored).reshape(-1)[piece.first : piece.last])
+        if self._step_reader() and "slots/step" in tree:
+            self._load_step(tree["slots/step"])
+
+    def _named(self) -> Iterable[tuple[str, Any, Any]]:
+        for name, slots in self.slots.items():
+            for piece, slot in zip(self._all(), slots, strict=True):
+                yield f"slots/{name}/{piece.layout.name}", piece, slot
+
+    def _canonical(self, piece: Any, stored: np.ndarray) -> np.ndarray:
+        layout: Layout = piece.layout
+        return layout.to_canonical(self._to_native(piece, stored))

@@ -88,7 +88,8 @@ class Children:
     """The ranks that one process starts, and their end. ``host``: the name of this one where there are several."""
 
     def __init__(self, host: str = "") -> None:
-        self._host, self._signalled = host, False
+        self._host = host
+        self._sent: set[int] = set()  # signals
         self._running: dict[int, Child] = {}
         self._mask: set[int] = set()
 
@@ -108,7 +109,7 @@ class Children:
         child.send(json.dumps(message).encode())
 
     def signal(self, number: int) -> None:
-        self._signalled = True
+        self._sent.add(number)
         for child in list(self._running.values()):
             child.signal(number)
 
@@ -138,23 +139,43 @@ class Children:
         """
         first = 0
         while self._running:
-            pid, status = os.wait()
-            child = self._running.pop(pid, None)
-            code = os.waitstatus_to_exitcode(status)
-            if child is None or not code or first:
-                continue
-            if child.ssh:
-                first = CommunicationError.exit_code if code == SSH_FAILED else code
-            elif code < 0 and self._host and not self._signalled:
-                how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
-                print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
-                first = CommunicationError.exit_code
-            else:
-                first = code if code > 0 else 128 - code
-            if first not in LEAVING:
-                self.signal(signal.SIGTERM)
-                self._end_later()
+            for child, code in self._ended():
+                if not code or first:
+                    continue
+                if child.ssh:
+                    first = CommunicationError.exit_code if code == SSH_FAILED else code
+                elif self._host and self._is_cause(code):
+                    how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
+                    print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
+                    first = CommunicationError.exit_code
+                else:
+                    first = code if code > 0 else 128 - code
+                if first not in LEAVING:
+                    self.signal(signal.SIGTERM)
+                    self._end_later()
         return first
+
+    def _ended(self) -> list[tuple[Child, int]]:
+        """Wait for a child, and return all that have ended with their exit codes, those that a signal ended first.
+
+        A rank that loses another one ends soon, so where both are seen at one look the killed one is the cause.
+        """
+        pid, status = os.wait()
+        ended = []
+        while pid:
+            if child := self._running.pop(pid, None):
+                ended.append((child, os.waitstatus_to_exitcode(status)))
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # that was the last one
+                break
+        return sorted(ended, key=lambda one: one[1] >= 0)
+
+    def _is_cause(self, code: int) -> bool:
+        """Return whether a signal ended a child that was not sent here, nor is a crash while the others end."""
+        if self._sent:
+            return code == -signal.SIGKILL and signal.SIGKILL not in self._sent
+        return code < 0
 
     def _end_later(self) -> None:
         """Kill all after ``GRACE_SECONDS``: a rank that is stopped or waits for a lost one does not end by SIGTERM."""

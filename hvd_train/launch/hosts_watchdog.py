@@ -12,7 +12,7 @@ from hvd_train.launch.status import EXCHANGE, RankStatus
 from hvd_train.launch.watchdog import PAUSE_SECONDS, WATCHED, Watchdog
 
 LARGE_LATE_SECONDS = 7.0  # one large message is sent every 4 s: this late, they are lost while small ones come
-DEAD = "-"  # stands for the kernel's letter of a process' state once there is no process
+NO_PROCESS = "-"  # stands for the kernel's letter of a process' state once there is no process
 
 
 @dataclass
@@ -44,14 +44,14 @@ class Host:
         self.heard, self.closed = time.monotonic(), False
         for rank, one, state in zip(self.ranks, statuses, states, strict=True):
             # A rank that ends because another was lost reports it ("lost"), so it is not counted as a cause.
-            failed = one.record.get("code", 0) != 0 or (state == DEAD and not one.record)
+            failed = one.record.get("code", 0) != 0 or (state == NO_PROCESS and not one.record)
             if failed and not one.record.get("lost"):
                 self.died.setdefault(rank, self.heard)
 
     @property
     def left(self) -> bool:
         """Return whether all of its ranks have ended."""
-        return bool(self.states) and all(state == DEAD for state in self.states)
+        return bool(self.states) and all(state == NO_PROCESS for state in self.states)
 
     @property
     def words(self) -> str:

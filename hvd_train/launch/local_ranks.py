@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvd_train.launch.hosts_watchdog import DEAD
+from hvd_train.launch.hosts_watchdog import NO_PROCESS
 from hvd_train.launch.launchers import LAUNCHERS
 from hvd_train.launch.status import StatusTable
 from hvd_train.launch.watchdog import stacks, state
@@ -53,7 +53,7 @@ class LocalRanks:
             status = self.table.read(place)
             dead = place in self._dead or place in self.table.gone
             record = {key: status.record[key] for key in ("code", "lost") if key in status.record}
-            letter = DEAD if dead else state(status.pid)
+            letter = NO_PROCESS if dead else state(status.pid)
             rows.append([status.pid, status.step, status.phase, record, status.beats, letter])
         return rows
 

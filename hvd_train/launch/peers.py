@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvd_train.launch import heartbeat
 from hvd_train.launch.status import StatusSlot, StatusTable, host_key, supported, verdict_path
-from hvd_train.launch.watchdog import ANSWER_SECONDS, Watchdog, state
+from hvd_train.launch.watchdog import ANSWER_SECONDS, DEAD, Watchdog, state
 
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between two looks; how many ranks of a host look
 NEWS_SECONDS = 3.0  # for the news which rank was lost to reach the other hosts
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
-DEAD = "XZ?"  # the kernel's letters of a process that has ended; ?: there is none
 
 
 class Company(NamedTuple):

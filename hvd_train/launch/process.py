@@ -101,7 +101,7 @@ class _Forwarding:
         if threading.current_thread() is not threading.main_thread():
             return
         closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
-        signals = (signal.SIGINT, signal.SIGTERM, *closed, *((signal.SIGUSR1,) if self._table else ()))
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *closed)
         self._previous = {number: signal.signal(number, self._forward) for number in signals}
 
     def attach(self, child: subprocess.Popen) -> None:

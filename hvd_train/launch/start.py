@@ -57,8 +57,8 @@ def launch(
 ) -> int:
     """Run ``python -m MODULE ARGUMENTS``, or ``program`` instead, on all ranks to the end, and return the exit code.
 
-    ``more`` is added to the environment. A signal to this process reaches the ranks, and the exit code is 128 + signal.
-    A rank that a signal ended is exit code 5.
+    ``more`` is added to the environment. A signal to this process reaches the ranks, and the exit code is 75 if they
+    have saved, else 128 + signal. A rank that a signal ended is exit code 5.
     """
     if hosts:
         hosts.needed(num_proc)  # raises if there are too few slots

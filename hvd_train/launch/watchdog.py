@@ -10,12 +10,15 @@ import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hvd_train.launch.status import EXCHANGE, SCRIPT, RankStatus, StatusTable
 
 WATCHED = ("training", "evaluation")  # phases that report steps; a save takes as long as the disk does
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit for a script of the user: seconds, 0: never stuck
 ANSWER_SECONDS = 1.0
+DEAD_SECONDS = 10.0  # for ranks to notice that another has ended; launchers that end them all take up to 8
+DEAD = "XZ?-"  # the kernel's letters of a process that has ended; ?, -: there is none
 PAUSE_SECONDS = 3.0  # a longer time between two looks means that this process was stopped itself
 PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 DUMP = re.compile(r"(?<=[^\n]\n)(?=(?:Current t|T)hread 0x)")  # between two answers of one rank no line is empty
@@ -29,7 +32,8 @@ class Watchdog:
     """Call ``look()`` every now and then. ``stuck``: {rank: (what is wrong, its stack)} once ranks are stuck.
 
     Ranks are stuck if nothing has moved for ``limit`` seconds (0: they never are). Of ranks that wait for one another
-    the culprit is the one that is stopped or computes something else, or all of them if that cannot be known.
+    the culprit is the one that is stopped or computes something else, or all of them if that cannot be known. If a rank
+    has died, the others may stand still for ``DEAD_SECONDS`` only: Gloo does not always notice that a peer is gone.
     """
 
     def __init__(self, table: StatusTable | None, limit: float) -> None:
@@ -39,6 +43,8 @@ class Watchdog:
         self._stopped: dict[int, float] = {}
         self._moved: dict[int, tuple[int, float]] = {}  # of ranks of scripts: their beats, since when
         self._asked = 0.0  # when to ask for stacks again
+        self._living: set[int] = set()  # ranks that were seen alive
+        self._waiting: tuple[list[Any], float] = ([], 0.0)  # ranks that may wait for a dead one, since when
         self._since = self._before = time.monotonic()
         self.stuck: dict[int, tuple[str, str]] = {}
 
@@ -57,11 +63,27 @@ class Watchdog:
         states = self._states(statuses)
         self._stopped = {rank: self._stopped.get(rank, now) for rank, state in states.items() if state in "Tt"}
         stopped = [rank for rank, since in self._stopped.items() if now - since > self._limit]
-        if stopped or now - self._since > self._limit:
+        if dead := self._awaited(statuses, states, now):
+            self.stuck = {rank: ("has ended, and the others wait for it", "") for rank in dead}
+        elif stopped or now - self._since > self._limit:
             self.stuck = self._culprits(statuses, stopped or list(self._stopped))
         elif any(one.phase == EXCHANGE for one in statuses):
             self.stuck = self._late(statuses, now)
         return bool(self.stuck)
+
+    def _awaited(self, statuses: list[RankStatus], states: dict[int, str], now: float) -> list[int]:
+        """Return ranks that have died while all others have stood still for ``DEAD_SECONDS``."""
+        # A rank that was never seen alive may be one whose process cannot be seen from here (a container's).
+        gone = {rank for rank in states if states[rank] in DEAD}
+        self._living |= states.keys() - gone
+        dead = [rank for rank in sorted(gone & self._living) if _has_died(statuses[rank])]
+        left = [
+            (rank, one.phase, one.beats) for rank, one in enumerate(statuses) if rank not in gone and not one.record
+        ]
+        if left != self._waiting[0] or not dead:
+            self._waiting = left, now
+        wait = left and all(phase in (*WATCHED, EXCHANGE) for _, phase, _ in left)
+        return dead if wait and now - self._waiting[1] > min(DEAD_SECONDS, self._limit) else []
 
     def _late(self, statuses: list[RankStatus], now: float) -> dict[int, tuple[str, str]]:
         """Return ranks of a user's script that stay away from what others are in.
@@ -110,6 +132,11 @@ class Watchdog:
     def _stacks(self, statuses: list[RankStatus]) -> dict[int, list[str]]:
         assert self._table is not None
         return stacks(self._table, statuses)
+
+
+def _has_died(one: RankStatus) -> bool:
+    """Return whether a rank that is gone was not asked to end, nor ended because of another."""
+    return one.record.get("code", 1) != 0 and not one.record.get("lost")
 
 
 def stacks(table: StatusTable, statuses: list[RankStatus]) -> dict[int, list[str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,7 +180,7 @@ def test_all_ports_but_ssh_are_dropped_from_the_start(network, tmp_path, launche
 @WAITS
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_a_killed_rank_is_named_with_its_host_by_all(network, tmp_path, launcher):
-    job = Job(network, tmp_path, launcher, 2)
+    job = Job(network, tmp_path, launcher, 2, "watchdog_s=25")  # the kernel may take seconds to end a process
     job.send(signal.SIGKILL, 3)
     code, errors = job.end()
     who = f"rank 3 on host {network.hosts[1]} "
@@ -192,16 +192,20 @@ def test_a_killed_rank_is_named_with_its_host_by_all(network, tmp_path, launcher
 
 
 @WAITS
-def test_a_training_that_nobody_disturbs_leaves_nothing(network, tmp_path):
+@pytest.mark.parametrize(("launcher", "number"), [("horovodrun", signal.SIGTERM), ("mpirun", signal.SIGUSR1)])
+def test_a_training_that_is_stopped_saves_and_leaves_nothing(network, tmp_path, launcher, number):
     """And no port is listened to once the hosts have met."""
-    job = Job(network, tmp_path, "horovodrun", 1)
-    ports = [
-        subprocess.run(["ip", "netns", "exec", host, "ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
-        for host in job.hosts
-    ]
-    assert "hvd_train" not in "".join(ports) and sum(text.count("python") for text in ports) <= 1, ports  # the desk's
-    job.process.send_signal(signal.SIGTERM)
-    code, errors = job.end()
-    assert code == 128 + signal.SIGTERM and not errors
-    assert json.loads((job.rows.parent / "summary.json").read_text())
+    job = Job(network, tmp_path, launcher, 1)
+    if launcher == "horovodrun":
+        ports = [
+            subprocess.run(["ip", "netns", "exec", host, "ss", "-Hltnp"], capture_output=True, text=True).stdout
+            for host in job.hosts
+        ]
+        # The rendezvous server alone.
+        assert "hvd_train" not in "".join(ports) and sum(text.count("python") for text in ports) <= 1, ports
+    job.process.send_signal(number)
+    out, _ = job.process.communicate(timeout=LIMIT + MORE_SECONDS)
+    stopped = re.search(rf"stopped by {number.name} at step (\d+), and saved; --resume auto goes on", out)
+    assert job.process.returncode == 75 and stopped, out
+    assert (job.rows.parent / "checkpoints" / f"step-{int(stopped[1]):08d}" / "manifest.json").exists()
     job.leaves_nothing()

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_train.launch import hosts_watchdog
 from hvd_train.launch.handshake import greet, introduce
-from hvd_train.launch.hosts_watchdog import DEAD, Host, HostsWatchdog, gone_hub
+from hvd_train.launch.hosts_watchdog import NO_PROCESS, Host, HostsWatchdog, gone_hub
 
 LIMIT = 20.0
 STACK = 'Thread 0x1 (most recent call first):\n  File "{}", line 7 in {}'
@@ -158,7 +158,7 @@ def test_which_rank_was_lost_first(clock):
     job = Job(clock)
     assert job.watchdog.lost() == []
     job.beat(1)
-    job.rows["c"][0][5] = DEAD
+    job.rows["c"][0][5] = NO_PROCESS
     job.beat(1)
     job.rows["a"][0][3] = {"code": 5, "lost": True}  # by that one
     job.rows["b"][0][3] = {"code": 1}
@@ -166,10 +166,28 @@ def test_which_rank_was_lost_first(clock):
     assert job.watchdog.lost() == ["rank 4 on host c"]
 
 
+def test_ranks_that_do_not_notice_that_another_has_died(clock):
+    """Gloo at times leaves ranks waiting although their peer's connections have ended."""
+    job = Job(clock)
+    job.beat(1, steps="abc")
+    job.rows["c"][0][5] = NO_PROCESS
+    job.rows["c"][1][3] = {"code": 5, "lost": True}  # it has noticed
+    assert not job.beat(30, steps="a")  # these ranks still do something
+    assert job.beat(30) and clock.now == 1000 + 1 + 30 + 11
+    assert job.line.startswith("rank 4 on host c has ended, and the others wait for it; ")
+
+
+def test_a_rank_that_cannot_be_seen_has_not_died(clock):
+    """In a container of its own: a step of theirs may take longer than ``DEAD_SECONDS``."""
+    job = Job(clock)
+    job.rows["c"][0][5] = NO_PROCESS
+    assert not job.beat(19)
+
+
 def test_hosts_whose_ranks_have_come_to_their_end(clock):
     job = Job(clock)
     for row in job.rows["b"]:
-        row[3], row[5] = {"code": 0}, DEAD
+        row[3], row[5] = {"code": 0}, NO_PROCESS
     job.beat(1)
     assert not job.beat(100, "ac") and not job.watchdog.lost()
 

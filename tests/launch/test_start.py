@@ -109,15 +109,28 @@ OUTER = """
 import os, sys
 from hvd_train.launch.launchers.mpirun import Mpirun
 from hvd_train.launch.start import launch
+PROGRAM = f"trap 'exit {sys.argv[1]}' INT TERM USR1; echo $$; while :; do sleep 0.1; done"
 Mpirun.check = lambda self: None
-Mpirun.command = lambda *args: ["/bin/sh", "-c", "trap 'exit 1' INT TERM; echo $$; while :; do sleep 0.1; done"]
+Mpirun.command = lambda *args: ["/bin/sh", "-c", PROGRAM]
 sys.exit(launch(2, "mpirun", []))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_ends_the_job(number, code):
-    outer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OUTER)], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("number", "ranks", "code"),
+    [
+        (signal.SIGINT, 1, 130),
+        (signal.SIGINT, 130, 130),
+        (signal.SIGINT, 75, 130),
+        (signal.SIGTERM, 1, 143),
+        (signal.SIGTERM, 75, 75),  # they have saved
+        (signal.SIGUSR1, 75, 75),
+        (signal.SIGKILL, 1, -9),
+    ],
+)
+def test_a_signal_ends_the_job(number, ranks, code):
+    line = [sys.executable, "-c", textwrap.dedent(OUTER), str(ranks)]
+    outer = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     inner = psutil.Process(int(outer.stdout.readline()))
     outer.send_signal(number)
     assert outer.wait(SECONDS) == code

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.errors import CommunicationError, ConfigError, stopped_code
 from hvd_train.launch.launchers import installed
 from hvd_train.launch.world import World
 
@@ -77,9 +77,13 @@ class Launcher:
         return {}
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
-        """Return the job's exit code. ``code`` is the launcher's; ``signals`` were sent to this process meanwhile."""
+        """Return the job's exit code. ``code`` is the launcher's; ``signals`` were sent to this process meanwhile.
+
+        After a signal it is 128 + its number, except 75 if the ranks have saved. Ctrl-C is 130 in both cases.
+        """
         if signals and code:
-            return 128 + signals[0]
+            saved = stopped_code(signals[0])
+            return saved if code == saved else 128 + signals[0]
         if code in FATAL and layout.num_proc != 1:
             what = f"a rank was ended by {signal.Signals(code - 128).name}"
             raise CommunicationError(what, fix=LOST_FIX)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hvd_train.launch.rendezvous.step import Step
 
 WHERE = "--launcher srun"
-SAVED = 75  # the ranks have saved and left
 
 
 class Srun(Launcher):
@@ -55,9 +54,8 @@ class Srun(Launcher):
         return [self.tool, *(str(word) for pair in options.items() if pair[1] for word in pair), *program]
 
     def exit_code(self, code: int, signals: Sequence[int], layout: Layout) -> int:
-        """Return 128 + signal, except 75 if the ranks have saved. Ctrl-C is 130 in both cases."""
-        saved = code == SAVED and list(signals[:1]) != [signal.SIGINT]
-        return 128 + signals[0] if signals and code and not saved else code
+        # srun itself prints which task a signal ended.
+        return super().exit_code(code, signals, layout) if signals else code
 
     def detect(self, environ: Mapping[str, str]) -> World | None:
         rank, size, local_rank, _ = self.place_variables

@@ -80,8 +80,11 @@ class Rendezvous:
         raise ConfigError(what, where=self._step.launcher, fix=f"set {PORT} to the first of {TRIES} others")
 
     def _report_place(self, server: RendezvousServer) -> None:
-        """Report the place of rank 0's server to the signpost on the first node, until there is a verdict."""
-        while not server.decided:
+        """Report the place of rank 0's server to the signpost on the first node, until all ranks have come.
+
+        If one has failed, others that start later are still sent on from there, until this process ends.
+        """
+        while not server.complete:
             with suppress(*ABSENT):
                 address = self._step.address()
                 for port in self._step.ports(os.environ):
@@ -104,6 +107,12 @@ class Rendezvous:
             self._signpost.server_close()
             self._signpost = None
 
+    def _keep_signpost(self, server: Endpoint) -> None:
+        """Keep this rank's signpost until rank 0's server has answered all who are sent there, and has ended."""
+        stop = time.monotonic() + COME_SECONDS
+        while self._signpost and time.monotonic() < stop and server.answers():
+            time.sleep(PAUSES[0])
+
     # ---- all ranks come
 
     def join_world(self) -> None:
@@ -125,8 +134,9 @@ class Rendezvous:
         server = self.open_server()
         verdict = server.wait(seconds)
         if "failed" in verdict:
-            # The server ends with this process.
-            time.sleep(PARTING_SECONDS)  # until the others have read it
+            # The server ends with this process, so it stays until the others have read the verdict. A rank that has
+            # not come within the limit may never do so.
+            server.wait_until_answered(COME_SECONDS if server.ended else PARTING_SECONDS)
             raise self._failure(verdict)
         network = interface_of(verdict["address"])
         return Endpoint(LOOPBACK, server.server_port, server.token, network, self._cross(verdict["locals"]))
@@ -147,6 +157,7 @@ class Rendezvous:
                         cross = self._cross(verdict["locals"])
                         return replace(endpoint, interface=interface_of(address), cross=cross)
                     if status == 409:
+                        self._keep_signpost(endpoint)
                         raise self._failure(verdict)
                 else:
                     reason = endpoint
@@ -219,9 +230,7 @@ class Rendezvous:
                 same = False
                 with suppress(OSError):  # the server knows then, and may end before it answers
                     same = endpoint.ask("report_exit", report, LAST_WORDS_SECONDS + ANSWER_SECONDS)[2]["same"]
-                stop = time.monotonic() + COME_SECONDS
-                while self._signpost and time.monotonic() < stop and endpoint.answers():
-                    time.sleep(PAUSES[0])  # until rank 0 has answered all who are sent there from here
+                self._keep_signpost(endpoint)
                 return same
         return None
 

@@ -106,6 +106,7 @@ class RendezvousServer(ThreadingHTTPServer):
             missing = sorted(set(range(self.size)) - self._came)
             if self.ended:
                 self._fail(*next(iter(self.ended.items())))
+                self._last_words = ""  # rank 0 waits here, so it has no error of its own to report
             elif missing:
                 ranks = name_ranks(missing)
                 fix = f"look for what ended or held them; {START} sets the time"
@@ -122,9 +123,9 @@ class RendezvousServer(ThreadingHTTPServer):
         self._verdict = {"failed": failed, "fix": "its own line says why", "code": code}
 
     @property
-    def decided(self) -> bool:
-        """Return whether all ranks have come, or one never will."""
-        return self._verdict is not None
+    def complete(self) -> bool:
+        """Return whether all ranks have come."""
+        return self._verdict is not None and "failed" not in self._verdict
 
     def add_rank(self, rank: int, local: int, address: str, peer: str) -> tuple[int, dict[str, Any]]:
         """Note a rank that came from ``peer`` to this ``address`` of ours, and wait for the verdict.
@@ -171,6 +172,11 @@ class RendezvousServer(ThreadingHTTPServer):
             if self._verdict is None:
                 self._fail(0, code)
             self._changed.notify_all()
+        self.wait_until_answered(seconds)
+
+    def wait_until_answered(self, seconds: float) -> None:
+        """Wait until all other ranks have read that one has failed. Those that start later would wait for a server."""
+        with self._changed:
             self._changed.wait_for(lambda: len(self._answered) == self.size, seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

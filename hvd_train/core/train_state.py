@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train import faults
-from hvd_train.checkpoint import compatibility, store
+from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.arrays import broadcast, pack, unpack
-from hvd_train.checkpoint.compatibility import Resumption, RunFacts
 from hvd_train.checkpoint.manifest import Progress
+from hvd_train.checkpoint.resume_rules import Resumption, RunFacts
 from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.mean import is_float
@@ -175,7 +175,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         training.progress = Progress(**saved["progress"])
         loss_scale = FIRST_SCALE if training.scaled else 1.0
         sums = training.frontend.task.length
-        notes += compatibility.carry_over(
+        notes += resume_rules.carry_over(
             Resumption(training.progress, before, now, training.train_size, sums, loss_scale)
         )
         local: Tree = {}
@@ -183,7 +183,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in (local, _local(training)))
-        reason = compatibility.why_left_behind(before, now, same_shapes=shapes == expected)
+        reason = resume_rules.why_left_behind(before, now, same_shapes=shapes == expected)
         if not reason:
             kept = local
         elif saved["kept"]:
@@ -193,7 +193,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         if snapshot:
             entries = training.update.state()
             shards = {e.name: np.broadcast_to(0.0, e.shape) for e in entries if e.placement is Placement.SHARDED}
-            compatibility.check_tree(training_state(training.frontend, training.update) | shards, snapshot.tree)
+            resume_rules.check_tree(training_state(training.frontend, training.update) | shards, snapshot.tree)
 
     collectively(communicator, check)
     first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere

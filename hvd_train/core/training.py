@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_train.checkpoint.compatibility import data_facts
 from hvd_train.checkpoint.manifest import Progress
+from hvd_train.checkpoint.resume_rules import data_facts
 from hvd_train.config import Config
 from hvd_train.core.control_sync import StopSource
 from hvd_train.core.precision import FIRST_SCALE

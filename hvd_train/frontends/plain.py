@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.checkpoint.compatibility import check_tree
+from hvd_train.checkpoint.resume_rules import check_tree
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import layouts_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.checkpoint import store
-from hvd_train.checkpoint.compatibility import check_tree
+from hvd_train.checkpoint.resume_rules import check_tree
 from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.core.loop import Trainer

@@ -1,4 +1,4 @@
-"""The checkpoint that a training goes on from; its rules are those of ``checkpoint.compatibility``."""
+"""The checkpoint that a training goes on from; its rules are those of ``checkpoint.resume_rules``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.checkpoint import compatibility, store
-from hvd_train.checkpoint.compatibility import data_facts
+from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.manifest import sample_of
+from hvd_train.checkpoint.resume_rules import data_facts
 from hvd_train.config import Config
 from hvd_train.core.agreement import collectively
 from hvd_train.data.catalog import open_data
@@ -62,12 +62,12 @@ def find_checkpoint(
         snapshot = store.load(store.resolve(run_dir, resume, *best_rule(config), warn))
     if snapshot is None:
         return None
-    compatibility.check_config(snapshot.config(), config, user_config, allow_change)
-    compatibility.check_fields(snapshot, data.sample, "data" in allow_change)
+    resume_rules.check_config(snapshot.config(), config, user_config, allow_change)
+    resume_rules.check_fields(snapshot, data.sample, "data" in allow_change)
     vocabulary = saved_vocabulary(run_dir) if data.vocabulary else ""
-    compatibility.check_vocabulary(vocabulary, data.vocabulary, run_dir / layout.VOCABULARY, snapshot.path)
+    resume_rules.check_vocabulary(vocabulary, data.vocabulary, run_dir / layout.VOCABULARY, snapshot.path)
     if "data" not in allow_change:
-        compatibility.check_data(snapshot, data_facts(data.train, data.val), len(data.train))
+        resume_rules.check_data(snapshot, data_facts(data.train, data.val), len(data.train))
     return snapshot
 
 
@@ -120,4 +120,4 @@ def _were_images(config: Config, data: DataSet, resume: str) -> bool:
         run = sample_of(store.read(place)[1])
     except (CheckpointError, OSError):  # reported where the checkpoint is loaded
         return False
-    return compatibility.were_images(run, data.sample)
+    return resume_rules.were_images(run, data.sample)

@@ -11,8 +11,8 @@ from typing import Any
 
 from hvd_train.checkpoint import store
 from hvd_train.checkpoint.arrays import broadcast
-from hvd_train.checkpoint.compatibility import changed_parts, check_tree, data_facts
 from hvd_train.checkpoint.manifest import sample_of
+from hvd_train.checkpoint.resume_rules import changed_parts, check_tree, data_facts
 from hvd_train.config import Config, load_config
 from hvd_train.config.user_code import look_in, source_of
 from hvd_train.core.agreement import collectively

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from hvd_train.errors import CommunicationError
 from hvd_train.launch import process
 from hvd_train.launch.environment import CORES
+from hvd_train.launch.host_news import HostNews
 from hvd_train.launch.hosts import Hosts, after, look
 from hvd_train.launch.launchers import NONE, choose, named, startable
 from hvd_train.launch.launchers.base import FATAL, LOST_FIX, Launcher, Layout
-from hvd_train.launch.verdict import Verdict
 
 
 def command(
@@ -85,13 +85,13 @@ def start(
     if not hosts:
         code, signals, _ = process.run(line, env | dict(more or {}), launcher)
         return launcher.exit_code(code, signals, layout)
-    verdict = Verdict(hosts, launcher)
-    code, signals, _ = process.run(line, env | verdict.variables | dict(more or {}), launcher, wait=verdict.wait)
+    news = HostNews(hosts, launcher)
+    code, signals, _ = process.run(line, env | news.variables | dict(more or {}), launcher, wait=news.wait)
     if not signals:
-        if "code" in verdict.news:
-            return int(verdict.news["code"])  # its line has been printed
+        if "code" in news.last:
+            return int(news.last["code"])  # its line has been printed
         after(hosts, code)
-        if code in FATAL and verdict.lost:
-            what = f"{verdict.lost} was ended by {signal.Signals(code - 128).name}"
+        if code in FATAL and news.lost:
+            what = f"{news.lost} was ended by {signal.Signals(code - 128).name}"
             raise CommunicationError(what, fix=LOST_FIX)
     return launcher.exit_code(code, signals, layout)

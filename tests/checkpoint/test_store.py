@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.checkpoint import compatibility, store
+from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.manifest import encode, read
 from hvd_train.checkpoint.store import Progress, Snapshot
 from hvd_train.config import Config
@@ -400,7 +400,7 @@ def test_one_transient_error_is_survived(tmp_path, monkeypatch):
 KILLED = """
 import os, sys
 from pathlib import Path
-from hvd_train.checkpoint import compatibility, store
+from hvd_train.checkpoint import resume_rules, store
 from tests.checkpoint.test_store import snapshot
 root, step, at, calls = Path(sys.argv[1]), int(sys.argv[2]), [0], [0]
 def counted(name):
@@ -576,7 +576,7 @@ def test_a_damaged_best_is_told(tmp_path):
 def test_a_resume_from_the_best_goes_by_the_rule(tmp_path, monkeypatch):
     for step, loss, accuracy in ((1, 0.3, 0.8), (2, 0.2, 0.9), (3, 0.1, 0.7)):
         store.save(tmp_path / "checkpoints", snapshot(step, val_loss=loss, val_accuracy=accuracy))
-    monkeypatch.setattr(compatibility, "changed", lambda before, now: [])
+    monkeypatch.setattr(resume_rules, "changed", lambda before, now: [])
     for rule, step in (({}, 3), ({"monitor": "val_accuracy"}, 2)):
         config = Config.model_validate({"run_dir": str(tmp_path), "checkpoint": rule})
         monkeypatch.setattr(Snapshot, "config", lambda _, config=config: config)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_train.checkpoint import compatibility, store
+from hvd_train.checkpoint import resume_rules, store
 from hvd_train.errors import CheckpointError
 from tests.checkpoint.test_store import TREE, snapshot
 from tests.core.test_loop import KillingLog, Stop, config, final, same, trainer
@@ -121,12 +121,12 @@ def test_control_f05_with_a_wrong_sample_position_a_resumed_run_is_another(tmp_p
         with pytest.raises(Stop):
             run_ranks(2, lambda com, f=folder: trainer(com, c, tmp_path / f, KillingLog(11)).fit())
     assert same(final(2, c, tmp_path / "right", resume=True)[1], whole[1])
-    carry_over = compatibility.carry_over
+    carry_over = resume_rules.carry_over
 
     def wrong(resumption):
         setattr(resumption.progress, kept, 0)
         return carry_over(resumption)
 
-    monkeypatch.setattr(compatibility, "carry_over", wrong)
+    monkeypatch.setattr(resume_rules, "carry_over", wrong)
     tree = final(2, c, tmp_path / "wrong", resume=True)[1]
     assert not np.array_equal(tree["weights/w"], whole[1]["weights/w"])

@@ -21,11 +21,11 @@ from hvd_train.launch.hosts import check_way_back
 from hvd_train.launch.launchers.base import Launcher
 from hvd_train.launch.status import VERDICT, StatusTable, host_key, supported
 
-LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between two looks; for the launcher to end after the verdict
+LOOK_SECONDS, PATIENCE_SECONDS = 0.1, 5.0  # between two looks; for the launcher to end after the news that all end
 MEET_SECONDS = 60.0  # for ranks of hosts that do not reach one another by TCP
 
 
-class Verdict:
+class HostNews:
     """The news of rank 0's host (``launch/heartbeat.py``), if that is this one. ``variables``: for the launcher."""
 
     def __init__(self, hosts: Sequence[str], launcher: Launcher) -> None:
@@ -36,19 +36,19 @@ class Verdict:
         self.variables = {VERDICT: f"{self._table.path} {host_key()}"} if self._table else {}
 
     @property
-    def news(self) -> dict[str, Any]:
+    def last(self) -> dict[str, Any]:
         return self._table.news() if self._table else {}
 
     @property
     def lost(self) -> str:
         """The ranks that were lost first, with their hosts; else nothing."""
-        return ", ".join(self.news.get("lost", []))
+        return ", ".join(self.last.get("lost", []))
 
     def wait(self, child: subprocess.Popen) -> None:
         """Wait for the launcher's end. mpirun waits for ever for a daemon out of its reach, and crashes by SIGTERM."""
         stop, begun, line = math.inf, time.monotonic(), ""
         while self._table and child.poll() is None:
-            news, now = self.news, time.monotonic()
+            news, now = self.last, time.monotonic()
             if self._asks and not news and now > begun + MEET_SECONDS / 2:
                 self._asks, line = False, check_way_back([host for host in self._hosts if not is_here(host)])
             if line and not news and now > begun + MEET_SECONDS:

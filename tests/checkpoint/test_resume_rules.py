@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from hvd_train.checkpoint.compatibility import RULES, Resumption, RunFacts, carry_over, why_left_behind
 from hvd_train.checkpoint.manifest import Progress
+from hvd_train.checkpoint.resume_rules import RULES, Resumption, RunFacts, carry_over, why_left_behind
 from hvd_train.config import load_config
 
 DATA = {"train": {"samples": 100, "fingerprint": "a"}, "val": {"samples": 20, "fingerprint": "b"}}

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from hvd_train.errors import CommunicationError
-from hvd_train.launch import process, start, verdict
+from hvd_train.launch import host_news, process, start
+from hvd_train.launch.host_news import HostNews
 from hvd_train.launch.hosts import Hosts
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.base import Layout
 from hvd_train.launch.status import VERDICT, StatusTable, announce_met, host_key, verdict_path
-from hvd_train.launch.verdict import Verdict
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def child():
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(verdict, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(verdict, "MEET_SECONDS", 0.6)
-    monkeypatch.setattr(verdict, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(host_news, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(host_news, "MEET_SECONDS", 0.6)
+    monkeypatch.setattr(host_news, "LOOK_SECONDS", 0.05)
 
 
 def test_a_launcher_that_stays_is_ended(child):
-    made = Verdict(["localhost", "b"], named("mpirun"))
+    made = HostNews(["localhost", "b"], named("mpirun"))
     StatusTable(0, made._table.path).publish({"code": 5})
     began = time.monotonic()
     made.wait(child)
@@ -43,24 +43,24 @@ def test_a_launcher_that_stays_is_ended(child):
 def test_ranks_that_do_not_meet(child, monkeypatch, capfd):
     asked = []
     monkeypatch.setattr(
-        verdict, "check_way_back", lambda hosts: asked.append(hosts) or "host b does not reach this host"
+        host_news, "check_way_back", lambda hosts: asked.append(hosts) or "host b does not reach this host"
     )
-    made = Verdict(["localhost", "b"], named("mpirun"))
+    made = HostNews(["localhost", "b"], named("mpirun"))
     made.wait(child)
-    assert child.returncode == -signal.SIGKILL and made.news == {"code": 5} and asked == [["b"]]
+    assert child.returncode == -signal.SIGKILL and made.last == {"code": 5} and asked == [["b"]]
     assert capfd.readouterr().err == "error: host b does not reach this host\n"
 
 
 @pytest.mark.parametrize("way", ["met", "reached", "ports", "horovodrun"])
 def test_who_may_take_longer(monkeypatch, way):
-    monkeypatch.setattr(verdict, "check_way_back", lambda hosts: "" if way == "reached" else "a line")
+    monkeypatch.setattr(host_news, "check_way_back", lambda hosts: "" if way == "reached" else "a line")
     if way == "ports":
         monkeypatch.setenv("OMPI_MCA_oob_tcp_dynamic_ipv4_ports", "5000-5100")
-    made = Verdict(["localhost", "b"], named("horovodrun" if way == "horovodrun" else "mpirun"))
+    made = HostNews(["localhost", "b"], named("horovodrun" if way == "horovodrun" else "mpirun"))
     if way == "met":
         monkeypatch.setenv(VERDICT, made.variables[VERDICT])
         announce_met()
-        assert made.news == {"met": True}
+        assert made.last == {"met": True}
     short = subprocess.Popen(["sleep", "1.5"])
     made.wait(short)
     assert short.returncode == 0

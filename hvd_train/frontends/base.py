@@ -14,6 +14,7 @@ from hvd_train.frontends.named_arrays import NamedArrays
 from hvd_train.protocol import (
     Batch,
     Groups,
+    HostMemory,
     Ops,
     Sample,
     Scale,
@@ -43,6 +44,9 @@ class StateTree(NamedArrays):
     def run_queued(self) -> None:
         """Run queued steps; most front-ends queue none."""
         return
+
+    def host_memory(self) -> HostMemory | None:
+        return None
 
     def finite(self) -> bool:
         return True

@@ -11,7 +11,7 @@ from hvd_train.protocol.communicator import Groups
 from hvd_train.protocol.data import Batch, Sample
 from hvd_train.protocol.ops import Ops
 from hvd_train.protocol.tensors import Tensor, TensorSpec, Tree
-from hvd_train.protocol.update import Optimizer, Packing, ShardedOptimizer, Update
+from hvd_train.protocol.update import HostMemory, Optimizer, Packing, ShardedOptimizer, Update
 
 # float64, as the task has them (task/task.py); by default [loss, number correct, number of samples].
 Sums = Tensor
@@ -41,6 +41,9 @@ class FrontEnd(Protocol):
 
     def without_dropout(self) -> None:
         """Set the rate of every dropout layer to 0; before ``connect``."""
+
+    def host_memory(self) -> HostMemory | None:
+        """Connect the ranks that share the data, which all call this; None if they cannot share memory."""
 
     def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         """Build the optimizer and its slots over the update's buckets, and take it for every later ``train_step``.

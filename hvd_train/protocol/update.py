@@ -108,6 +108,26 @@ class ShardedOptimizer(Protocol):
         """Take this rank's parts of whole slots by their names; others stay as they are."""
 
 
+class HostSums(Protocol):
+    """Sums of flat tensors over ranks that share memory."""
+
+    def start(self, place: int, x: Tensor, sizes: Sequence[int]) -> Callable[[], Tensor]:
+        """Start the sum of ``x``; the function that comes back gives this rank's part, ``sizes[rank]`` entries."""
+
+
+class HostMemory(Protocol):
+    """Memory of the ranks of one host. All of them must call the same, in the same order."""
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks are here. What one wrote before it, the others read after it."""
+
+    def share(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return flat tensors that all ranks have in common, with rank 0's values of these ones."""
+
+    def sums(self, lengths: Sequence[int]) -> HostSums:
+        """Return the way to sum flat tensors, the k-th of at most ``lengths[k]`` bytes."""
+
+
 class Placement(Enum):
     """The ranks on which an entry of state lives, and so the way in which a checkpoint writes it."""
 

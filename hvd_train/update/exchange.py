@@ -116,7 +116,7 @@ class Exchange:
             # One turn for each round of a compressor. Buckets are waited for in their order; the next round of one
             # travels while others are waited for.
             for item in pending:
-                reduced = tuple(self.communicator.synchronize(handle) for handle in item.handles)
+                reduced = tuple(self._wait(handle) for handle in item.handles)
                 try:
                     wire = item.rounds.send(reduced)
                 except StopIteration as done:
@@ -138,6 +138,9 @@ class Exchange:
             pairs = zip(wire.tensors, names, strict=True)
             handles = [self.communicator.allreduce_async(x, n, self._op) for x, n in pairs]
         return Started(bucket, rounds, wire, tuple(handles))
+
+    def _wait(self, handle: Handle) -> Tensor:
+        return self.communicator.synchronize(handle)
 
     def failures(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return (1,) float32: on how many ranks a gradient of this step is not finite. All ranks ask together."""

@@ -2,6 +2,8 @@
 
 Each rank receives the summed gradient of its part of every bucket, moves that part of the weights with its part of the
 slots, and the ranks gather the new weights. The numbers are those of ``Replicated``, up to the order of sums.
+
+Ranks of one host gather nothing: they share the memory of the weights, in which each moves its part while all wait.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
-from hvd_train.protocol import Entry, FrontEnd, Rounds, ShardedOptimizer, State, Tensor, Wire
+import numpy as np
+
+from hvd_train.protocol import Entry, FrontEnd, Handle, HostSums, Rounds, ShardedOptimizer, State, Tensor, Wire
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
 from hvd_train.update.replicated import Replicated
@@ -37,6 +41,7 @@ class ShardedExchange(Exchange):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.sums: HostSums | None = None  # of ranks that share memory
         self.clip = replace(self.clip, total=self._total)
         self.parts = [
             part_sizes(sum(self._specs[i].size for i in members), self.communicator.size) for members in self.buckets
@@ -46,6 +51,10 @@ class ShardedExchange(Exchange):
         """Return the first entry of this rank's part of a bucket, and the one behind its last."""
         sizes, rank = self.parts[bucket], self.communicator.rank
         return sum(sizes[:rank]), sum(sizes[: rank + 1])
+
+    def lengths(self) -> list[int]:
+        """Return the bytes of each bucket."""
+        return [sum(self._specs[i].size * np.dtype(self._specs[i].dtype).itemsize for i in b) for b in self.buckets]
 
     def whole(self) -> Exchange:
         """Return the same exchange, of which each rank receives all."""
@@ -62,7 +71,12 @@ class ShardedExchange(Exchange):
             return super()._send(bucket, rounds, wire, turn)
         (x,) = wire.tensors
         flat, name = self.ops.reshape(x, (-1,)), f"bucket{bucket}.{turn}.part"
+        if self.sums:
+            return Started(bucket, rounds, wire, (self.sums.start(bucket, flat, self.parts[bucket]),))
         return Started(bucket, rounds, wire, (self.communicator.reduce_scatter_async(flat, self.parts[bucket], name),))
+
+    def _wait(self, handle: Handle) -> Tensor:
+        return handle() if callable(handle) else super()._wait(handle)
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         """Cut this rank's part out of what came whole: compressors that are not elementwise decode all of it."""
@@ -77,7 +91,9 @@ class Sharded(Replicated):
     """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
 
     def __init__(self, frontend: FrontEnd, exchange: ShardedExchange) -> None:
-        self._parts = exchange
+        self._parts, self.host = exchange, frontend.host_memory()
+        if self.host:
+            exchange.sums = self.host.sums(exchange.lengths())
         super().__init__(frontend, exchange)
         self._sharded = cast(ShardedOptimizer, self.optimizer)
 
@@ -86,8 +102,13 @@ class Sharded(Replicated):
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         self._norms = count()
+        if self.host is None:
+            self.optimizer.step(gradients, learning_rate)
+            self._gather()
+            return
+        self.host.barrier("backward")  # none reads the weights any more
         self.optimizer.step(gradients, learning_rate)
-        self._gather()
+        self.host.barrier("weights")
 
     def _gather(self) -> None:
         """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied: all at

@@ -15,12 +15,12 @@ KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "op
 CNN = ["model={name: cnn, hidden: 20}", "data.image_size=16"]  # kernels that PyTorch and Keras lay out apart
 
 
-def fit(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> str:
+def fit(folder: Path, *words: str, sets: tuple[str, ...] = (), **more: str) -> str:
     line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
     for one in (*KEYS, *CNN, *sets):
         line += ["--set", one]
     done = subprocess.run(
-        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+        line, cwd=ROOT, env=environment() | more, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -29,6 +29,20 @@ def fit(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> str:
 def arrays(folder: Path) -> dict[str, np.ndarray]:
     (last,) = (folder / "checkpoints").glob("step-*12")
     return load_file(last / "weights.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def test_ranks_that_share_memory_have_the_bits_of_those_that_do_not(tmp_path):
+    """Both add in rank order. With micro-batches, clipping and gradients in half the bits."""
+    sets = ("max_steps=12", "optim.sharded=true", "accumulate_grad_batches=2", "gradient_clip_val=0.05")
+    for half in (False, True):
+        more = (*sets, "exchange.compression=fp16") if half else sets
+        runs = [tmp_path / f"{half}-{name}" for name in ("shared", "apart")]
+        for run, shares in zip(runs, ("1", "0"), strict=True):
+            fit(run, "-np", "3", sets=more, HVD_TRAIN_HOST_MEMORY=shares)
+        shared, apart = map(arrays, runs)
+        assert shared.keys() == apart.keys()
+        for key, x in shared.items():
+            np.testing.assert_array_equal(x, apart[key], err_msg=key)
 
 
 def test_a_sharded_run_goes_on_whole_in_the_other_framework_on_other_ranks(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -36,8 +37,13 @@ class Flat:
         self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
         # Kept, because to cut 200 layers' buckets into views anew takes 0.5 ms of each step.
         self._places = [] if self._joined is None else self.views(self._joined)
+        self.move_to(self.weight)
+
+    def move_to(self, weight: torch.Tensor) -> None:
+        """Take another flat weight, whose values become the parameters'."""
+        self.weight = weight
         # The optimizer moves the flat weight, and so all parameters at once.
-        for p, w in zip(parameters, self.views(self.weight), strict=True):
+        for p, w in zip(self._parameters, self.views(weight), strict=True):
             p.data, p.grad = w, None
 
     @torch.no_grad()
@@ -84,6 +90,11 @@ class Flat:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views = [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]
         return [x.permute(0, 3, 1, 2) if self.channels_last and x.dim() == 4 else x for x in views]
+
+
+def in_memory(memory: mmap.mmap, dtype: torch.dtype, entries: int, start: int) -> torch.Tensor:
+    """Return the flat tensor that begins at byte ``start`` of a memory."""
+    return torch.frombuffer(memory, dtype=dtype, count=entries, offset=start)
 
 
 def users(x: torch.Tensor) -> int:

@@ -17,9 +17,10 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
-from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, stored_shape
+from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
@@ -164,6 +165,9 @@ class PyTorchFrontEnd(StateTree):
             elif isinstance(getattr(layer, "dropout", None), float):  # recurrent layers, attention
                 layer.dropout = 0.0
 
+    def host_memory(self) -> HostMemory | None:
+        return HostMemory.of(self.groups.data, in_memory, usable=self.device.type == "cpu")
+
     def connect(self, update: Update) -> FlatOptimizer | ShardedOptimizer:
         self.update = update
         names, parameters = list(self._trainable), list(self._trainable.values())
@@ -183,6 +187,10 @@ class PyTorchFrontEnd(StateTree):
             for i, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
         if isinstance(update, Sharded):
+            if update.host:
+                common = update.host.share([flat.weight for flat in self._flats])
+                for flat, weight in zip(self._flats, common, strict=True):
+                    flat.move_to(weight)
             return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
         return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
 

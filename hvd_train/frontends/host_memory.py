@@ -1,0 +1,227 @@
+"""Memory that all ranks share because they run on one host: gradients do not travel, and the weights lie there once.
+
+Each rank has a region (memfd, so no file is left whoever is killed) that the others can read, and a socket to each of
+them. Messages over the sockets say which part of a region may be read. A message is a system call, so what was written
+before it is seen by whoever has received it. If a rank is killed, its sockets end, and the others raise.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hvd_train.errors import SOME_RANK, LostRankError
+from hvd_train.launch.status import host_key
+from hvd_train.protocol import Communicator, Tensor
+
+VARIABLE = "HVD_TRAIN_HOST_MEMORY"  # 0: ranks of one host exchange as those of several do
+CONNECT_SECONDS = 30.0
+ALIGN = 64  # bytes; where each array begins
+MESSAGE = struct.Struct("<I")
+CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, user, group
+
+# (memory, dtype of this tensor, entries, first byte) -> a flat tensor that lies there.
+View = Callable[[mmap.mmap, Any, int, int], Tensor]
+
+
+class HostMemory:
+    """Regions of all ranks of a host, and the messages between these ranks. All of them must call the same."""
+
+    def __init__(self, communicator: Communicator, peers: dict[int, socket.socket], view: View) -> None:
+        self._communicator, self._peers, self._view = communicator, peers, view
+        self.rank, self.size = communicator.rank, communicator.size
+        self._heard = {peer: Counter[int]() for peer in peers}
+        self._told = Counter[int]()
+
+    @classmethod
+    def of(cls, communicator: Communicator, view: View, usable: bool = True) -> HostMemory | None:
+        """Connect the ranks of ``communicator``, which all call this; None where they cannot share memory.
+
+        ``usable``: this rank's tensors lie in the memory of the host.
+        """
+        if communicator.size == 1:
+            return None
+        address = f"\0hvd-train-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(communicator.size)
+            listener.settimeout(CONNECT_SECONDS)
+            usable = usable and os.environ.get(VARIABLE) != "0"
+            offer = [host_key() if usable else address, address, os.getpid()]
+            offers = [json.loads(one) for one in communicator.allgather_bytes(json.dumps(offer).encode(), "host")]
+            peers: dict[int, socket.socket] = {}
+            if len({key for key, _, _ in offers}) == 1:
+                with suppress(OSError, struct.error):
+                    peers = _connect(communicator.rank, listener, [(place, pid) for _, place, pid in offers])
+        met = len(peers) == communicator.size - 1
+        if all(communicator.allgather_bytes(bytes([met]), "host")[rank] == b"\1" for rank in range(communicator.size)):
+            return cls(communicator, peers, view)
+        for one in peers.values():
+            one.close()
+        return None
+
+    # ---- memory
+
+    def allocate(self, lengths: Sequence[int]) -> list[mmap.mmap]:
+        """Make a region of ``lengths[k]`` bytes on each rank k, and return those of all ranks, in rank order."""
+        own = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
+        os.ftruncate(own, max(lengths[self.rank], 1))
+        for peer in self._peers.values():
+            socket.send_fds(peer, [b"memory"], [own])
+        regions = []
+        for rank, length in enumerate(lengths):
+            descriptor = own if rank == self.rank else self._receive_descriptor(rank)
+            regions.append(mmap.mmap(descriptor, max(length, 1)))
+            os.close(descriptor)
+        return regions
+
+    def _receive_descriptor(self, rank: int) -> int:
+        while True:
+            word, descriptors, *_ = socket.recv_fds(self._peers[rank], 16, 1)
+            if descriptors:
+                return descriptors[0]
+            if not word:
+                raise LostRankError(f"{SOME_RANK} was lost")
+            self._heard[rank][MESSAGE.unpack(word)[0]] += 1  # of a sum before
+
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return flat tensors in memory that all ranks have in common, with rank 0's values of these ones."""
+        starts = offsets([x.nbytes for x in tensors])
+        memory = self.allocate([starts[-1] if rank == 0 else 0 for rank in range(self.size)])[0]
+        common = [self._view(memory, x.dtype, len(x), start) for x, start in zip(tensors, starts, strict=False)]
+        if self.rank == 0:
+            for place, x in zip(common, tensors, strict=True):
+                place[:] = x
+        self.barrier("shared")
+        return common
+
+    # ---- messages
+
+    def tell(self, what: str) -> None:
+        """Send all others the message ``what``. Blocks only while one of them does not read."""
+        word = MESSAGE.pack(zlib.crc32(what.encode()))
+        for peer in self._peers.values():
+            while True:
+                try:
+                    peer.send(word, socket.MSG_DONTWAIT)
+                    break
+                except BlockingIOError:
+                    # All may be sending, each to one that does not read: so messages of all are read meanwhile.
+                    ready = select.select(self._peers.values(), [peer], [])[0]
+                    for other in [k for k, one in self._peers.items() if one in ready]:
+                        self._hear(other)
+                except OSError as error:
+                    raise LostRankError(f"{SOME_RANK} was lost") from error
+        self._told[zlib.crc32(what.encode())] += 1
+
+    def wait(self, what: str) -> None:
+        """Wait until all others have sent this message as often as this rank. Raises LostRankError if one has ended."""
+        word, began = zlib.crc32(what.encode()), time.perf_counter()
+        for rank in self._peers:
+            while self._heard[rank][word] < self._told[word]:
+                self._hear(rank)
+        self._communicator.waited += time.perf_counter() - began
+
+    def _hear(self, rank: int) -> None:
+        """Take the next message of a rank."""
+        try:
+            message = self._peers[rank].recv(MESSAGE.size)
+        except OSError as error:
+            raise LostRankError(f"{SOME_RANK} was lost") from error
+        if not message:
+            raise LostRankError(f"{SOME_RANK} was lost")
+        self._heard[rank][MESSAGE.unpack(message)[0]] += 1
+
+    def barrier(self, name: str) -> None:
+        self.tell(name)
+        self.wait(name)
+
+    # ---- sums
+
+    def sums(self, lengths: Sequence[int]) -> HostSums:
+        """Return the way to sum flat tensors, the k-th of at most ``lengths[k]`` bytes."""
+        starts = offsets(lengths)
+        return HostSums(self, self.allocate([starts[-1]] * self.size), starts, self._view)
+
+
+class HostSums:
+    """Sums of flat tensors, of which each rank receives its part. A rank publishes what is of other ranks' parts."""
+
+    def __init__(self, host: HostMemory, regions: Sequence[mmap.mmap], starts: Sequence[int], view: View) -> None:
+        self._host, self._regions, self._starts, self._view = host, regions, starts, view
+
+    def start(self, place: int, x: Tensor, sizes: Sequence[int]) -> Callable[[], Tensor]:
+        """Publish ``x``, whose k-th part of ``sizes[k]`` entries is rank k's; nothing waits for its sum here.
+
+        Returns the function that waits, and gives the sum of this rank's part, added in rank order.
+        """
+        host, rank = self._host, self._host.rank
+        host.wait(f"{place} read")  # of the sum before this one
+        first = sum(sizes[:rank])
+        last = first + sizes[rank]
+        of_ranks = [self._view(region, x.dtype, sum(sizes), self._starts[place]) for region in self._regions]
+        of_ranks[rank][:first] = x[:first]
+        of_ranks[rank][last:] = x[last:]
+        host.tell(f"{place} written")
+
+        def finish() -> Tensor:
+            host.wait(f"{place} written")
+            own = x[first:last]
+            parts = [own if k == rank else one[first:last] for k, one in enumerate(of_ranks)]
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
+            host.tell(f"{place} read")
+            return total
+
+        return finish
+
+
+def offsets(lengths: Sequence[int]) -> list[int]:
+    """Return where arrays of so many bytes begin, each at a multiple of ``ALIGN``, and where the last one ends."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
+    return starts
+
+
+def _connect(rank: int, listener: socket.socket, places: Sequence[tuple[str, int]]) -> dict[int, socket.socket]:
+    """Return {rank: socket} of all others, of which ``places`` has (address, pid). Raises OSError."""
+    pids = {pid for _, pid in places}
+    peers: dict[int, socket.socket] = {}
+    for other, (address, _) in enumerate(places[:rank]):
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(CONNECT_SECONDS)
+        peer.connect(address)
+        if not _is_one_of(peer, pids):
+            raise ConnectionError("another process has this address")
+        peer.send(MESSAGE.pack(rank))
+        peers[other] = peer
+    stop = time.monotonic() + CONNECT_SECONDS
+    while len(peers) < len(places) - 1 and time.monotonic() < stop:
+        peer, _ = listener.accept()
+        if _is_one_of(peer, pids):
+            peer.settimeout(CONNECT_SECONDS)
+            peers[MESSAGE.unpack(peer.recv(MESSAGE.size))[0]] = peer
+        else:
+            peer.close()
+    for peer in peers.values():
+        peer.settimeout(None)
+    return peers
+
+
+def _is_one_of(peer: socket.socket, pids: Collection[int]) -> bool:
+    """Return whether one of these processes, of this user, is at the other end."""
+    pid, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return pid in pids and user == os.getuid()

@@ -91,7 +91,7 @@ def fit(
         opened = data_as_before(config, session.communicator, opened, resume, user_data)
         config = config.restoring() if resumes(config, session.communicator, resume) else config
         job = build_job(config, session, opened)
-        return Summary(train(job, resume, allow_change, overwrite, lock, hooks))
+        return Summary(train(job, resume, allow_change, overwrite, lock, hooks, user_hooks=bool(hooks)))
 
 
 @contextmanager

@@ -26,6 +26,9 @@ from hvd_train.launch.status import host_key
 from hvd_train.protocol import Communicator, Tensor
 
 VARIABLE = "HVD_TRAIN_HOST_MEMORY"  # 0: ranks of one host exchange as those of several do
+# Of a model whose changes would be made once by each rank.
+CHANGES = "the model changes its own weights, which ranks of one host share"
+APART = f"set {VARIABLE}=0 in the environment"
 CONNECT_SECONDS = 30.0
 ALIGN = 64  # bytes; where each array begins
 MESSAGE = struct.Struct("<I")
@@ -38,11 +41,12 @@ View = Callable[[mmap.mmap, Any, int, int], Tensor]
 class HostMemory:
     """Regions of all ranks of a host, and the messages between these ranks. All of them must call the same."""
 
-    def __init__(self, communicator: Communicator, peers: dict[int, socket.socket], view: View) -> None:
-        self._communicator, self._peers, self._view = communicator, peers, view
-        self.rank, self.size = communicator.rank, communicator.size
+    def __init__(self, rank: int, peers: dict[int, socket.socket], view: View) -> None:
+        self.rank, self.size, self._peers, self._view = rank, len(peers) + 1, peers, view
+        self.waited = 0.0  # seconds
         self._heard = {peer: Counter[int]() for peer in peers}
         self._told = Counter[int]()
+        self._ended: set[int] = set()
 
     @classmethod
     def of(cls, communicator: Communicator, view: View, usable: bool = True) -> HostMemory | None:
@@ -66,7 +70,7 @@ class HostMemory:
                     peers = _connect(communicator.rank, listener, [(place, pid) for _, place, pid in offers])
         met = len(peers) == communicator.size - 1
         if all(communicator.allgather_bytes(bytes([met]), "host")[rank] == b"\1" for rank in range(communicator.size)):
-            return cls(communicator, peers, view)
+            return cls(communicator.rank, peers, view)
         for one in peers.values():
             one.close()
         return None
@@ -78,7 +82,10 @@ class HostMemory:
         own = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
         os.ftruncate(own, max(lengths[self.rank], 1))
         for peer in self._peers.values():
-            socket.send_fds(peer, [b"memory"], [own])
+            try:
+                socket.send_fds(peer, [b"memory"], [own])
+            except OSError as error:
+                raise LostRankError(f"{SOME_RANK} was lost") from error
         regions = []
         for rank, length in enumerate(lengths):
             descriptor = own if rank == self.rank else self._receive_descriptor(rank)
@@ -118,9 +125,9 @@ class HostMemory:
                     break
                 except BlockingIOError:
                     # All may be sending, each to one that does not read: so messages of all are read meanwhile.
-                    ready = select.select(self._peers.values(), [peer], [])[0]
-                    for other in [k for k, one in self._peers.items() if one in ready]:
-                        self._hear(other)
+                    living = {one: rank for rank, one in self._peers.items() if rank not in self._ended}
+                    for one in select.select(living, [peer], [])[0]:
+                        self._hear(living[one])
                 except OSError as error:
                     raise LostRankError(f"{SOME_RANK} was lost") from error
         self._told[zlib.crc32(what.encode())] += 1
@@ -130,18 +137,20 @@ class HostMemory:
         word, began = zlib.crc32(what.encode()), time.perf_counter()
         for rank in self._peers:
             while self._heard[rank][word] < self._told[word]:
+                if rank in self._ended:
+                    raise LostRankError(f"{SOME_RANK} was lost")
                 self._hear(rank)
-        self._communicator.waited += time.perf_counter() - began
+        self.waited += time.perf_counter() - began
 
     def _hear(self, rank: int) -> None:
-        """Take the next message of a rank."""
-        try:
+        """Take the next message of a rank, or note its end: it may have ended because all is done."""
+        message = b""
+        with suppress(OSError):
             message = self._peers[rank].recv(MESSAGE.size)
-        except OSError as error:
-            raise LostRankError(f"{SOME_RANK} was lost") from error
-        if not message:
-            raise LostRankError(f"{SOME_RANK} was lost")
-        self._heard[rank][MESSAGE.unpack(message)[0]] += 1
+        if message:
+            self._heard[rank][MESSAGE.unpack(message)[0]] += 1
+        else:
+            self._ended.add(rank)
 
     def barrier(self, name: str) -> None:
         self.tell(name)

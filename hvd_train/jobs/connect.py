@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from hvd_train.compression import make
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
@@ -10,11 +12,14 @@ from hvd_train.protocol import Communicator, Compressor, Update
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
-from hvd_train.update.sharded import ShardedExchange
+from hvd_train.update.sharded import Sharded, ShardedExchange
 
 
-def connect(job: Job, compression: str) -> tuple[Update, str]:
-    """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``."""
+def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Update, str]:
+    """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``.
+
+    ``user_hooks``: code of the user is called between steps, and may change weights.
+    """
     config, frontend, groups = job.config, job.frontend, job.frontend.groups
     options, specs = config.exchange, frontend.specs()
 
@@ -30,8 +35,8 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
             print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
 
-    def build(over: Communicator) -> Exchange:
-        return (ShardedExchange if config.optim.sharded else Exchange)(
+    def build(over: Communicator, kind: type[Exchange] = Exchange) -> Exchange:
+        return kind(
             specs,
             frontend.packing,
             compressor(compression),
@@ -42,7 +47,11 @@ def connect(job: Job, compression: str) -> tuple[Update, str]:
             world=groups.world,
         )
 
-    return make_update(options, frontend, build, Serial(), config.optim.sharded), compression
+    if config.optim.sharded:
+        # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
+        exchange = cast(ShardedExchange, build(groups.data, ShardedExchange))
+        return Sharded(frontend, exchange, share_memory=not user_hooks), compression
+    return make_update(options, frontend, build, Serial()), compression
 
 
 def _check_adasum(communicator: Communicator) -> None:

@@ -77,12 +77,14 @@ def train(
     overwrite: bool = False,
     lock: Lock | None = None,
     hooks: Sequence[Hook] = (),
+    user_hooks: bool = False,
     stop_source: StopSource | None = None,
     until: int | None = None,
 ) -> dict[str, Any]:
     """Train an opened job, to its end or to epoch ``until``; return the summary, equal on all ranks.
 
-    Everything is read and checked, on all ranks, before anything of the run folder is changed. Raises Interrupted.
+    Everything is read and checked, on all ranks, before anything of the run folder is changed. ``user_hooks``: of
+    ``hooks`` some are the user's. Raises Interrupted.
     """
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
     log: RunLog | NullLog = NullLog()
@@ -99,7 +101,8 @@ def train(
     compression: str = config.exchange.compression
     if snapshot and compression == "auto":
         compression = snapshot.meta.get("compression") or compression
-    update, compression = connect(job, communicator.broadcast_bytes(compression.encode()).decode())
+    compression = communicator.broadcast_bytes(compression.encode()).decode()
+    update, compression = connect(job, compression, user_hooks)
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks]
     memory = snapshots.folder_of_rank()

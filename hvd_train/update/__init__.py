@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from hvd_train.config import ExchangeConfig
 from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.protocol import Communicator, Exchange, FrontEnd, Update
 from hvd_train.update.replicated import Replicated
-from hvd_train.update.sharded import Sharded, ShardedExchange
 
 
 def make_update(
@@ -17,14 +15,11 @@ def make_update(
     frontend: FrontEnd,
     build: Callable[[Communicator], Exchange],
     alone: Communicator,
-    sharded: bool = False,
 ) -> Update:
     """Build the update of ``exchange.mode`` and connect it to the front-end.
 
     ``build`` makes the exchange over a communicator; ``alone`` is one of this rank alone, for gradients that stay.
     """
-    if sharded:
-        return Sharded(frontend, cast(ShardedExchange, build(frontend.groups.data)))
     if options.mode == ALLREDUCE:
         return Replicated(frontend, build(frontend.groups.data), local_gradients=options.op == "adasum")
     row = MODES[options.mode]

@@ -90,8 +90,8 @@ class ShardedExchange(Exchange):
 class Sharded(Replicated):
     """Each rank moves its part of the weights; a checkpoint joins the parts of the slots to whole ones."""
 
-    def __init__(self, frontend: FrontEnd, exchange: ShardedExchange) -> None:
-        self._parts, self.host = exchange, frontend.host_memory()
+    def __init__(self, frontend: FrontEnd, exchange: ShardedExchange, share_memory: bool = True) -> None:
+        self._parts, self.host = exchange, frontend.host_memory() if share_memory else None
         if self.host:
             exchange.sums = self.host.sums(exchange.lengths())
         super().__init__(frontend, exchange)

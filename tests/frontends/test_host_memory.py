@@ -63,7 +63,9 @@ def test_half_the_type_takes_half_the_memory():
     def work(communicator):
         host = connected(communicator)
         x = np.full(10, 1 + host.rank, np.float16)
-        return host.sums([40]).start(0, x, [5, 5])()
+        total = host.sums([40]).start(0, x, [5, 5])()
+        host.barrier("end")
+        return total
 
     assert [part.tolist() for part in run_ranks(2, work)] == [[3.0] * 5] * 2
 

@@ -6,43 +6,43 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, ROOT, SECONDS, TINY
+from tests.ranks.job import BIN, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
 
+SAME = pytest.mark.long("as in PyTorch; only the copies of weights differ")
 KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "optim.momentum=0", "optim.lr=0.01"]
 CNN = ["model={name: cnn, hidden: 20}", "data.image_size=16"]  # kernels that PyTorch and Keras lay out apart
 
 
-def fit(folder: Path, *words: str, sets: tuple[str, ...] = (), **more: str) -> str:
+def command(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> list[str]:
     line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
-    for one in (*KEYS, *CNN, *sets):
-        line += ["--set", one]
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment() | more, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    return line + [word for one in (*KEYS, *CNN, *sets) for word in ("--set", one)]
+
+
+def fit(folder: Path, *words: str, sets: tuple[str, ...] = (), **more: str) -> None:
+    line, env = command(folder, *words, sets=sets), environment() | more
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
-def arrays(folder: Path) -> dict[str, np.ndarray]:
-    (last,) = (folder / "checkpoints").glob("step-*12")
+def arrays(folder: Path, step: int = 12) -> dict[str, np.ndarray]:
+    last = folder / "checkpoints" / f"step-{step:08d}"
     return load_file(last / "weights.safetensors") | load_file(last / "optimizer.safetensors")
 
 
 def test_ranks_that_share_memory_have_the_bits_of_those_that_do_not(tmp_path):
     """Both add in rank order. With micro-batches, clipping and gradients in half the bits."""
     sets = ("max_steps=12", "optim.sharded=true", "accumulate_grad_batches=2", "gradient_clip_val=0.05")
-    for half in (False, True):
-        more = (*sets, "exchange.compression=fp16") if half else sets
-        runs = [tmp_path / f"{half}-{name}" for name in ("shared", "apart")]
-        for run, shares in zip(runs, ("1", "0"), strict=True):
-            fit(run, "-np", "3", sets=more, HVD_TRAIN_HOST_MEMORY=shares)
-        shared, apart = map(arrays, runs)
-        assert shared.keys() == apart.keys()
-        for key, x in shared.items():
-            np.testing.assert_array_equal(x, apart[key], err_msg=key)
+    runs = [tmp_path / name for name in ("shared", "apart")]
+    for run, shares in zip(runs, ("1", "0"), strict=True):
+        fit(run, "-np", "3", sets=(*sets, "exchange.compression=fp16"), HVD_TRAIN_HOST_MEMORY=shares)
+    shared, apart = map(arrays, runs)
+    assert shared.keys() == apart.keys()
+    for key, x in shared.items():
+        np.testing.assert_array_equal(x, apart[key], err_msg=key)
 
 
 def test_a_sharded_run_goes_on_whole_in_the_other_framework_on_other_ranks(tmp_path):
@@ -56,3 +56,21 @@ def test_a_sharded_run_goes_on_whole_in_the_other_framework_on_other_ranks(tmp_p
     assert one.keys() == run.keys() and any("exp_avg_sq" in key for key in one)
     for key, x in one.items():
         np.testing.assert_allclose(run[key], x, rtol=1e-8, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=SAME)])
+def test_a_rank_that_is_killed_while_ranks_share_memory(tmp_path, framework):
+    """It is named, and the run goes on from its checkpoint to the bits of one that nobody killed."""
+    sets = ["optim.sharded=true", f"framework={framework}", *LONG, OFTEN]
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    job = Job("-np", tmp_path, *settings(cut, *sets))
+    job.wait_for(lambda: lines_of(cut) >= 105)
+    ranks = job.ranks()
+    assert ["hvd-train-host" in Path(f"/proc/{one.pid}/maps").read_text() for one in ranks] == [True, True]
+    ranks[1].kill()
+    code, _, err = job.end()
+    assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in "), err
+    for folder, words in ((cut, ["--resume", "auto"]), (whole, [])):
+        code, _, err = Job("-np", tmp_path, *settings(folder, *sets), *words).end()
+        assert code == 0, err
+    assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]

@@ -17,7 +17,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import gpu_of, overlaps
-from hvd_train.frontends.host_memory import HostMemory
+from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
@@ -91,6 +91,8 @@ class PyTorchFrontEnd(StateTree):
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
+        self._host: HostMemory | None = None
+        self._known_changes = 0
         self._probe_task(sample)
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
@@ -166,7 +168,21 @@ class PyTorchFrontEnd(StateTree):
                 layer.dropout = 0.0
 
     def host_memory(self) -> HostMemory | None:
-        return HostMemory.of(self.groups.data, in_memory, usable=self.device.type == "cpu")
+        self._host = HostMemory.of(self.groups.data, in_memory, usable=self.device.type == "cpu")
+        return self._host
+
+    def waited(self) -> float:
+        return super().waited() + (self._host.waited if self._host else 0.0)
+
+    def _changes(self) -> int:
+        """Return how often code other than the update has changed a weight in place."""
+        return sum(p._version for p in self._trainable.values())
+
+    def _check_changes(self) -> None:
+        """Refuse a model that changes its weights: in shared memory each rank would change them for all."""
+        if self._host and self._changes() != self._known_changes:
+            what = f"{CHANGES} (as Embedding does with max_norm)"
+            raise ConfigError(what, where="optim.sharded", fix=APART, common=True)
 
     def connect(self, update: Update) -> FlatOptimizer | ShardedOptimizer:
         self.update = update
@@ -191,6 +207,7 @@ class PyTorchFrontEnd(StateTree):
                 common = update.host.share([flat.weight for flat in self._flats])
                 for flat, weight in zip(self._flats, common, strict=True):
                     flat.move_to(weight)
+                self._known_changes = self._changes()
             return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
         return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
 
@@ -292,6 +309,7 @@ class PyTorchFrontEnd(StateTree):
             self._decide()
         # All ranks decide alike, so none waits for an exchange that another leaves out.
         if self._unscale(unscale):
+            self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
         self._discard_gradients()
         return sums
@@ -353,6 +371,7 @@ class PyTorchFrontEnd(StateTree):
         tensors = self._tensors()
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
+        self._known_changes = self._changes()
 
 
 def _mixed(config: Config, device: torch.device) -> AbstractContextManager:

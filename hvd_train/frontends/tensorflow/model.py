@@ -19,9 +19,11 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
 from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
+from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
@@ -109,6 +111,8 @@ class TensorFlowFrontEnd(StateTree):
             for path, weight in self._first_weights(self._trainable, config.seed):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
+        self._memory: GraphMemory | None = None
+        self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs)
         self._probe_task(sample)
 
@@ -139,6 +143,14 @@ class TensorFlowFrontEnd(StateTree):
                 if isinstance(getattr(layer, rate, None), float):
                     setattr(layer, rate, 0.0)
 
+    def host_memory(self) -> GraphMemory | None:
+        # A constraint assigns a variable, which then no longer reads the common memory.
+        free = all(v.constraint is None for v in self._trainable.values())
+        usable = self._device == "/CPU:0" and free
+        host = HostMemory.of(self.groups.data, in_memory, usable)
+        self._memory = GraphMemory(host) if host else None
+        return self._memory
+
     def connect(self, update: Update) -> VariableOptimizer | ShardedOptimizer:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
@@ -147,7 +159,8 @@ class TensorFlowFrontEnd(StateTree):
         with tf.device(self._device):
             optimizer: VariableOptimizer | ShardedOptimizer
             if isinstance(update, Sharded):
-                optimizer = ShardedOptimizer(self.config.optim, self._trainable, self.layouts, update)
+                self._common = CommonWeights(self._memory, self._trainable.values()) if self._memory else None
+                optimizer = ShardedOptimizer(self.config.optim, self._trainable, self.layouts, update, self._common)
             else:
                 optimizer = VariableOptimizer(
                     self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets
@@ -203,13 +216,24 @@ class TensorFlowFrontEnd(StateTree):
 
     def _run(self, graph: Any, *arguments: Any) -> Any:
         """Run a graph of (inputs, labels, weights, ...)."""
+        if self._common:
+            self._common.attach()
         # To find the one of a batch's shapes among others takes TensorFlow 0.4 ms a call. Fields have one shape each,
         # so the length of the weights, arguments[2], identifies it.
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
             self._compiled[key] = graph.get_concrete_function(*like)
-        return self._compiled[key](*arguments)
+        return self._told(self._compiled[key], *arguments)
+
+    def _told(self, graph: Callable, *arguments: Any) -> Any:
+        """Run a graph; a rank that is lost in shared memory raises LostRankError."""
+        try:
+            return graph(*arguments)
+        except tf.errors.OpError as error:
+            if self._memory and self._memory.lost:
+                raise self._memory.lost from error
+            raise
 
     def run_queued(self) -> None:
         steps, self.queued = self.queued, []
@@ -223,7 +247,9 @@ class TensorFlowFrontEnd(StateTree):
         # Each argument of all steps, (steps, ...): a batch's tensors are on the device, numbers are not.
         columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
         started = time.perf_counter()
-        sums = self._steps[first[0].shape](*tf.nest.pack_sequence_as(steps[0][0], columns))
+        if self._common:
+            self._common.attach()
+        sums = self._told(self._steps[first[0].shape], *tf.nest.pack_sequence_as(steps[0][0], columns))
         for (_, later), of_step in zip(steps, tf.unstack(sums), strict=True):
             later.sums = of_step
         if self.config.steps_per_execution == "auto":
@@ -307,6 +333,8 @@ class TensorFlowFrontEnd(StateTree):
         for i, total in enumerate(self._accumulated):
             gradients[i] = gradients[i] + total
             total.assign(tf.zeros_like(total))
+        if self._common:
+            gradients = after_reads(gradients, self._common.variables, sums)
         if not self.config.checks_gradients:
             self._apply(gradients, learning_rate)
             return sums, tf.zeros((1,))
@@ -368,6 +396,8 @@ class TensorFlowFrontEnd(StateTree):
         variables = self._variables()
         for key, array in arrays.items():
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
+        if self._common:
+            self._common.assigned = True
 
 
 def _device(config: Config, communicator: Communicator) -> str:

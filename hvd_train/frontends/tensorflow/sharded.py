@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
+from hvd_train.frontends.tensorflow.host_memory import CommonWeights
 from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, view
 from hvd_train.update.sharded import Sharded, pieces
 
@@ -33,9 +34,15 @@ class ShardedOptimizer(ShardedSlots):
     the variables of its slots."""
 
     def __init__(
-        self, options: OptimConfig, trainable: Mapping[str, Any], layouts: Mapping[str, Layout], update: Sharded
+        self,
+        options: OptimConfig,
+        trainable: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        update: Sharded,
+        common: CommonWeights | None = None,
     ) -> None:
-        self._update, self._variables = update, list(trainable.values())
+        """``common``: of ranks that share memory. Pieces keep their values from step to step then."""
+        self._update, self._variables, self._common = update, list(trainable.values()), common
         self.kernel: Kernel = KERNELS[options.name](options)
         paths = list(trainable)
         self._buckets: list[list[Piece]] = []
@@ -54,6 +61,13 @@ class ShardedOptimizer(ShardedSlots):
             for slot in self.kernel.slots
         }
         self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+        if common:
+            common.refresh = self._read_pieces
+            self._read_pieces()
+
+    def _read_pieces(self) -> None:
+        for piece in self._all():
+            piece.weight.assign(piece.read())
 
     @staticmethod
     def _make(variable: Any, entries: int) -> tf.Variable:
@@ -76,12 +90,15 @@ class ShardedOptimizer(ShardedSlots):
         for piece, gradient, cells in zip(self._all(), parts, slots, strict=True):
             # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
             if piece.last > piece.first or self.kernel.per_tensor:
-                piece.weight.assign(piece.read())
+                if not self._common:
+                    piece.weight.assign(piece.read())
                 gradient = tf.reshape(gradient, piece.weight.shape)
                 rate = tf.cast(learning_rate, gradient.dtype)
                 self.kernel(piece.weight, gradient, cells, step, rate, self._update.total)
         if self.kernel.counts_steps:
             self.steps.assign(step)
+        if self._common:
+            self._common.write([(p.variable, p.first, p.last, p.weight.read_value()) for p in self._all()])
 
     def part(self, bucket: int) -> tf.Tensor:
         """Return (n,): the weights of a bucket that this rank has moved."""

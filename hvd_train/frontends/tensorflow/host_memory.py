@@ -1,0 +1,148 @@
+"""Memory that the ranks of a host share, within TensorFlow's graphs: Python is called where ranks wait or copy.
+
+TensorFlow's kernels write only into memory of its own, so a rank moves its part of the weights there and copies it to
+the common memory, from which the variables of all ranks read.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.errors import ConfigError, LostRankError
+from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
+from hvd_train.frontends.tensorflow.optimizers import view
+from hvd_train.protocol import HostSums
+
+
+def in_memory(memory: mmap.mmap, dtype: Any, entries: int, start: int) -> np.ndarray:
+    """Return the flat array that begins at byte ``start`` of a memory."""
+    return np.frombuffer(memory, dtype, entries, start)
+
+
+class GraphMemory:
+    """``HostMemory`` whose waits are steps of a graph. ``lost``: the error of a wait, which TensorFlow hides."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self.lost: LostRankError | None = None
+        self.rank = host.rank
+
+    def share(self, tensors: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return self._host.share(tensors)
+
+    def barrier(self, name: str) -> None:
+        self.call(lambda: self._host.barrier(name))
+
+    def sums(self, lengths: Sequence[int]) -> GraphSums:
+        return GraphSums(self, self._host.sums(lengths))
+
+    def call(self, work: Callable[..., Any], *arguments: tf.Tensor, gives: Any = None) -> tf.Tensor:
+        """Call ``work`` with arrays when the graph comes here, behind all calls before; return its array, of type
+        ``gives``. None: it returns nothing."""
+
+        def guarded(*arrays: np.ndarray) -> Any:
+            try:
+                result = work(*arrays)
+            except LostRankError as error:
+                self.lost = error
+                raise
+            return np.int32(0) if gives is None else result
+
+        with tf.device("/CPU:0"):
+            return tf.numpy_function(guarded, arguments, gives or tf.int32)
+
+
+class GraphSums:
+    """``HostSums`` of a graph's tensors."""
+
+    def __init__(self, memory: GraphMemory, sums: HostSums) -> None:
+        self._memory, self._sums = memory, sums
+        self._started: dict[int, Callable[[], np.ndarray]] = {}
+
+    def start(self, place: int, x: tf.Tensor, sizes: Sequence[int]) -> Callable[[], tf.Tensor]:
+        def begin(array: np.ndarray) -> None:
+            self._started[place] = self._sums.start(place, array, sizes)
+
+        self._memory.call(begin, x)
+
+        def finish() -> tf.Tensor:
+            total = self._memory.call(lambda: self._started.pop(place)(), gives=x.dtype)
+            total.set_shape([sizes[self._memory.rank]])
+            return total
+
+        return finish
+
+
+class CommonWeights:
+    """Variables that read common memory. ``refresh`` is called when their values have come from elsewhere."""
+
+    def __init__(self, memory: GraphMemory, variables: Iterable[Any]) -> None:
+        self._memory, self.variables = memory, list(variables)
+        self._arrays = memory.share([view(v.value).reshape(-1) for v in self.variables])
+        self.refresh: Callable[[], None] = lambda: None
+        self.assigned = False  # by us, since ``attach``
+        for variable, array in zip(self.variables, self._arrays, strict=True):
+            self._attach(variable, array)
+
+    def write(self, pieces: Sequence[tuple[Any, int, int, tf.Tensor]]) -> None:
+        """Copy pieces to the common memory: entries [first, last) of a variable, in a graph."""
+        places = {id(v): array for v, array in zip(self.variables, self._arrays, strict=True)}
+        there = [(places[id(v)][first:last], x) for v, first, last, x in pieces if last > first]
+
+        def copy(*arrays: np.ndarray) -> None:
+            for (place, _), array in zip(there, arrays, strict=True):
+                place[:] = array.reshape(-1)
+
+        if there:
+            self._memory.call(copy, *(x for _, x in there))
+
+    def attach(self) -> None:
+        """Take the values of variables that were assigned, which all ranks do alike, and let them read here again.
+
+        An assignment gives a variable memory of its own, and so must be noticed before the next step. Raises
+        ConfigError where ``assigned`` does not say that one is expected.
+        """
+        found = False
+        for variable, array in zip(self.variables, self._arrays, strict=True):
+            values = view(variable.value)
+            if values.ctypes.data != array.ctypes.data:
+                if not self.assigned:
+                    what = f"{CHANGES} (as SpectralNormalization does)"
+                    raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=APART, common=True)
+                array[:] = values.reshape(-1)
+                self._attach(variable, array)
+                found = True
+        self.assigned = False
+        if found:
+            self.refresh()
+
+    @staticmethod
+    def _attach(variable: Any, array: np.ndarray) -> None:
+        shaped = array.reshape(variable.shape)
+        variable.value.assign(tf.experimental.dlpack.from_dlpack(shaped.__dlpack__()))
+
+
+def after_reads(tensors: Sequence[tf.Tensor], variables: Iterable[Any], also: Any) -> list[tf.Tensor]:
+    """Return these tensors of a graph, not before all that it has computed from ``variables`` so far, and ``also``.
+
+    TensorFlow lets a read of a variable see its memory, also later: other ranks may not change that before.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    # By names, for TensorFlow may make a new object for the same operation.
+    handles = {graph.capture(v.value.handle).name for v in variables}
+    pending = [op for op in graph.get_operations() if any(x.name in handles for x in op.inputs)]
+    seen, last = {op.name for op in pending}, list[Any]()
+    while pending:
+        op = pending.pop()
+        users = [user for output in op.outputs for user in output.consumers()]
+        if not users:
+            last.append(op)
+        pending += {user.name: user for user in users if user.name not in seen}.values()
+        seen |= {user.name for user in users}
+    with tf.control_dependencies([*last, *tf.nest.flatten(also)]):
+        return [tf.identity(x) for x in tensors]

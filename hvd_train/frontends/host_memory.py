@@ -44,8 +44,8 @@ class HostMemory:
     def __init__(self, rank: int, peers: dict[int, socket.socket], view: View) -> None:
         self.rank, self.size, self._peers, self._view = rank, len(peers) + 1, peers, view
         self.waited = 0.0  # seconds
-        self._heard = {peer: Counter[int]() for peer in peers}
-        self._told = Counter[int]()
+        self._received = {peer: Counter[int]() for peer in peers}
+        self._sent = Counter[int]()
         self._ended: set[int] = set()
 
     @classmethod
@@ -79,16 +79,16 @@ class HostMemory:
 
     def allocate(self, lengths: Sequence[int]) -> list[mmap.mmap]:
         """Make a region of ``lengths[k]`` bytes on each rank k, and return those of all ranks, in rank order."""
-        own = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
-        os.ftruncate(own, max(lengths[self.rank], 1))
+        mine = os.memfd_create("hvd-train-host", os.MFD_CLOEXEC)
+        os.ftruncate(mine, max(lengths[self.rank], 1))
         for peer in self._peers.values():
             try:
-                socket.send_fds(peer, [b"memory"], [own])
+                socket.send_fds(peer, [b"memory"], [mine])
             except OSError as error:
                 raise LostRankError(f"{SOME_RANK} was lost") from error
         regions = []
         for rank, length in enumerate(lengths):
-            descriptor = own if rank == self.rank else self._receive_descriptor(rank)
+            descriptor = mine if rank == self.rank else self._receive_descriptor(rank)
             regions.append(mmap.mmap(descriptor, max(length, 1)))
             os.close(descriptor)
         return regions
@@ -100,7 +100,7 @@ class HostMemory:
                 return descriptors[0]
             if not word:
                 raise LostRankError(f"{SOME_RANK} was lost")
-            self._heard[rank][MESSAGE.unpack(word)[0]] += 1  # of a sum before
+            self._received[rank][MESSAGE.unpack(word)[0]] += 1  # of a sum before
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return flat tensors in memory that all ranks have in common, with rank 0's values of these ones."""
@@ -115,7 +115,7 @@ class HostMemory:
 
     # ---- messages
 
-    def tell(self, what: str) -> None:
+    def send(self, what: str) -> None:
         """Send all others the message ``what``. Blocks only while one of them does not read."""
         word = MESSAGE.pack(zlib.crc32(what.encode()))
         for peer in self._peers.values():
@@ -127,33 +127,33 @@ class HostMemory:
                     # All may be sending, each to one that does not read: so messages of all are read meanwhile.
                     living = {one: rank for rank, one in self._peers.items() if rank not in self._ended}
                     for one in select.select(living, [peer], [])[0]:
-                        self._hear(living[one])
+                        self._receive(living[one])
                 except OSError as error:
                     raise LostRankError(f"{SOME_RANK} was lost") from error
-        self._told[zlib.crc32(what.encode())] += 1
+        self._sent[zlib.crc32(what.encode())] += 1
 
     def wait(self, what: str) -> None:
         """Wait until all others have sent this message as often as this rank. Raises LostRankError if one has ended."""
         word, began = zlib.crc32(what.encode()), time.perf_counter()
         for rank in self._peers:
-            while self._heard[rank][word] < self._told[word]:
+            while self._received[rank][word] < self._sent[word]:
                 if rank in self._ended:
                     raise LostRankError(f"{SOME_RANK} was lost")
-                self._hear(rank)
+                self._receive(rank)
         self.waited += time.perf_counter() - began
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         """Take the next message of a rank, or note its end: it may have ended because all is done."""
         message = b""
         with suppress(OSError):
             message = self._peers[rank].recv(MESSAGE.size)
         if message:
-            self._heard[rank][MESSAGE.unpack(message)[0]] += 1
+            self._received[rank][MESSAGE.unpack(message)[0]] += 1
         else:
             self._ended.add(rank)
 
     def barrier(self, name: str) -> None:
-        self.tell(name)
+        self.send(name)
         self.wait(name)
 
     # ---- sums
@@ -182,16 +182,16 @@ class HostSums:
         of_ranks = [self._view(region, x.dtype, sum(sizes), self._starts[place]) for region in self._regions]
         of_ranks[rank][:first] = x[:first]
         of_ranks[rank][last:] = x[last:]
-        host.tell(f"{place} written")
+        host.send(f"{place} written")
 
         def finish() -> Tensor:
             host.wait(f"{place} written")
-            own = x[first:last]
-            parts = [own if k == rank else one[first:last] for k, one in enumerate(of_ranks)]
+            part_here = x[first:last]
+            parts = [part_here if k == rank else one[first:last] for k, one in enumerate(of_ranks)]
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
-            host.tell(f"{place} read")
+            host.send(f"{place} read")
             return total
 
         return finish

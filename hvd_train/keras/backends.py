@@ -20,8 +20,7 @@ class OnTensorFlow:
     def __init__(self) -> None:
         import tensorflow as tf
 
-        from hvd_train.frontends.tensorflow.graphs import awaited, seconds_waited
-        from hvd_train.frontends.tensorflow.model import packing
+        from hvd_train.frontends.tensorflow.graphs import awaited, packing, seconds_waited
         from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 
         self.tf, self._awaited = tf, awaited

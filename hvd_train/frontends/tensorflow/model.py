@@ -22,7 +22,7 @@ from hvd_train.frontends.devices import gpu_of, overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
-from hvd_train.frontends.tensorflow.graphs import awaited, graph, seconds_waited
+from hvd_train.frontends.tensorflow.graphs import Later, awaited, graph, packing, seconds_waited
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
@@ -33,7 +33,6 @@ from hvd_train.protocol import (
     Communicator,
     Field,
     Groups,
-    Packing,
     Sample,
     Scale,
     TensorSpec,
@@ -48,28 +47,6 @@ DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
 # ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
 CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
-
-
-def packing(communicator: Communicator) -> Packing:
-    """Return the limits of buckets for this network."""
-    # Joining costs a copy each way, and saves messages, which are expensive over Gloo: with all but the largest tensors
-    # joined a small GPT is 1.9 times as fast, 200 thin layers 1.3 times, SINGA's CNN 1.2 times. One rank sends nothing,
-    # so it copies nothing.
-    large = 0 if communicator.size == 1 else 1 << 20 if communicator.mpi else 32 << 20
-    return Packing(bucket_bytes=large, alone_bytes=large)
-
-
-class _Later:
-    """The sums of a step that waits for others, to run with them in one call."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-        self.sums: Any = None
-
-    def numpy(self) -> np.ndarray:
-        if self.sums is None:
-            self._run()
-        return self.sums.numpy()
 
 
 class TensorFlowFrontEnd(StateTree):
@@ -112,6 +89,7 @@ class TensorFlowFrontEnd(StateTree):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
         self._memory: GraphMemory | None = None
+        self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs)
         self._probe_task(sample)
@@ -148,7 +126,9 @@ class TensorFlowFrontEnd(StateTree):
         free = all(v.constraint is None for v in self._trainable.values())
         usable = self._device == "/CPU:0" and free
         host = HostMemory.of(self.groups.data, in_memory, usable)
-        self._memory = GraphMemory(host) if host else None
+        if host:
+            self._memory = GraphMemory(host)
+            self._call = self._memory.run
         return self._memory
 
     def connect(self, update: Update) -> VariableOptimizer | ShardedOptimizer:
@@ -180,7 +160,7 @@ class TensorFlowFrontEnd(StateTree):
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
-        self.queued: list[tuple[tuple[Any, ...], _Later]] = []
+        self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self._compression_error = graph(self._traced_compression_error)
         return optimizer
 
@@ -202,13 +182,13 @@ class TensorFlowFrontEnd(StateTree):
 
     def train_step(
         self, placed, scale: Scale, seed: int, learning_rate: float, unscale: float = 1.0
-    ) -> tf.Tensor | _Later:
+    ) -> tf.Tensor | Later:
         rates = np.asarray(learning_rate, self.dtype), np.asarray(unscale, self.dtype)
         numbers = np.asarray(self._scales(scale), self.dtype), np.asarray(seed, np.int64), *rates
         if self._alone:
             sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
             return sums
-        later = _Later(self.run_queued)
+        later = Later(self.run_queued)
         self.queued.append(((*placed, *numbers), later))
         if len(self.queued) == self._per_call:
             self.run_queued()
@@ -224,16 +204,7 @@ class TensorFlowFrontEnd(StateTree):
         if key not in self._compiled:
             like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
             self._compiled[key] = graph.get_concrete_function(*like)
-        return self._told(self._compiled[key], *arguments)
-
-    def _told(self, graph: Callable, *arguments: Any) -> Any:
-        """Run a graph; a rank that is lost in shared memory raises LostRankError."""
-        try:
-            return graph(*arguments)
-        except tf.errors.OpError as error:
-            if self._memory and self._memory.lost:
-                raise self._memory.lost from error
-            raise
+        return self._call(self._compiled[key], *arguments)
 
     def run_queued(self) -> None:
         steps, self.queued = self.queued, []
@@ -249,7 +220,7 @@ class TensorFlowFrontEnd(StateTree):
         started = time.perf_counter()
         if self._common:
             self._common.attach()
-        sums = self._told(self._steps[first[0].shape], *tf.nest.pack_sequence_as(steps[0][0], columns))
+        sums = self._call(self._steps[first[0].shape], *tf.nest.pack_sequence_as(steps[0][0], columns))
         for (_, later), of_step in zip(steps, tf.unstack(sums), strict=True):
             later.sums = of_step
         if self.config.steps_per_execution == "auto":

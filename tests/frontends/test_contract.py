@@ -609,10 +609,12 @@ def test_no_gpu_is_one_clear_error(framework):
 def test_a_gpu_runs_kernels_that_repeat_their_bits(monkeypatch):
     import torch
 
-    monkeypatch.setattr(module("pytorch"), "gpu_of", lambda *_: 0)
+    from hvd_train.frontends.pytorch import device
+
+    monkeypatch.setattr(device, "gpu_of", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    assert str(module("pytorch")._device(Config(), Serial())) == "cuda:0"
+    assert str(device.device_of(Config(), Serial())) == "cuda:0"
     assert torch.backends.cudnn.deterministic
 
 

@@ -113,8 +113,6 @@ def test_one_rank_shares_with_nobody():
 class Piped:
     """A communicator of two processes, for the two gathers by which they connect."""
 
-    waited = 0.0
-
     def __init__(self, rank: int, pipe) -> None:
         self.rank, self.size, self._pipe = rank, 2, pipe
 

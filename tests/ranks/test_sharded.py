@@ -17,19 +17,16 @@ KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "op
 CNN = ["model={name: cnn, hidden: 20}", "data.image_size=16"]  # kernels that PyTorch and Keras lay out apart
 
 
-def command(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> list[str]:
-    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
-    return line + [word for one in (*KEYS, *CNN, *sets) for word in ("--set", one)]
-
-
 def fit(folder: Path, *words: str, sets: tuple[str, ...] = (), **more: str) -> None:
-    line, env = command(folder, *words, sets=sets), environment() | more
+    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
+    line += [word for one in (*KEYS, *CNN, *sets) for word in ("--set", one)]
+    env = environment() | more
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def arrays(folder: Path, step: int = 12) -> dict[str, np.ndarray]:
-    last = folder / "checkpoints" / f"step-{step:08d}"
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    (last,) = (folder / "checkpoints").glob("step-*12")
     return load_file(last / "weights.safetensors") | load_file(last / "optimizer.safetensors")
 
 
@@ -74,3 +71,34 @@ def test_a_rank_that_is_killed_while_ranks_share_memory(tmp_path, framework):
         code, _, err = Job("-np", tmp_path, *settings(folder, *sets), *words).end()
         assert code == 0, err
     assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]
+
+
+CHANGING = """
+from torch import nn
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(20, 8, max_norm=0.5), nn.Linear(512, 10)
+
+    def forward(self, x):
+        return self.linear(self.embed((x * 16).long().clamp(0, 19).flatten(1)).flatten(1))
+
+def model(**shape):
+    return Changing()
+"""
+
+
+def test_a_model_that_changes_its_weights_is_refused_and_the_cure_works(tmp_path):
+    (tmp_path / "changing.py").write_text(CHANGING)
+    sets = ("model={name: 'changing:model'}", "optim.sharded=true", "max_steps=3")
+    words = [word for one in sets for word in ("--set", one)]
+    for shares, code in (("1", 2), ("0", 0)):
+        job = Job("-np", tmp_path, *settings(tmp_path / shares), *words, HVD_TRAIN_HOST_MEMORY=shares)
+        ended, _, err = job.end()
+        assert ended == code, err
+        if code:
+            assert err.startswith("error[rank 0]: the model changes its own weights, which ranks of one host share"), (
+                err
+            )
+            assert err.endswith("set HVD_TRAIN_HOST_MEMORY=0 in the environment\n") and err.count("\n") == 1

@@ -1,7 +1,7 @@
 """Memory that the ranks of a host share, within TensorFlow's graphs: Python is called where ranks wait or copy.
 
-TensorFlow's kernels write only into memory of its own, so a rank moves its part of the weights there and copies it to
-the common memory, from which the variables of all ranks read.
+TensorFlow's kernels write only into memory that TensorFlow allocates. So a rank moves its part of the weights there, and
+copies it to the common memory, from which the variables of all ranks read.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CommonWeights:
     def attach(self) -> None:
         """Take the values of variables that were assigned, which all ranks do alike, and let them read here again.
 
-        An assignment gives a variable memory of its own, and so must be noticed before the next step. Raises
+        An assignment gives a variable other memory, and so must be noticed before the next step. Raises
         ConfigError where ``assigned`` does not say that one is expected.
         """
         refreshed = False

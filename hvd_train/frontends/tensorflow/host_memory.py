@@ -1,7 +1,7 @@
 """Memory that the ranks of a host share, within TensorFlow's graphs: Python is called where ranks wait or copy.
 
-TensorFlow's kernels write only into memory that TensorFlow allocates. So a rank moves its part of the weights there, and
-copies it to the common memory, from which the variables of all ranks read.
+TensorFlow's kernels write only into memory that TensorFlow allocates. So a rank moves its part of the weights there,
+and copies it to the common memory, from which the variables of all ranks read.
 """
 
 from __future__ import annotations

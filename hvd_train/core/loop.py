@@ -94,6 +94,8 @@ class Trainer(Training):
             self._saver.wait()
         finally:  # an error that ends the training is no reason to lose a checkpoint
             self._saver.writer.wait()
+        if self.update.diverged:  # the result of the training, for whoever takes the model from here
+            self.update.take_global_weights()
         result = summary(self)
         self._call("on_end", result)
         return result

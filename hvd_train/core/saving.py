@@ -92,9 +92,9 @@ class Saver(Hook):
         training.stragglers.pause()
         self.wait()  # never two at once
         try:
-            self._weight_check.converge(training)
-            training.stop_source.at("saving", training.progress.step)
-            train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
+            with self._weight_check.global_weights(training):
+                training.stop_source.at("saving", training.progress.step)
+                train_state.save(training, metrics, self.writer, keep=keep, memory=memory)
         except NonFiniteError as error:
             self.roll_back(error)
             return

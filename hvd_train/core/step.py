@@ -67,7 +67,7 @@ class StepRunner:
             rescale(p, finite, training.log)
         if self._skips and self._skips.left_out(p, finite, sums):
             sums, counts = [], None
-        update.after_step(p.step)
+        update.after_step(p.step, local)
         return rate, sums, counts
 
     def _weighted_scale(self, step: Step) -> tuple[np.ndarray, list[float]]:

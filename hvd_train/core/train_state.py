@@ -23,7 +23,7 @@ from hvd_train.core.precision import FIRST_SCALE
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree
-from hvd_train.update.state import join_shards, read, training_state
+from hvd_train.update.state import join_shards, read, training_state, weight_names
 
 STATISTICS = "statistics/"
 
@@ -182,7 +182,10 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         if before.ranks == communicator.size:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
-        shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in (local, _local(training)))
+        # Weights of a rank are there where they differed, and have the shapes of the model's, which are checked below.
+        weights = weight_names(training.frontend)
+        trees = ({key: x for key, x in local.items() if key not in weights}, _local(training))
+        shapes, expected = ({key: x.shape for key, x in tree.items()} for tree in trees)
         reason = resume_rules.why_left_behind(before, now, same_shapes=shapes == expected)
         if not reason:
             kept = local

@@ -41,11 +41,11 @@ class Validation:
         training = self._training
         p = training.progress
         training.stragglers.pause()
-        self._weight_check.converge(training)
-        training.stop_source.at("evaluation", p.step)
-        self._turns.begin()
-        batches = _limited(training.val_loader.evaluation(), training.config.limit_val_batches)
-        results = evaluate(training.frontend, batches, self._between)
+        with self._weight_check.global_weights(training):
+            training.stop_source.at("evaluation", p.step)
+            self._turns.begin()
+            batches = _limited(training.val_loader.evaluation(), training.config.limit_val_batches)
+            results = evaluate(training.frontend, batches, self._between)
         p.val = {f"val_{name}": value for name, value in results.items()}
         training.log.val(epoch, p.step, results, learning_rate, training.samples_per_second())
 

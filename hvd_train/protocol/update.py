@@ -157,7 +157,7 @@ class Update(Protocol):
     """Everything between the backward pass and new weights (update/replicated.py); called on all ranks alike."""
 
     exchange: Exchange
-    diverged: bool  # whether the ranks' weights may differ now
+    diverged: bool  # whether the weights of the ranks' models may differ now
     # A rank's gradient is the mean over its samples, not its part of the global mean.
     local_gradients: bool
 
@@ -178,9 +178,14 @@ class Update(Protocol):
     def compression_error(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
     # Between steps, on all ranks alike.
-    def after_step(self, step: int) -> None: ...
+    def after_step(self, step: int, samples: int) -> None:
+        """Do what follows step number ``step`` (from 1), of which this rank had ``samples``."""
 
-    def converge(self) -> None: ...
+    def take_global_weights(self) -> None:
+        """Give the model the weights that the training stands for, equal on all ranks; not twice in a row."""
+
+    def take_local_weights(self) -> None:
+        """Give each rank's model the weights that it had before ``take_global_weights``, bit for bit."""
 
     # For checkpoints.
     def state(self) -> Sequence[Entry]: ...

@@ -66,11 +66,14 @@ class Replicated:
 
     # ---- between steps
 
-    def after_step(self, step: int) -> None:
-        """Do what follows step number ``step`` (from 1)."""
+    def after_step(self, step: int, samples: int) -> None:
+        """Nothing follows a step."""
 
-    def converge(self) -> None:
-        """Make weights that went apart one model on all ranks: before an evaluation, a checkpoint and the end."""
+    def take_global_weights(self) -> None:
+        """The ranks have the same weights at any time."""
+
+    def take_local_weights(self) -> None:
+        """The ranks have the same weights at any time."""
 
     def state(self) -> list[Entry]:
         """List slots and residuals; what an entry reads is copied by nobody but the reader."""

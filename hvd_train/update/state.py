@@ -34,6 +34,17 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
     return tree
 
 
+def weight_names(frontend: FrontEnd) -> list[str]:
+    """Return the names that a front-end's state has for its trainable weights, in the order of ``specs``."""
+    return [f"weights/{spec.name}" for spec in frontend.specs()]
+
+
+def weights(frontend: FrontEnd) -> Tree:
+    """Copy the trainable weights of this rank's model."""
+    state = frontend.state()
+    return {name: state[name] for name in weight_names(frontend)}
+
+
 def training_state(frontend: FrontEnd, update: Update, into: Tree | None = None) -> Tree:
     """Copy what a training is, but for what differs between ranks: weights, running statistics and slots."""
     return frontend.state(into) | read(update.state(), Placement.REPLICATED, into)

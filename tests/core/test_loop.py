@@ -87,13 +87,14 @@ def config(**keys):
 def trainer(ranks, c, folder, log=None, compressor=None, resume=False, hooks=(), until=None, kind=None, **options):
     """``ranks``: a communicator of all ranks, or the groups."""
     groups = ranks if isinstance(ranks, Groups) else Groups.of(ranks)
-    frontend, communicator = NumpyFrontEnd(groups, FEATURES, CLASSES, **options), groups.data
-    exchange = Exchange(
-        frontend.specs(), frontend.packing, compressor or make("none"), communicator, frontend.ops, None, small=0
-    )
-    update = (
-        kind(frontend, exchange) if kind else make_update(c.exchange, frontend, lambda over: exchange, communicator)
-    )
+    frontend = NumpyFrontEnd(groups, FEATURES, CLASSES, **options)
+
+    def build(over):
+        return Exchange(
+            frontend.specs(), frontend.packing, compressor or make("none"), over, frontend.ops, None, small=0
+        )
+
+    update = kind(frontend, build(groups.data)) if kind else make_update(c.exchange, frontend, build, Serial())
     made = Trainer(c, frontend, update, TRAIN, VALIDATION, Path(folder), log or NullLog(), hooks=hooks, until=until)
     found = store.newest(Path(folder) / "checkpoints", pytest.fail) if resume and groups.world.rank == 0 else None
     made.restore(found)
@@ -118,8 +119,9 @@ def final(size, c, folder, **options):
 
     results = run_ranks(size, work)
     for _, tree, _, _ in results:
-        weights = {k for k in tree if not k.startswith("statistics/")}
-        assert all((tree[k] == results[0][1][k]).all() for k in weights), "ranks end with the same bits"
+        kinds = ("weights/", "slots/") if c.exchange.mode == "allreduce" else ("weights/",)
+        equal = {k for k in tree if k.startswith(kinds)}
+        assert all((tree[k] == results[0][1][k]).all() for k in equal), "ranks end with the same bits"
     return results[0][0], results[0][1], [r[2] for r in results], results[0][3]
 
 
@@ -210,6 +212,35 @@ def test_resumed_after_a_kill_at_any_step_is_bit_identical(tmp_path, size, compr
         assert same(again[1], whole[1]), f"killed after step {killed_at}"
         assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
         assert without_speed(again[0]) == without_speed(whole[0])
+
+
+# Each rank trains by its gradients, and weights are joined now and then: the loop knows none of them by name.
+MODES = {
+    "partial": {"mode": "partial", "partial_fraction": 0.3},
+    "local_sgd": {"mode": "local_sgd", "local_steps": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_mode_resumes_bit_for_bit_after_a_kill_at_any_step(tmp_path, size, mode):
+    c = config(checkpoint={"every_n_steps": 2}, exchange=MODES[mode])
+    whole = final(size, c, tmp_path / "whole")
+    for killed_at in range(1, whole[0]["steps"] + 1):
+        folder = tmp_path / str(killed_at)
+        with pytest.raises(Stop):
+            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k)).fit())
+        again = final(size, c, folder, resume=True)
+        assert same(again[1], whole[1]), f"killed after step {killed_at}"
+        assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluations_and_checkpoints_change_no_number_of_a_mode(tmp_path, mode):
+    seldom = config(exchange=MODES[mode], check_val_every_n_epoch=3, checkpoint={"every_n_epochs": 0})
+    often = config(exchange=MODES[mode], check_val_every_n_epoch=1, checkpoint={"every_n_steps": 2})
+    (_, first, *_), (_, second, *_) = (final(3, c, tmp_path / str(k)) for k, c in enumerate((seldom, often)))
+    assert all((first[k] == second[k]).all() for k in first if k.startswith(("weights/", "slots/")))
 
 
 def without_speed(summary):

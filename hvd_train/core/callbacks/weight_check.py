@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from hvd_train.core.agreement import agree_on_weights
@@ -20,11 +23,20 @@ class WeightCheck(Hook):
         if info.due.check:
             self.compare(trainer)
 
-    def converge(self, trainer: Training) -> None:
-        """Make one model on all ranks: before an evaluation, a checkpoint and the end."""
-        if trainer.update.diverged:
-            trainer.update.converge()
+    @contextmanager
+    def global_weights(self, trainer: Training) -> Iterator[None]:
+        """Give the model the weights that the training stands for, for an evaluation or a checkpoint."""
+        update = trainer.update
+        # A signal within an evaluation saves: the weights are global already, and the evaluation gives them back.
+        if not update.diverged:
+            yield
+            return
+        update.take_global_weights()
+        try:
             self.compare(trainer)
+            yield
+        finally:
+            update.take_local_weights()
 
     def compare(self, trainer: Training) -> None:
         if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.groups.data.size == 1:

@@ -11,12 +11,13 @@ from typing import Any
 class Row:
     """An update: the value of ``exchange.mode``.
 
-    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``option``: the key of ``exchange`` that belongs
-    to it and that the class is called with, if there is one.
+    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that belong
+    to it, and that the class is called with. ``gradients``: whether gradients travel, or stay on their rank.
     """
 
     made_by: str
-    option: str = ""
+    options: tuple[str, ...] = ()
+    gradients: bool = False
 
     @property
     def update_class(self) -> Any:
@@ -27,7 +28,7 @@ class Row:
 
 ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
 MODES = {
-    ALLREDUCE: Row("replicated:Replicated"),
-    "partial": Row("partial:Partial", "partial_fraction"),
-    "local_sgd": Row("local_sgd:LocalSGD", "local_steps"),
+    ALLREDUCE: Row("replicated:Replicated", gradients=True),
+    "partial": Row("partial:Partial", ("partial_fraction",)),
+    "local_sgd": Row("local_sgd:LocalSGD", ("local_steps",)),
 }

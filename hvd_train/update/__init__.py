@@ -23,5 +23,5 @@ def make_update(
     if options.mode == ALLREDUCE:
         return Replicated(frontend, build(frontend.groups.data), local_gradients=options.op == "adasum")
     row = MODES[options.mode]
-    settings = [getattr(options, row.option)] if row.option else []
-    return row.update_class(frontend, build(alone), *settings)
+    exchange = build(frontend.groups.data if row.gradients else alone)
+    return row.update_class(frontend, exchange, *(getattr(options, option) for option in row.options))

@@ -13,6 +13,8 @@ from hvd_train.config.modes import ALLREDUCE, MODES
 # Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
 FORMER = {"truth_every_n_steps": "compression_error_every_n_steps"}
 
+_MODE_OPTIONS = tuple(dict.fromkeys(option for row in MODES.values() for option in row.options))
+
 
 class ExchangeConfig(Section):
     """The combination of what ranks learned: gradients or weights, compressed or not."""
@@ -54,9 +56,10 @@ class ExchangeConfig(Section):
             for option, owner in owners.items()
             if self.compression not in (owner, "auto") and self._is_set(option)
         ]
-        for owner, row in MODES.items():
-            if row.option and self.mode != owner and self._is_set(row.option):
-                problems.append((row.option, f"belongs to mode: {owner}, not {self.mode}"))
+        for option in _MODE_OPTIONS:
+            names = [name for name, row in MODES.items() if option in row.options]
+            if self.mode not in names and self._is_set(option):
+                problems.append((option, f"belongs to mode: {' or '.join(names)}, not {self.mode}"))
         if self.compression != "none" and self.mode != ALLREDUCE:
             problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
         if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):

@@ -11,8 +11,8 @@ from typing import Any
 class Row:
     """An update: the value of ``exchange.mode``.
 
-    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that belong
-    to it, and that the class is called with. ``gradients``: whether gradients travel, or stay on their rank.
+    ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
+    its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank.
     """
 
     made_by: str

@@ -65,8 +65,10 @@ def config(framework, **keys):
 
 def verdict(capfd):
     """(comparisons, each with its lines; the last line but one)."""
-    out = capfd.readouterr().out
-    return out, [line for line in out.splitlines() if line.startswith(("equal", "DIFFERENT", "verdict"))]
+    out, errors = capfd.readouterr()
+    lines = [line for line in out.splitlines() if line.startswith(("equal", "DIFFERENT", "verdict"))]
+    assert lines, f"no comparison: {out}{errors}"
+    return out, lines
 
 
 def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):

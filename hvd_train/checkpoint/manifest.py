@@ -54,6 +54,9 @@ class Progress:
         default_factory=list
     )  # of each rank, its sums since the last line of the log
     ending: bool = False  # the steps of this epoch are done, its evaluation is not
+    rate_factor: Annotated[float, Field(ge=0, le=1)] = 1.0  # what plateaus have made of the learning rate
+    plateau_best: float | None = None
+    plateau_waited: Annotated[int, Field(ge=-(1 << 53), le=1 << 53)] = 0  # below 0: of the cooldown
 
 
 class _Part(BaseModel):

@@ -27,6 +27,7 @@ class RunFacts:
     precision: str
     task: dict[str, Any]
     early_stopping: str  # its monitor and mode, in words
+    plateau: str  # the same of optim.plateau
     patience: int
     data: dict[str, dict[str, Any]]  # see data_facts
     ranks: int
@@ -35,7 +36,7 @@ class RunFacts:
     def of(
         cls, config: Config, framework: str, compression: str | None, data: dict[str, dict[str, Any]], ranks: int
     ) -> RunFacts:
-        stopping = config.early_stopping
+        stopping, plateau = config.early_stopping, config.optim.plateau
         return cls(
             framework=framework,
             compression=compression,
@@ -43,6 +44,7 @@ class RunFacts:
             precision=config.precision,
             task=config.task.model_dump(mode="json"),
             early_stopping=f"{config.mode_of(stopping)} of {stopping.monitor}" if stopping else "none",
+            plateau=f"{config.mode_of(plateau)} of {plateau.monitor}" if plateau else "none",
             patience=stopping.patience if stopping else 0,
             data=data,
             ranks=ranks,
@@ -86,6 +88,18 @@ def _forget_best(r: Resumption) -> str:
         return ""
     progress.best, progress.waited, progress.stopped = None, 0, False
     return f"early stopping: {before} -> {now}; what was best before does not count"
+
+
+def _forget_plateau(r: Resumption) -> str:
+    before, now, progress = r.before.plateau, r.now.plateau, r.progress
+    if before == now:
+        return ""
+    progress.plateau_best, progress.plateau_waited = None, 0
+    if now != "none" or progress.rate_factor == 1:
+        return ""
+    # Without a rule nothing would ever tell why the rate is lower than the schedule's.
+    progress.rate_factor = 1.0
+    return "optim.plateau: none any more; the learning rate is the schedule's again"
 
 
 def _wait_longer(r: Resumption) -> str:
@@ -133,6 +147,7 @@ RULES = (
     Rule("any other key", "--allow-change KEY", "nothing"),
     Rule("precision", "--allow-change precision", "the loss scale begins anew", _renew_loss_scale),
     Rule("early_stopping: monitor or mode", "nothing", "the best value does not count", _forget_best),
+    Rule("optim.plateau", "--allow-change optim.plateau", "a monitor or mode begins anew", _forget_plateau),
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
     Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),

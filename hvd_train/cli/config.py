@@ -18,16 +18,29 @@ from hvd_train.cli import options
     flag_value="",
     help="Type, default and meaning of every key, of a section's keys, or of one key.",
 )
-def config(path: Path | None, sets: tuple[str, ...], explain: str | None) -> None:
-    """Print the resolved configuration, or explain its keys.
+@click.option("--plot", type=click.Choice(["lr"]), help="Draw the learning rate of every step, as -np ranks train.")
+@click.option("-np", "--num-proc", type=click.IntRange(min=1), default=1, help="Ranks that --plot reckons with (1).")
+@click.option(
+    "-o", "--output", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Picture of --plot."
+)
+def config(
+    path: Path | None, sets: tuple[str, ...], explain: str | None, plot: str | None, num_proc: int, output: Path | None
+) -> None:
+    """Print the resolved configuration, explain its keys, or draw the learning rate.
 
     \b
     hvd-train config > job.yaml          a full file to start from
     hvd-train config -c job.yaml         what the defaults make of it
     hvd-train config --explain optim     the keys of a section, or one key: optim.lr
+    hvd-train config -c job.yaml --plot lr -np 4 -o lr.png
     """
     from hvd_train.config import explained, load_config, resolved_yaml
 
+    if plot:
+        from hvd_train.jobs.rates import draw_rates
+
+        click.echo(draw_rates(load_config(path, sets), num_proc, output or Path(f"{plot}.png")))
+        return
     if explain is None:
         click.echo(resolved_yaml(load_config(path, sets)), nl=False)
         return

@@ -15,6 +15,7 @@ from hvd_train.cli import streams
 # needs only when it runs: help must not wait for NumPy, and no command may load a framework before a job starts.
 COMMANDS = {
     "fit": "fit.fit",
+    "find-lr": "find_lr.find_lr",
     "sweep": "sweep.sweep",
     "submit": "submit.submit",
     "ended": "submit.ended",

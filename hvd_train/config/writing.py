@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from hvd_train.config.keys.config import Config
 from hvd_train.config.keys.section import FREE, OneOf
+from hvd_train.config.schedules import row_of
 
 # YAML 1.1 reads 1e-5 as a text (it wants 1.0e-5); people mean a number. Such a text is quoted when it is written.
 FLOAT = "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
@@ -79,7 +80,7 @@ def digest(config: Config) -> str:
 
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of the differences that would change the numbers of a resumed run."""
-    free = set(free_keys(new.optim.schedule == "cosine"))
+    free = set(free_keys(row_of(new.optim.schedule).to_end))
     before, after = dict(_leaves(_dump(old))), dict(_leaves(_dump(new)))
     return [
         (key, before.get(key), after.get(key))
@@ -88,15 +89,15 @@ def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def free_keys(cosine: bool, section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the keys and sections that a resumed run may change, as declared. ``cosine``: ``optim.schedule`` is."""
+def free_keys(to_end: bool, section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Yield the keys and sections that a resumed run may change, as declared. ``to_end``: the schedule runs to it."""
     for name, field in section.model_fields.items():
         extra, kind = field.json_schema_extra, inner(field.annotation)
         when = extra.get(FREE) if isinstance(extra, dict) else None
-        if when == "always" or (when and not cosine):
+        if when == "always" or (when and not to_end):
             yield prefix + name
         elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from free_keys(cosine, kind, f"{prefix}{name}.")
+            yield from free_keys(to_end, kind, f"{prefix}{name}.")
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

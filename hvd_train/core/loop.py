@@ -18,6 +18,7 @@ from hvd_train.core import train_state
 from hvd_train.core.callbacks.early_stopping import EarlyStopping
 from hvd_train.core.callbacks.epoch_log import EpochLog
 from hvd_train.core.callbacks.loss_log import LossLog
+from hvd_train.core.callbacks.plateau import Plateau
 from hvd_train.core.callbacks.speed import Speed
 from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import StopSource
@@ -60,12 +61,13 @@ class Trainer(Training):
         speed, loss_log = Speed(), LossLog(frontend.task)
         self.samples_per_second, self.speeds = speed.median, speed.spread
         weight_check = WeightCheck(loss_log)
-        early_stopping = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
+        watching: list[Hook] = [EarlyStopping(config.early_stopping)] if config.early_stopping else []
+        watching += [Plateau(config.optim.plateau)] if config.optim.plateau else []
         self._saver = Saver(self, loss_log, weight_check, lambda path: self._call("on_checkpoint", path), memory)
         self._sync = StopSync(self, self._saver)
         interruption = Interruption(self, self._sync, self._saver)
         # The ranks agree on stopping when the user's hooks have been called, which may ask for it; then they save.
-        first = [speed, loss_log, weight_check, *early_stopping]
+        first = [speed, loss_log, weight_check, *watching]
         self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(), self._saver, interruption])
         self._validation = Validation(self, weight_check, self._sync, interruption)
         self._steps, self._rules = StepRunner(self), StepRules(config, snapshots=memory is not None)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from hvd_train.config import OptimConfig
+from hvd_train.config import Config, OptimConfig
+from hvd_train.config.schedules import row_of
+from hvd_train.config.user_code import user_function
+from hvd_train.errors import ConfigError
 
 
 def scale(optim: OptimConfig, global_batch: int) -> float:
@@ -17,13 +24,84 @@ def scale(optim: OptimConfig, global_batch: int) -> float:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A step after the warm-up.
+
+    ``done``: steps since the warm-up's end, of ``length`` to the end of the training; ``units``: the same in
+    ``optim.schedule_unit``; ``warmup``: steps of the warm-up.
+    """
+
+    done: int
+    length: int
+    units: float
+    warmup: int
+
+    @property
+    def part(self) -> float:
+        """The share of the training that is over, at most 1."""
+        return min(1.0, self.done / max(1, self.length))
+
+
+def _between(first: float, last: float, part: float) -> float:
+    """Return the rate after ``part`` of half a cosine wave from ``first`` to ``last``."""
+    return last + (first - last) * (1 + math.cos(math.pi * part)) / 2
+
+
+def _step(at: Place, base: float, o: OptimConfig) -> float:
+    return base * o.gamma ** math.floor(at.units / o.step_size)
+
+
+def _multistep(at: Place, base: float, o: OptimConfig) -> float:
+    return base * o.gamma ** sum(at.units >= milestone for milestone in o.milestones)
+
+
+def _cosine_restarts(at: Place, base: float, o: OptimConfig) -> float:
+    """SGDR (Loshchilov and Hutter 2017): half a cosine wave, again and again."""
+    begin, length = 0.0, o.period
+    while at.units >= begin + length:
+        begin, length = begin + length, length * o.period_factor
+    return _between(base, o.min_lr, (at.units - begin) / length)
+
+
+def _polynomial(at: Place, base: float, o: OptimConfig) -> float:
+    return o.min_lr + (base - o.min_lr) * (1 - at.part) ** o.power
+
+
+def _one_cycle(at: Place, base: float, o: OptimConfig) -> float:
+    """Smith and Topin 2018, in the two phases of half a cosine wave that torch's OneCycleLR has."""
+    first, top, last = base / o.start_divisor, o.rise * at.length - 1, max(1, at.length - 1)
+    if at.done <= top:
+        return _between(first, base, at.done / top)
+    return _between(base, first / o.end_divisor, min(1.0, (at.done - top) / max(1.0, last - top)))
+
+
+def _inverse_sqrt(at: Place, base: float, o: OptimConfig) -> float:
+    """Vaswani et al. 2017: steps^-1/2, with the base rate at the end of the warm-up."""
+    warmup = max(1, at.warmup)
+    return base * math.sqrt(warmup / max(warmup, at.warmup + at.done + 1))
+
+
+# (place, base rate, optim) -> rate. Of a rate below ``min_lr``, ``min_lr`` is taken.
+FORMULAS: dict[str, Callable[[Place, float, OptimConfig], float]] = {
+    "constant": lambda at, base, o: base,
+    "step": _step,
+    "multistep": _multistep,
+    "exponential": lambda at, base, o: base * o.gamma**at.units,
+    "cosine": lambda at, base, o: _between(base, o.min_lr, at.part),
+    "cosine_restarts": _cosine_restarts,
+    "linear": lambda at, base, o: o.min_lr + (base - o.min_lr) * (1 - at.part),
+    "polynomial": _polynomial,
+    "one_cycle": _one_cycle,
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+@dataclass(frozen=True)
 class Schedule:
     """``rate(step)`` for step 0, 1, ...: warm-up rises linearly to the base rate, then the schedule begins.
 
-    With base = lr * scale, W warm-up steps, T total steps, S steps per epoch, t = step - W and e = t / S epochs:
-    step < W: base (step + 1) / W; constant: base; step: base gamma^floor(e / step_size); exponential: base gamma^e;
-    cosine (Loshchilov and Hutter 2017): min_lr + (base - min_lr) (1 + cos(pi t / (T - W))) / 2. Never below min_lr
-    after warm-up.
+    With base = lr * scale and W warm-up steps, step < W has base (step + 1) / W. ``FORMULAS`` has the rates that
+    follow. Never below min_lr after warm-up.
     """
 
     optim: OptimConfig
@@ -31,9 +109,24 @@ class Schedule:
     steps_per_epoch: int
     total_steps: int
 
+    @classmethod
+    def of(cls, config: Config, samples: int, ranks: int) -> Schedule:
+        """Return the schedule of a training on so many samples and ranks that share them."""
+        global_batch = config.global_batch(ranks)
+        steps = -(-samples // global_batch)
+        limit = min(config.limit_train_batches or steps, steps)
+        totals = [config.max_steps, config.max_epochs and config.max_epochs * limit]
+        return cls(config.optim, global_batch, limit, min(total for total in totals if total))
+
     @property
     def warmup_steps(self) -> int:
         return self.optim.warmup_steps or round(self.optim.warmup_epochs * self.steps_per_epoch)
+
+    @property
+    def by_step(self) -> bool:
+        """Whether rates follow the number of the step alone, and nothing happens at the end of an epoch."""
+        row = row_of(self.optim.schedule)
+        return self.optim.schedule_unit == "steps" or not row.units
 
     def rate(self, step: int) -> float:
         optim, warmup = self.optim, self.warmup_steps
@@ -41,12 +134,48 @@ class Schedule:
         if step < warmup:
             return base * (step + 1) / warmup
         done = step - warmup
-        epochs = done / self.steps_per_epoch
-        if optim.schedule == "cosine":
-            part = min(1.0, done / max(1, self.total_steps - warmup))
-            return optim.min_lr + (base - optim.min_lr) * (1 + math.cos(math.pi * part)) / 2
-        if optim.schedule == "step":
-            base *= optim.gamma ** math.floor(epochs / optim.step_size)
-        elif optim.schedule == "exponential":
-            base *= optim.gamma**epochs
-        return max(base, optim.min_lr)
+        unit = 1 if optim.schedule_unit == "steps" else self.steps_per_epoch
+        at = Place(done, self.total_steps - warmup, done / unit, warmup)
+        if ":" in optim.schedule:
+            return max(base * self._factor(done, at.length), optim.min_lr)
+        return max(FORMULAS[optim.schedule](at, base, optim), optim.min_lr)
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return user_function(self.optim.schedule, f"optim.schedule: {self.optim.schedule}")
+
+    def _factor(self, step: int, total: int) -> float:
+        """Call the user's function with what it takes of step, total_steps, steps_per_epoch, counted after warm-up."""
+        where, function = f"optim.schedule: {self.optim.schedule}", self._function
+        values = {"step": step, "total_steps": total, "steps_per_epoch": self.steps_per_epoch}
+        try:
+            takes = inspect.signature(function).parameters
+            factor = float(function(**{name: values[name] for name in takes if name in values}))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            fix = (
+                "it is called with step=, total_steps= and steps_per_epoch=, as it takes them, and gives a factor on lr"
+            )
+            raise ConfigError(
+                f"the function failed at step {step}: {reason}", where=where, fix=fix, common=True
+            ) from error
+        if not (math.isfinite(factor) and factor >= 0):
+            fix = "give a number >= 0, which lr is multiplied by"
+            raise ConfigError(f"the function gives {factor} at step {step}", where=where, fix=fix, common=True)
+        return factor
+
+    def notes(self) -> list[str]:
+        """Return a line for each part of the schedule that lies behind the end of the training."""
+        optim, unit = self.optim, self.optim.schedule_unit
+        length = self.total_steps / (1 if unit == "steps" else self.steps_per_epoch)
+        places = {"step": [optim.step_size], "multistep": optim.milestones, "cosine_restarts": [optim.period]}
+        warmup = self.warmup_steps / (1 if unit == "steps" else self.steps_per_epoch)
+        notes = []
+        if self.warmup_steps >= self.total_steps:
+            notes.append(f"the warm-up takes {self.warmup_steps} steps, and the training {self.total_steps}")
+        elif late := [place for place in places.get(optim.schedule, []) if warmup + place >= length]:
+            listed = ", ".join(f"{place:g}" for place in late)
+            notes.append(
+                f"schedule {optim.schedule}: {unit} {listed} are not before the end of the training, {length:g}"
+            )
+        return [f"note: optim.{note}" if note.startswith("schedule") else f"note: {note}" for note in notes]

@@ -44,19 +44,17 @@ class Training:
         self.compression, self.stop_source, self.until = compression, stop_source, until
         self.run_dir, self.folder = run_dir, run_dir / "checkpoints"
         self.groups, self.communicator = frontend.groups, frontend.groups.world
-        self.global_batch = config.global_batch(self.groups.data.size)
+        self.schedule = Schedule.of(config, len(train), self.groups.data.size)
+        self.global_batch = self.schedule.global_batch
         self.train_loader, self.val_loader = self._loader(train), self._loader(val)
         self.train_size, self.val_size = len(train), len(val)
         self.sample = train.sample.joined(val.sample)
         self.data = data_facts(train, val)
         self.steps_per_epoch = -(-self.train_size // self.global_batch)
-        self.limit = min(config.limit_train_batches or self.steps_per_epoch, self.steps_per_epoch)
+        self.limit = self.schedule.steps_per_epoch  # of those, so many are made
         self.epoch_size = min(self.train_size, self.limit * self.global_batch)  # samples
-        totals = [config.max_steps, config.max_epochs and config.max_epochs * self.limit]
-        total_steps = min(total for total in totals if total)
-        self.schedule = Schedule(config.optim, self.global_batch, self.limit, total_steps)
         # A length that is given in steps, and no drop at the end of an epoch: the rate follows the step alone.
-        self._rate_by_step = total_steps == config.max_steps and config.optim.schedule in ("constant", "cosine")
+        self._rate_by_step = self.schedule.total_steps == config.max_steps and self.schedule.by_step
         self.scaled = config.precision == "16-mixed"
         self.progress = Progress(loss_scale=FIRST_SCALE if self.scaled else 1.0)
         self.stop_wish = ""  # why a hook on this rank wishes to stop; the ranks agree on it with a line of the log
@@ -90,9 +88,10 @@ class Training:
 
         It follows the place in the epoch, so that it means the same after a resume on another number of ranks.
         """
-        if self._rate_by_step:
-            return self.schedule.rate(step)
-        return self.schedule.rate(self.progress.epoch * self.schedule.steps_per_epoch + place)
+        p = self.progress
+        rate = self.schedule.rate(step if self._rate_by_step else p.epoch * self.schedule.steps_per_epoch + place)
+        # What plateaus have made of it.
+        return rate if p.rate_factor == 1 else max(rate * p.rate_factor, self.config.optim.min_lr)
 
     # ---- whether it has ended
 

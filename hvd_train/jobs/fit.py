@@ -108,7 +108,8 @@ def train(
     memory = snapshots.folder_of_rank()
     trainer = Trainer(config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory)
     notes = trainer.restore(snapshot)
-    start = [messages.start(job, trainer, snapshot), *config.notes, *notes, *filter(None, [trainer.complete])]
+    notes = [*config.notes, *trainer.schedule.notes(), *notes]
+    start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name:
         messages.warn_of_softmax(job, log)

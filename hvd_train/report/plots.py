@@ -67,6 +67,51 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    _write(figure, picture)
+
+
+def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, title: str, picture: Path) -> None:
+    """Draw the learning rate of steps; the axis above counts epochs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(7, 3.8), layout="constrained")
+    axis = figure.add_subplot()
+    axis.plot(steps, values)
+    axis.set(xlabel="step", ylabel="learning rate", title=title)
+    axis.grid(alpha=0.3)
+    scale: Any = (lambda x: x / steps_per_epoch, lambda x: x * steps_per_epoch)
+    axis.secondary_xaxis("top", scale).set_xlabel("epoch")
+    _write(figure, picture)
+
+
+def range_test(
+    values: Sequence[float], losses: Sequence[float], means: Sequence[float], suggested: float | None, picture: Path
+) -> None:
+    """Draw the loss over the logarithm of the learning rate: of each step, and its running mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(7, 3.8), layout="constrained")
+    axis = figure.add_subplot()
+    axis.semilogx(values, losses, color="C0", alpha=0.3, label="loss of a step")
+    axis.semilogx(values, means, color="C0", label="running mean")
+    if suggested is not None:
+        axis.axvline(suggested, color="C3", linestyle="--", label=f"suggestion {suggested:.2g}")
+    # A loss that explodes would flatten all that is worth seeing.
+    axis.set(xlabel="learning rate", ylabel="loss", ylim=(None, 1.5 * max(means[0], min(means))))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    _write(figure, picture)
+
+
+def _write(figure: Any, picture: Path) -> None:
+    from matplotlib import pyplot
+
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, dpi=120)

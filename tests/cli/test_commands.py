@@ -14,6 +14,7 @@ from tests.cli.running import ROOT, SECONDS, run
 
 COMMANDS = [
     "fit",
+    "find-lr",
     "sweep",
     "submit",
     "eval",

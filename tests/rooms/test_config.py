@@ -234,8 +234,8 @@ def test_the_keys_that_a_resumed_run_may_change():
         "slurm",
         "optim.sharded",
     ]
-    assert set(free_keys(cosine=True)) == set(always)
-    assert set(free_keys(cosine=False)) == {*always, "max_epochs", "max_steps"}
+    assert set(free_keys(to_end=True)) == set(always)
+    assert set(free_keys(to_end=False)) == {*always, "max_epochs", "max_steps"}
 
 
 def test_what_a_resumed_run_may_change():

@@ -10,7 +10,7 @@ from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConf
 from hvd_train.config.keys.data import DataConfig
 from hvd_train.config.keys.exchange import ExchangeConfig
 from hvd_train.config.keys.model import ModelConfig
-from hvd_train.config.keys.optim import OptimConfig
+from hvd_train.config.keys.optim import OptimConfig, PlateauConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
@@ -38,10 +38,10 @@ class Config(Section):
     )
     accumulate_grad_batches: Positive = Field(1, description="micro-batches per step; their gradients travel once")
     max_epochs: Positive | None = free(
-        None, unless_cosine=True, description="epochs to train (default 1, if max_steps is not given)"
+        None, unless_to_end=True, description="epochs to train (default 1, if max_steps is not given)"
     )
     max_steps: Positive | None = free(
-        None, unless_cosine=True, description="steps to train; with max_epochs: whichever ends first"
+        None, unless_to_end=True, description="steps to train; with max_epochs: whichever ends first"
     )
     optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
@@ -109,8 +109,7 @@ class Config(Section):
         if self.batch_size and self.global_batch_size:
             problems.append(("global_batch_size", "give batch_size (per rank) or global_batch_size, not both"))
         monitors = [f"{part}_{name}" for part in ("val", "train") for name in self.task.names]
-        # checkpoint and early_stopping each watch a value. Both have a monitor and a mode.
-        rules: list[tuple[str, Any]] = [("checkpoint", self.checkpoint), ("early_stopping", self.early_stopping)]
+        rules = self._watching
         problems += [
             (f"{key}.monitor", did_you_mean(rule.monitor, monitors))
             for key, rule in rules
@@ -141,23 +140,29 @@ class Config(Section):
         return self
 
     @property
+    def _watching(self) -> list[tuple[str, Any]]:
+        """Return (key, section or None) of what watches a value of the evaluation: it has a monitor and a mode."""
+        sections = self.checkpoint, self.early_stopping, self.optim.plateau
+        return list(zip(("checkpoint", "early_stopping", "optim.plateau"), sections, strict=True))
+
+    @property
     def notes(self) -> list[str]:
         """Return the notes about the configuration for the user, a line each."""
         return self._notes
 
-    def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig) -> str:
+    def mode_of(self, rule: CheckpointConfig | EarlyStoppingConfig | PlateauConfig) -> str:
         """Return whether the smaller ("min") or the larger ("max") value of the rule's monitor is better."""
         return rule.mode if rule.mode != "auto" else self._direction(rule) or "min"
 
-    def _direction(self, rule: CheckpointConfig | EarlyStoppingConfig) -> Literal["min", "max"] | None:
+    def _direction(self, rule: CheckpointConfig | EarlyStoppingConfig | PlateauConfig) -> Literal["min", "max"] | None:
         """Return which value of the rule's monitor is better, if that is known without the user."""
         return self.task.better.get(rule.monitor.partition("_")[2])
 
     def resolved(self) -> Config:
         """Return the configuration with a ``mode`` in place of each ``auto``."""
-        rules = {"checkpoint": self.checkpoint, "early_stopping": self.early_stopping}
-        modes = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in rules.items() if rule}
-        return self.model_copy(update=modes)
+        modes = {key: rule.model_copy(update={"mode": self.mode_of(rule)}) for key, rule in self._watching if rule}
+        plateau = modes.pop("optim.plateau", None)
+        return self.model_copy(update=modes | {"optim": self.optim.model_copy(update={"plateau": plateau})})
 
     @property
     def user_code(self) -> dict[str, str]:
@@ -167,6 +172,7 @@ class Config(Section):
             "model.name": self.model.name,
             "data.name": self.data.name,
             "data.transforms": ", ".join(one.name for one in self.data.transforms),
+            "optim.schedule": self.optim.schedule,
             "task.loss": ", ".join(loss for loss, _ in terms),
             "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
         }

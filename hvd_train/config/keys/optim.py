@@ -6,11 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
+from hvd_train.config.keys.section import Count, Mode, OneOf, Positive, Section, free, raise_problems
+from hvd_train.config.schedules import SCHEDULES, row_of
+
+
+class PlateauConfig(Section):
+    """When to lower the learning rate because a value of the evaluation does not improve."""
+
+    monitor: str = Field("val_loss", description="the value that must improve: val_NAME or train_NAME")
+    mode: Mode = Field(
+        "auto", description="which direction is better; auto: by the metric; set it for metrics of yours"
+    )
+    factor: float = Field(0.1, gt=0, lt=1, description="what the rate is multiplied by")
+    patience: Positive = Field(10, description="evaluations without improvement before the rate falls")
+    min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
+    cooldown: Count = Field(0, description="evaluations after a reduction that are not counted")
+
+
+# The keys that belong to the schedules of today's table. Older ones were not refused with other schedules.
+_SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "start_divisor", "end_divisor")
 
 
 class OptimConfig(Section):
-    """The optimizer and the learning rate. The formulas are in ``update/optimizers.py``."""
+    """The optimizer and the learning rate. Formulas are in ``update/optimizers.py`` and ``core/schedule.py``."""
 
     name: Literal["sgd", "adam", "adamw", "lars", "lamb"] = Field(
         "sgd",
@@ -41,12 +59,32 @@ class OptimConfig(Section):
         0.0, ge=0, allow_inf_nan=False, description="epochs of linear warm-up; may be a fraction"
     )
     warmup_steps: Count = Field(0, description="steps of linear warm-up, instead of warmup_epochs")
-    schedule: Literal["constant", "step", "cosine", "exponential"] = Field(
-        "constant", description="learning rate after the warm-up"
+    schedule: Annotated[str, OneOf(SCHEDULES, functions=True)] = Field(
+        "constant",
+        description="learning rate after the warm-up; your function gets (step, total_steps), gives a factor",
     )
-    step_size: float = Field(30.0, gt=0, description="schedule step: epochs between two drops")
-    gamma: float = Field(0.1, gt=0, le=1, description="schedule step: factor of a drop; exponential: factor per epoch")
+    schedule_unit: Literal["epochs", "steps"] = Field(
+        "epochs", description="what step_size, milestones, period and the steps of exponential count"
+    )
+    step_size: float = Field(30.0, gt=0, description="schedule step: epochs (or steps) between two drops")
+    milestones: list[Annotated[float, Field(gt=0)]] = Field(
+        [], description="schedule multistep: epochs (or steps) at which the rate drops by gamma"
+    )
+    gamma: float = Field(
+        0.1, gt=0, le=1, description="schedule step, multistep: factor of a drop; exponential: factor per epoch or step"
+    )
+    period: float = Field(10.0, gt=0, description="schedule cosine_restarts: epochs (or steps) of the first cycle")
+    period_factor: float = Field(1.0, ge=1, description="schedule cosine_restarts: length of a cycle over that before")
+    power: float = Field(1.0, gt=0, allow_inf_nan=False, description="schedule polynomial: the exponent")
+    rise: float = Field(
+        0.3, gt=0, lt=1, description="schedule one_cycle: share of the training in which the rate rises"
+    )
+    start_divisor: float = Field(25.0, ge=1, description="schedule one_cycle: the first rate is lr divided by this")
+    end_divisor: float = Field(1e4, ge=1, description="schedule one_cycle: the last rate is the first divided by this")
     min_lr: float = Field(0.0, ge=0, description="the schedule's lowest learning rate")
+    plateau: PlateauConfig | None = Field(
+        None, description="lower the rate when an evaluation does not improve, with any schedule; null: never"
+    )
     sharded: bool = free(
         False,
         description="each rank keeps the optimizer's slots of its part of the weights and moves that part (ZeRO-1)",
@@ -68,5 +106,21 @@ class OptimConfig(Section):
             problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
         if self.warmup_epochs and self.warmup_steps:
             problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
-        raise_problems(problems)
+        raise_problems(problems + self._schedule_problems())
         return self
+
+    def _schedule_problems(self) -> list[tuple[str, str]]:
+        fields, options = type(self).model_fields, row_of(self.schedule).options
+        owners = {option: name for name, row in SCHEDULES.items() for option in row.options}
+        problems = [
+            (option, f"belongs to schedule: {owners[option]}, not {self.schedule}")
+            for option in _SCHEDULE_OPTIONS
+            if option not in options and getattr(self, option) != fields[option].default
+        ]
+        if self.schedule == "multistep" and not self.milestones:
+            problems.append(("milestones", "schedule: multistep needs them, for example [30, 60]"))
+        if self.milestones != sorted(set(self.milestones)):
+            problems.append(("milestones", "must grow"))
+        if self.schedule == "one_cycle" and (self.warmup_epochs or self.warmup_steps):
+            problems.append(("schedule", "one_cycle rises by itself: leave the warm-up out, or take cosine"))
+        return problems

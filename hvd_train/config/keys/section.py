@@ -22,13 +22,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
 
 
-def free(default: Any, *, unless_cosine: bool = False, **rules: Any) -> Any:
+def free(default: Any, *, unless_to_end: bool = False, **rules: Any) -> Any:
     """Declare a key that a resumed run may change: it decides when to stop, save and report, not what the numbers are.
 
-    All other keys want --allow-change. ``unless_cosine``: not free with ``optim.schedule: cosine``, which runs to the
-    end of the training, so that the learning rate depends on this key.
+    All other keys want --allow-change. ``unless_to_end``: not free with a schedule that runs to the end of the training
+    (``cosine``), so that the learning rate depends on this key.
     """
-    return Field(default, json_schema_extra={FREE: "unless cosine" if unless_cosine else "always"}, **rules)
+    return Field(default, json_schema_extra={FREE: "unless to end" if unless_to_end else "always"}, **rules)
 
 
 def raise_problems(problems: list[tuple[str, str]]) -> None:
@@ -40,18 +40,23 @@ def raise_problems(problems: list[tuple[str, str]]) -> None:
 
 
 class OneOf:
-    """A Literal whose names are the rows of a table, so that a new row is a new value of the key."""
+    """A Literal whose names are the rows of a table, so that a new row is a new value of the key.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = names
+    ``functions``: a function of the user may stand there, too, as ``package.module:function``.
+    """
+
+    def __init__(self, names: Iterable[str], functions: bool = False) -> None:
+        self._names, self._functions = names, functions
 
     def words(self) -> str:
-        return "|".join(self._names)
+        return "|".join([*self._names, *["package.module:function"] * self._functions])
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def _check(self, value: Any) -> str:
+        if self._functions and isinstance(value, str) and ":" in value:
+            return value
         if value not in [*self._names]:  # a list: a value may be unhashable
             *first, last = (repr(name) for name in self._names)
             expected = " or ".join([", ".join(first), last])

@@ -1,0 +1,35 @@
+"""A learning rate that is lowered when an evaluation does not improve."""
+
+from __future__ import annotations
+
+import math
+
+from hvd_train.config.keys.optim import PlateauConfig
+from hvd_train.core.hooks import Epoch, Hook
+from hvd_train.core.training import Training
+from hvd_train.errors import amount
+
+
+class Plateau(Hook):
+    """Multiply the rate by ``factor`` when the monitored value has not improved for ``patience`` evaluations.
+
+    The value is the same on all ranks, so all lower the rate together. ``rate_factor``, ``plateau_best`` and
+    ``plateau_waited`` are kept in the progress; the last one counts up to 0 during the cooldown.
+    """
+
+    def __init__(self, rule: PlateauConfig) -> None:
+        self._rule = rule
+
+    def on_epoch(self, trainer: Training, epoch: Epoch) -> None:
+        rule, p = self._rule, trainer.progress
+        if not epoch.complete or "val_loss" not in epoch.metrics:
+            return  # an interruption within an epoch must not change when the rate falls
+        value = epoch.metrics[rule.monitor] * (1 if trainer.config.mode_of(rule) == "min" else -1)
+        improved = math.isfinite(value) and (p.plateau_best is None or value < p.plateau_best - rule.min_delta)
+        if improved:
+            p.plateau_best = value
+        p.plateau_waited = 0 if improved and p.plateau_waited >= 0 else p.plateau_waited + 1
+        if p.plateau_waited >= rule.patience:
+            p.rate_factor, p.plateau_waited = p.rate_factor * rule.factor, -rule.cooldown
+            what = f"{rule.monitor} has not improved for {amount(rule.patience, 'evaluation')}"
+            trainer.log.message(f"learning rate times {rule.factor:g} ({p.rate_factor:g} in all): {what}")

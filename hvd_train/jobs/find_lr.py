@@ -1,0 +1,141 @@
+"""A range test of the learning rate (Smith 2017): it grows from step to step until the loss grows with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core import train_state
+from hvd_train.core.control_sync import StopSource
+from hvd_train.core.mean import ordered_sum
+from hvd_train.core.schedule import scale
+from hvd_train.core.step import StepRunner
+from hvd_train.core.training import Training
+from hvd_train.data.loader import Step
+from hvd_train.errors import ConfigError, amount
+from hvd_train.jobs.connect import connect
+from hvd_train.jobs.job import Job, opened_job
+from hvd_train.report.plots import range_test
+from hvd_train.run_folder.log import NullLog
+
+MEMORY = 0.9  # of the running mean of losses: of one step they are too noisy to be told apart
+TOO_HIGH = 4.0  # times the lowest loss: training has diverged, and higher rates show nothing
+LEFT_OUT = 5  # steps at the beginning, whose running mean is of few
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that are tried: ``steps`` of them, each larger than the one before by the same factor."""
+
+    first: float
+    last: float
+    steps: int
+
+    def at(self, step: int) -> float:
+        return self.first * (self.last / self.first) ** (step / max(1, self.steps - 1))
+
+
+class RangeTest(Training):
+    """A training whose learning rate grows with each step."""
+
+    rates: Rates
+
+    def learning_rate(self, place: int, step: int) -> float:
+        return self.rates.at(step)
+
+
+def suggestion(rates: list[float], losses: list[float]) -> float | None:
+    """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it never falls.
+
+    ``losses``: running means, one for each rate. A run of so few steps says nothing of the last rates.
+    """
+    if len(losses) < 2 * LEFT_OUT:
+        return None
+    slopes = np.gradient(np.array(losses[LEFT_OUT:]), np.log(rates[LEFT_OUT:]))
+    best = int(np.argmin(slopes))
+    return rates[LEFT_OUT + best] if slopes[best] < 0 else None
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return the running means of losses, without the bias towards the zero that they begin with."""
+    means, mean = [], 0.0
+    for count, loss in enumerate(losses, 1):
+        mean = MEMORY * mean + (1 - MEMORY) * loss
+        means.append(mean / (1 - MEMORY**count))
+    return means
+
+
+def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -> int:
+    """Try the rates on all ranks, print a suggestion for ``optim.lr``, draw the picture; write nothing else."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    data |= {"max_steps": rates.steps, "max_epochs": None, "early_stopping": None, "on_nonfinite": "stop"}
+    data["optim"] |= {"plateau": None}
+    with opened_job(Config.model_validate(data), verbose) as job:
+        tried, losses = _try(job, rates)
+        if job.communicator.rank == 0:
+            means = smooth(losses)
+            rate = suggestion(tried, means)
+            factor = scale(config.optim, config.global_batch(job.session.groups.data.size))
+            print("\n".join(_lines(tried, means, rate, factor)), flush=True)
+            if picture:
+                range_test(tried, losses, means, rate, picture)
+                print(f"picture: {picture}", flush=True)
+    return 0
+
+
+def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
+    """Make a step with each rate, until the loss has become too high; return (rates, losses), equal on all ranks."""
+    config = job.config
+    update, compression = connect(job, config.exchange.compression)
+    log, source = NullLog(), StopSource()
+    parts = job.data.train, job.data.val
+    training = RangeTest(config, job.frontend, update, *parts, Path(config.run_dir), log, compression, source, None)
+    training.rates = rates
+    train_state.restore(training, None)
+    runner, task = StepRunner(training), job.frontend.task
+    tried: list[float] = []
+    losses: list[float] = []
+    for step in _steps(training):
+        rate, sums, _ = runner.run(step)
+        local = np.sum([job.frontend.ops.to_numpy(x) for x in sums], axis=0)
+        loss = task.results(ordered_sum(local, training.groups.data))["loss"]
+        if not math.isfinite(loss) or (losses and smooth([*losses, loss])[-1] > TOO_HIGH * min(smooth(losses))):
+            break
+        tried.append(rate)
+        losses.append(loss)
+    if not tried:
+        what = f"the loss is {loss} at the first rate, {rates.first:g}"
+        raise ConfigError(what, where="find-lr", fix="give a smaller --from, and look for NaN in the data", common=True)
+    return tried, losses
+
+
+def _steps(training: Training) -> Iterator[Step]:
+    """Yield the batches of as many epochs as it takes."""
+    p = training.progress
+    while True:
+        with closing(training.train_loader.epoch(p.epoch, 0)) as steps:
+            for step in steps:
+                if p.step >= training.schedule.total_steps:
+                    return
+                yield step
+        p.epoch, p.consumed = p.epoch + 1, 0
+
+
+def _lines(tried: list[float], means: list[float], rate: float | None, factor: float) -> list[str]:
+    """Describe the result. ``factor``: what ``optim.lr_scaling`` makes of ``optim.lr``."""
+    lowest = int(np.argmin(means))
+    lines = [
+        f"{amount(len(tried), 'step')}, learning rate {tried[0]:.1e} to {tried[-1]:.1e}; "
+        f"lowest loss {means[lowest]:.4f} at {tried[lowest]:.1e}"
+    ]
+    if rate is None:
+        return [*lines, "no suggestion: the loss does not fall; give other --from, --to, or more --steps"]
+    scaled = "" if factor == 1 else f"; optim.lr_scaling multiplies optim.lr by {factor:g}"
+    return [*lines, f"suggestion: --set optim.lr={rate / factor:.2g} (the loss falls fastest at {rate:.2g}{scaled})"]

@@ -1,0 +1,30 @@
+"""The learning rates of a training that is not started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvd_train.config import Config
+from hvd_train.config.user_code import look_in
+from hvd_train.core.schedule import Schedule
+from hvd_train.data.catalog import open_data
+from hvd_train.report.plots import rates
+
+MOST = 20_000  # rates that are drawn; of a longer training, one in so many steps
+
+
+def draw_rates(config: Config, ranks: int, picture: Path) -> str:
+    """Draw the learning rate of every step of a training on so many ranks; return what it shows, a line each.
+
+    The data are opened, for their number of samples; a plateau is not foreseen.
+    """
+    look_in(config.code_dir)
+    samples = len(open_data(config.data, config.task).train)
+    schedule = Schedule.of(config, samples, ranks)
+    steps = range(0, schedule.total_steps, -(-schedule.total_steps // MOST))
+    values = [schedule.rate(step) for step in steps]
+    rates(steps, values, schedule.steps_per_epoch, f"optim.schedule: {config.optim.schedule}", picture)
+    first, last, top = values[0], schedule.rate(schedule.total_steps - 1), max(values)
+    length = f"{schedule.total_steps:,} steps of {schedule.global_batch} samples, {schedule.steps_per_epoch:,} an epoch"
+    rate = f"learning rate {first:.3g} at first, {top:.3g} at most, {last:.3g} at last"
+    return "\n".join([f"{length}: {rate}", *schedule.notes(), f"picture: {picture}"])

@@ -1,0 +1,54 @@
+"""The range test of the learning rate, and the picture of the rates of a training."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_train.jobs.find_lr import Rates, smooth, suggestion
+from tests.cli.running import run
+
+TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[16]")
+
+
+def test_rates_grow_by_the_same_factor():
+    rates = Rates(1e-4, 1.0, 5)
+    assert [rates.at(k) for k in range(5)] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1])
+
+
+def test_equal_losses_have_an_equal_running_mean():
+    assert smooth([2.0] * 20) == pytest.approx([2.0] * 20)
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest():
+    rates = np.geomspace(1e-6, 10, 100)
+    losses = 1 - 1 / (1 + np.exp(-4 * np.log(rates / 0.01)))  # a step down with its middle at 0.01
+    assert suggestion(list(rates), list(losses)) == pytest.approx(0.01, rel=0.1)
+    assert suggestion(list(rates), list(1 - losses)) is None, "a loss that only grows"
+    assert suggestion(list(rates[:6]), list(losses[:6])) is None, "too few steps"
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_two_ranks_suggest_what_one_does_and_write_the_picture_alone(tmp_path, framework):
+    """The global batch is given, so the losses are those of one rank, to rounding."""
+    words = ("find-lr", *TINY, "--set", f"framework={framework}", "--set", "global_batch_size=64", "--steps", "40")
+    one = run(*words, "--set", "threads=1", cwd=tmp_path).stdout
+    two = run(*words, "--set", "threads=1", "-np", "2", "-o", "lr.png", cwd=tmp_path).stdout
+    assert two.splitlines() == [*one.splitlines(), "picture: lr.png"]
+    rate = float(one.splitlines()[-1].partition("optim.lr=")[2].split()[0])
+    assert 1e-3 < rate < 2, "digits and an MLP learn with 0.1"
+    assert [path.name for path in tmp_path.iterdir()] == ["lr.png"]
+
+
+def test_mistakes_of_a_range(tmp_path):
+    done = run("find-lr", *TINY, "--from", "1", "--to", "0.1", code=2, cwd=tmp_path)
+    assert done.stderr == "error: --from 1 is not below --to 0.1; give a range that grows\n"
+    done = run("find-lr", *TINY, "--from", "1e30", "--to", "1e35", "--steps", "10", code=0, cwd=tmp_path)
+    assert "no suggestion" in done.stdout
+
+
+def test_the_rates_of_a_training_are_drawn(tmp_path):
+    job = ("--set", "optim.schedule=one_cycle", "--set", "optim.lr=0.1", "--set", "max_epochs=4")
+    out = run("config", *TINY, *job, "--plot", "lr", "-np", "2", cwd=tmp_path).stdout.splitlines()
+    assert out[0] == "92 steps of 64 samples, 23 an epoch: learning rate 0.004 at first, 0.1 at most, 4e-07 at last"
+    assert out[1:] == ["picture: lr.png"] and (tmp_path / "lr.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""The area under the ROC curve."""
+"""The areas under the ROC curve and under the curve of precision over recall."""
 
 from __future__ import annotations
 
@@ -47,11 +47,32 @@ class AUC(Metric):
         zero, one = sums.reshape(2, -1, BINS)  # (L, BINS) each
         if self.average == "micro":
             zero, one = zero.sum(0, keepdims=True), one.sum(0, keepdims=True)
-        # (L, BINS): samples of class 0 below the middle of each bin.
-        below = np.cumsum(zero, 1) - zero / 2
-        pairs, actual = zero.sum(1) * one.sum(1), one.sum(1)  # (L,) each
-        defined = pairs > 0  # not for a label that all samples have, or none
+        defined, actual = self.defined(zero, one), one.sum(1)  # (L,) each
         if not defined.any():
             return math.nan
-        areas = (below * one).sum(1)[defined] / pairs[defined]
+        areas = self.areas(zero[defined], one[defined])
         return float(np.average(areas, weights=actual[defined] if self.average == "weighted" else None))
+
+    def defined(self, zero: np.ndarray, one: np.ndarray) -> np.ndarray:
+        """Return for each label whether it has an area: not where all samples have it, or none."""
+        return zero.sum(1) * one.sum(1) > 0
+
+    def areas(self, zero: np.ndarray, one: np.ndarray) -> np.ndarray:
+        """Return the area (L,) of each label from its histograms (L, BINS)."""
+        # (L, BINS): samples of class 0 below the middle of each bin.
+        below = np.cumsum(zero, 1) - zero / 2
+        return (below * one).sum(1) / (zero.sum(1) * one.sum(1))
+
+
+class AveragePrecision(AUC):
+    """The mean, over the samples of class 1, of the precision at their score (Buckley and Voorhees 2000)."""
+
+    def defined(self, zero: np.ndarray, one: np.ndarray) -> np.ndarray:
+        return one.sum(1) > 0
+
+    def areas(self, zero: np.ndarray, one: np.ndarray) -> np.ndarray:
+        # (L, BINS): samples of class 1, and of both, above each bin.
+        right, predicted = (np.cumsum(x[:, ::-1], 1)[:, ::-1] - x for x in (one, zero + one))
+        # Within a bin the order is unknown. The middle one of its samples of class 1 has half of the others above it.
+        middle = (one + 1) / 2
+        return (one * (right + middle) / (predicted + middle + zero / 2)).sum(1) / one.sum(1)

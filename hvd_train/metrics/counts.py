@@ -1,4 +1,4 @@
-"""Precision, recall and F1, from counts for each class or label.
+"""Precision, recall, F1, intersection over union and balanced accuracy, from counts for each class or label.
 
 A place is *predicted* as a class by its largest output, or as class 1 where its only output is above 0. A class is
 *right* where it is predicted and the label says so.
@@ -18,12 +18,13 @@ from hvd_train.protocol import Tensor
 class Counts(Metric):
     """A rate of three counts for each of K classes or labels: right, predicted, and actual, which the labels say.
 
-    ``rate``: precision is right / predicted, recall is right / actual, f1 is their harmonic mean (van Rijsbergen 1979).
+    ``rate``: precision is right / predicted, recall is right / actual, f1 is their harmonic mean (van Rijsbergen 1979;
+    of masks it is Dice 1945), iou is right / (predicted or actual) (Jaccard 1912).
     ``average``: how the K rates become one number, as in scikit-learn; "": of two classes that of class 1, else macro.
     """
 
     def __init__(
-        self, form: LabelForm, masked: bool = False, *, rate: Literal["f1", "precision", "recall"], average: str
+        self, form: LabelForm, masked: bool = False, *, rate: Literal["f1", "precision", "recall", "iou"], average: str
     ) -> None:
         super().__init__(form, masked)
         self.rate = rate
@@ -73,5 +74,20 @@ class Counts(Metric):
             "f1": (2 * right, predicted + actual),
             "precision": (right, predicted),
             "recall": (right, actual),
+            "iou": (right, predicted + actual - right),
         }[self.rate]
         return np.divide(above, below, out=np.zeros_like(below, dtype=float), where=below > 0)
+
+
+class BalancedAccuracy(Counts):
+    """The mean of the recalls of the classes that labels hold (Brodersen et al. 2010)."""
+
+    one_label_only = True
+
+    def __init__(self, form: LabelForm, masked: bool = False) -> None:
+        super().__init__(form, masked, rate="recall", average="macro")
+
+    def result(self, sums: np.ndarray) -> float:
+        counts = sums.reshape(3, -1)  # (3, K)
+        there = counts[2] > 0
+        return float(self._rates(counts)[there].mean()) if there.any() else math.nan

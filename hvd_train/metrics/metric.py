@@ -68,6 +68,7 @@ class Metric(ABC):
 
     length: int  # how many sums there are
     two_classes_only = False
+    one_label_only = False  # not of several labels of yes and no
 
     def __init__(self, form: LabelForm, masked: bool = False) -> None:
         self.form, self.masked = form, masked

@@ -48,16 +48,24 @@ METRICS: dict[str, Row] = {
     "mae": Row("min", "numbers", "means:AbsoluteError"),
     "huber": Row("min", "numbers", "means:Huber"),
     "bce": Row("min", "numbers", "means:BinaryCrossEntropy"),
+    "mape": Row("min", "numbers", "means:PercentageError"),
+    "perplexity": Row("min", "classes", "means:Perplexity"),
     "rmse": Row("min", "numbers", "means:RootOfSquaredError"),
     "accuracy": Row("max", "both", "means:Accuracy"),
     "top5": Row("max", "classes", "means:Top5"),
+    "balanced_accuracy": Row("max", "both", "counts:BalancedAccuracy"),
+    "dice": Row("max", "both", "counts:Counts", {"rate": "f1", "average": ""}),
     "r2": Row("max", "numbers", "r2:R2"),
     **{
         f"{rate}{ending}": Row("max", "both", "counts:Counts", {"rate": rate, "average": average})
-        for rate in ("f1", "precision", "recall")
+        for rate in ("f1", "precision", "recall", "iou")
         for ending, average in AVERAGES.items()
     },
-    **{f"auc{ending}": Row("max", "both", "auc:AUC", {"average": average}) for ending, average in AVERAGES.items()},
+    **{
+        f"{area}{ending}": Row("max", "both", f"auc:{name}", {"average": average})
+        for area, name in (("auc", "AUC"), ("average_precision", "AveragePrecision"))
+        for ending, average in AVERAGES.items()
+    },
 }
 
 

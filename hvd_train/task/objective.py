@@ -43,6 +43,9 @@ class Objective:
 
     def _built(self, name: str, form: LabelForm) -> Metric:
         row = METRICS[name]
+        if row.metric_class.one_label_only and form.kind == "labels":
+            fix = "leave it out, or take accuracy or recall_macro"
+            raise ConfigError("several labels of yes and no, and it is of one", where=f"task.metrics: {name}", fix=fix)
         return row.metric_class(form, self.masked, **row.options)
 
     def _check_metrics(self) -> None:

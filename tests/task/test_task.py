@@ -86,14 +86,21 @@ def made(loss, metrics, kind, shape, masked=False):
     return task, outputs, labels
 
 
-COUNTED = [kind for kind in AVERAGED if not kind.startswith("auc")]
+AREAS = ("auc", "average_precision")  # from histograms, to 0.001
+COUNTED = [kind for kind in AVERAGED if not kind.startswith(AREAS)]
 CASES = {
     "classes": ("cross_entropy", ["accuracy", "top5", *COUNTED], "classes", ()),
     "labels": ("bce", ["accuracy", *AVERAGED], "binary", (4,)),
     "places": ("cross_entropy", ["accuracy", "top5", "f1"], "classes", (PLACES,)),
-    "masked": ("cross_entropy", ["accuracy", "top5", "cross_entropy", "f1"], "classes", (PLACES,), True),
+    "masked": (
+        "cross_entropy",
+        ["accuracy", "top5", "cross_entropy", "perplexity", "f1", "iou", "balanced_accuracy"],
+        "classes",
+        (PLACES,),
+        True,
+    ),
     "binary": ("bce", ["accuracy", "bce", *AVERAGED], "binary", ()),
-    "regression": ("mse", ["mse", "mae", "rmse", "huber", "r2"], "numbers", (3,)),
+    "regression": ("mse", ["mse", "mae", "rmse", "mape", "huber", "r2"], "numbers", (3,)),
     "absolute": ("mae", ["own_task:near"], "numbers", ()),
     "huber": ("huber", [], "numbers", (2, 3)),
     "sums": ("mse", ["own_task:Correlation", "own_task:corr", "own_task:furthest", "r2", "mae"], "numbers", ()),
@@ -139,7 +146,11 @@ def test_results_are_their_formulas():
     top = np.argsort(-z[there], -1)[:, :5]
     assert found["top5"] == pytest.approx((top == y[there][:, None]).any(-1).mean(), rel=1e-12)
     metrics = pytest.importorskip("sklearn.metrics")
-    assert found["f1"] == pytest.approx(metrics.f1_score(y[there], z[there].argmax(-1), average="macro"), rel=1e-12)
+    known = y[there], z[there].argmax(-1)
+    assert found["f1"] == pytest.approx(metrics.f1_score(*known, average="macro"), rel=1e-12)
+    assert found["iou"] == pytest.approx(metrics.jaccard_score(*known, average="macro"), rel=1e-12)
+    assert found["balanced_accuracy"] == pytest.approx(metrics.balanced_accuracy_score(*known), rel=1e-12)
+    assert found["perplexity"] == pytest.approx(np.exp(losses.mean()), rel=1e-12)
     task, z, y = made(*CASES["regression"])
     found, gap = task.results(summed(task, z, y, [np.arange(N)], 0)), abs(z - y)
     assert found["loss"] == pytest.approx((gap**2).mean(), rel=1e-12)
@@ -184,7 +195,7 @@ def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
             calls[name] = row[2] if cell == "the same" else cell
     for kind in ("precision", "recall"):
         calls |= {f"{kind}_{how}": calls[f"f1_{how}"].replace("f1", kind) for how in ("macro", "micro", "weighted")}
-    assert set(calls) == {*AVERAGED, "accuracy", "top5"}
+    assert set(calls) == {*AVERAGED, "accuracy", "top5", "balanced_accuracy"}
     names = [name for name, cell in calls.items() if cell not in ("", "refused")]
     monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(any=lambda z, y: z.reshape(len(z), -1)[:, 0]))
     usual = "cross_entropy" if classes else "bce"
@@ -200,9 +211,11 @@ def test_metrics_are_those_of_scikit_learn(monkeypatch, form, loss):
         cell = calls[name]
         while cell.startswith("as `"):
             cell = calls[cell.split("`")[1]]
-        call = cell.strip("`").replace('average="macro"', f'average="{name[4:] or "macro"}"') if "auc" in name else cell
+        area = next((area for area in AREAS if name.startswith(area)), "")
+        how = name.removeprefix(area).strip("_") or "macro"
+        call = cell.strip("`").replace('average="macro"', f'average="{how}"') if area else cell
         wanted = eval(call.strip("`"), vars(metrics), known)
-        assert found[name] == pytest.approx(wanted, abs=2e-3 if "auc" in name else 1e-12), name
+        assert found[name] == pytest.approx(wanted, abs=2e-3 if area else 1e-12), name
 
 
 @pytest.mark.parametrize(("middle", "spread"), [(0, 0.3), (-7, 1), (7, 1), (-12, 1), (0, 6)])
@@ -220,21 +233,26 @@ def test_losses_are_those_of_scikit_learn():
     """The guide's second table."""
     metrics, calls = pytest.importorskip("sklearn.metrics"), table_of(guide.page("own-loss"), 3)
     calls = {name.strip("`"): call.strip("`") for name, _, call in calls}
-    assert set(calls) == {*LOSSES, "rmse", "r2"}
+    assert set(calls) == {*LOSSES, "rmse", "r2", "mape", "perplexity"}
     y, z = RNG.normal(size=(2, N, 3))
-    task = Task(TaskConfig(loss="mse", metrics=["rmse", "mae", "r2", "mse"]), fields((3,), "float32"), NumpyOps())
+    names = ["rmse", "mae", "r2", "mse", "mape"]
+    task = Task(TaskConfig(loss="mse", metrics=names), fields((3,), "float32"), NumpyOps())
     found = task.results(task(z, {"label": y}, np.ones(N))[1])
-    for name in ("mse", "rmse", "mae", "r2"):
+    for name in names:
         assert found[name] == pytest.approx(eval(calls[name], vars(metrics), {"y": y, "z": z}), rel=1e-12)
     y, z = RNG.integers(0, 2, (N, 3)), RNG.normal(size=(N, 3))
     task = Task(TaskConfig(loss="bce"), fields((3,), "float32"), NumpyOps())
     known = {"y": y.ravel(), "z": z.ravel(), "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "softmax": softmax}
+    known["exp"] = np.exp
     wanted = eval(calls["bce"], vars(metrics), known)
     assert task.results(task(z, {"label": y.astype(float)}, np.ones(N))[1])["loss"] == pytest.approx(wanted, rel=1e-12)
     y = np.arange(N) % 3
-    task = Task(TaskConfig(), Sample({}, {"label": Field((), "int64", classes=3)}), NumpyOps())
-    wanted = eval(calls["cross_entropy"], vars(metrics), known | {"y": y, "z": z})
-    assert task.results(task(z, {"label": y}, np.ones(N))[1])["loss"] == pytest.approx(wanted, rel=1e-12)
+    config = TaskConfig(metrics=["cross_entropy", "perplexity"])
+    task = Task(config, Sample({}, {"label": Field((), "int64", classes=3)}), NumpyOps())
+    found = task.results(task(z, {"label": y}, np.ones(N))[1])
+    for name in ("cross_entropy", "perplexity"):
+        assert found[name] == pytest.approx(eval(calls[name], vars(metrics), known | {"y": y, "z": z}), rel=1e-12)
+    assert found["loss"] == found["cross_entropy"]
 
 
 def fields(shape, dtype):
@@ -311,6 +329,12 @@ def test_outputs_that_are_no_numbers_have_a_place_in_the_histogram():
     assert math.isnan(found["loss"]) and 0 < found["auc"] < 1
 
 
+def test_balanced_accuracy_of_several_labels_is_refused():
+    what = "several labels of yes and no, and it is of one; task.metrics: balanced_accuracy; leave it out, or take"
+    with pytest.raises(ConfigError, match=what):
+        made("bce", ["balanced_accuracy"], "binary", (4,))
+
+
 def test_auc_of_more_than_two_classes_is_refused():
     with pytest.raises(ConfigError, match="7 classes, and it is of two; task.metrics: auc"):
         made("cross_entropy", ["auc"], "classes", ())
@@ -319,7 +343,7 @@ def test_auc_of_more_than_two_classes_is_refused():
 def test_f1_of_a_model_with_more_logits_than_classes():
     """As vocabularies that are rounded up: a class that is none is no hit."""
     task, z, y = made("cross_entropy", ["f1"], "classes", ())
-    wide = np.concatenate([z, RNG.normal(size=(N, 3))], axis=1)
+    wide = np.concatenate([z, 2 + RNG.normal(size=(N, 3))], axis=1)
     found, told = task.results(task(wide, {"label": y}, np.ones(N))[1])["f1"], wide.argmax(1)
     metrics = pytest.importorskip("sklearn.metrics")
     assert (told >= CLASSES).any()

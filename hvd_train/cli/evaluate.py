@@ -12,6 +12,12 @@ from hvd_train.cli.launching import run_here_or_on_ranks
 
 @click.command("eval")
 @options.inference
+@click.option(
+    "--confusion",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Print which class was taken for which, and draw it.",
+)
 def evaluate(
     run_dir: str | None,
     path: Path | None,
@@ -22,6 +28,7 @@ def evaluate(
     num_proc: int | None,
     launcher: str,
     verbose: bool,
+    confusion: Path | None,
 ) -> None:
     """Loss and accuracy of a trained model; every sample counts exactly once, on any number of ranks.
 
@@ -29,10 +36,13 @@ def evaluate(
     hvd-train eval --run-dir runs/cnn
     hvd-train eval --run-dir runs/cnn --set data.path=new.csv             (all samples of other data)
     hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
+    hvd-train eval --run-dir runs/cnn --confusion confusion.png
     """
     from hvd_train.jobs import evaluate as job
     from hvd_train.jobs.trained_run import refuse_foreign, trained_config
 
     config, code = trained_config(path, sets, run_dir, checkpoint)
     refuse_foreign({} if trust else code, run_dir)
-    run_here_or_on_ranks(num_proc, launcher, verbose, lambda: job.evaluate(config, checkpoint, split, verbose))
+    run_here_or_on_ranks(
+        num_proc, launcher, verbose, lambda: job.evaluate(config, checkpoint, split, verbose, confusion)
+    )

@@ -34,6 +34,7 @@ def _is_number(value: object) -> bool:
 
 BY = {"epoch": epochs, "step": steps}
 COLUMNS = 3
+READABLE = 40  # classes whose names and counts have room in a picture
 
 
 def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
@@ -106,6 +107,31 @@ def range_test(
     axis.set(xlabel="learning rate", ylabel="loss", ylim=(None, 1.5 * max(means[0], min(means))))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+    _write(figure, picture)
+
+
+def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
+    """Draw a confusion matrix (K, K): colours are shares of each row, numbers are counts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = min(3 + 0.45 * len(names), 16)
+    figure = pyplot.figure(figsize=(size, size), layout="constrained")
+    axis = figure.add_subplot()
+    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axis.set(xlabel="predicted", ylabel="true")
+    if len(names) <= READABLE:
+        places = range(len(names))
+        axis.set_xticks(places, names, rotation=90)
+        axis.set_yticks(places, names)
+        for i in places:
+            for j in places:
+                if counts[i, j]:
+                    color = "white" if shares[i, j] > 0.5 else "black"
+                    axis.text(j, i, f"{counts[i, j]:.0f}", ha="center", va="center", color=color, fontsize=8)
     _write(figure, picture)
 
 

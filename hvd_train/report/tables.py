@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.errors import CheckpointError
+from hvd_train.run_folder.terminal import on_terminal
 
 SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table as text; on a pipe one line per row, so that grep and cut work."""
-    if sys.stdout.isatty():
+    if on_terminal():
         from rich.console import Console
         from rich.table import Table
 

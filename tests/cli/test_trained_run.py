@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from hvd_train.jobs.confusion import show
 from tests.cli.running import run
 
 
@@ -18,6 +19,35 @@ def test_eval_gives_what_training_measured(trained, extra):
     assert found["split"] == "val" and found["samples"] == 359
     assert found["loss"] == pytest.approx(summary["val_loss"], rel=1e-9)
     assert found["accuracy"] == summary["val_accuracy"]
+
+
+def test_eval_counts_which_class_is_taken_for_which(trained, tmp_path):
+    """Also on two ranks in the other framework, with the sums of scikit-learn's matrix."""
+    from hvd_train.config import DataConfig
+    from hvd_train.data.catalog import open_data
+
+    folder, picture = trained[0], tmp_path / "c.png"
+    one = run("eval", "--run-dir", str(folder), "--confusion", str(picture)).stdout.splitlines()
+    other = ("-np", "2", "--set", "framework=tensorflow")
+    two = run("eval", "--run-dir", str(folder), "--confusion", str(picture), *other).stdout.splitlines()
+    assert one[1:] == two[1:] and picture.stat().st_size > 10_000
+    assert one[-1] == f"picture: {picture}" and one[1].split() == ["true", "\\", "predicted", *map(str, range(10))]
+    counts = np.array([line.split()[1:] for line in one[2:-1]], int)
+    run("predict", "--run-dir", str(folder), "-o", str(tmp_path / "p.npy"))
+    val = open_data(DataConfig(name="digits")).val
+    _, labels = val.fetch(np.arange(len(val)))
+    wanted = pytest.importorskip("sklearn.metrics").confusion_matrix(
+        labels["label"], np.load(tmp_path / "p.npy").argmax(1)
+    )
+    assert (counts == wanted).all()
+
+
+def test_of_many_classes_the_pairs_that_are_confused_most_are_shown(tmp_path):
+    counts = np.diag(np.full(30, 5.0))
+    counts[3, 7], counts[20, 1] = 4, 2
+    lines = show(counts, [f"c{k}" for k in range(30)], tmp_path / "c.png").splitlines()
+    assert [line.split() for line in lines[1:3]] == [["c3", "c7", "4"], ["c20", "c1", "2"]]
+    assert lines[3:] == [f"picture of all: {tmp_path / 'c.png'}"]
 
 
 def test_eval_without_a_checkpoint(tmp_path):

@@ -1,0 +1,77 @@
+"""Which classes a model takes for which: the confusion matrix of a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.core.mean import ordered_sum
+from hvd_train.errors import ConfigError
+from hvd_train.jobs.job import Job
+from hvd_train.protocol import Batch, Field, one_or_all
+from hvd_train.report.plots import matrix
+from hvd_train.report.tables import table
+
+MOST_CLASSES = 20  # of which the terminal shows the whole matrix
+MOST_PAIRS = 20  # of more classes it shows so many pairs
+
+
+def confusion(job: Job) -> np.ndarray:
+    """Count (K, K) over all ranks' samples of the job's split: row i, column j: class i was taken for class j.
+
+    Where each place of a sample has a label, places are counted; those without one are left out.
+    """
+    field, classes = _label_of(job)
+    counts = np.zeros((classes, classes))
+    for batch in job.loader(job.split).evaluation():
+        outputs = one_or_all(_as_dict(job.frontend.predict(job.frontend.to_device(batch))))
+        actual, predicted = _pairs(batch, outputs[: batch.count], field, classes)
+        np.add.at(counts, (actual, predicted), 1)
+    return ordered_sum(counts, job.session.groups.data, "confusion")
+
+
+def show(counts: np.ndarray, names: Sequence[str], picture: Path) -> str:
+    """Draw the matrix; return it as a table, or of many classes the pairs that are confused most often."""
+    matrix(counts, names, picture)
+    whole = [[int(count) for count in row] for row in counts]
+    if len(names) <= MOST_CLASSES:
+        rows = [[name, *row] for name, row in zip(names, whole, strict=True)]
+        return "\n".join([table(["true \\ predicted", *names], rows), f"picture: {picture}"])
+    order = np.argsort(-(counts - np.diag(np.diag(counts))), axis=None, kind="stable")[:MOST_PAIRS]
+    pairs = [np.unravel_index(place, counts.shape) for place in order]
+    rows = [[names[i], names[j], whole[i][j]] for i, j in pairs if i != j and whole[i][j]]
+    return "\n".join([table(["true", "predicted", "samples"], rows), f"picture of all: {picture}"])
+
+
+def names_of(job: Job) -> list[str]:
+    """Return the names of the classes, or their numbers."""
+    field, classes = _label_of(job)
+    return [str(name) for name in field.names or range(classes)]
+
+
+def _label_of(job: Job) -> tuple[Field, int]:
+    """Return the only label, and how many classes it has."""
+    labels = job.data.sample.labels
+    field, losses = one_or_all(labels), [loss for loss, _ in job.config.task.terms.values()]
+    if isinstance(field, Field) and field.classes:
+        return field, field.classes
+    if isinstance(field, Field) and losses == ["bce"] and not field.shape:
+        return field, 2
+    what = f"the labels {', '.join(labels)} are not one label of classes"
+    raise ConfigError(what, where="--confusion", fix="leave it out; predict writes what the model gives", common=True)
+
+
+def _as_dict(outputs: object) -> dict[str, np.ndarray]:
+    return outputs if isinstance(outputs, dict) else {"": outputs}  # type: ignore[dict-item]
+
+
+def _pairs(batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the true and the predicted class of each place that has a label, (places,) each."""
+    labels = one_or_all(dict(batch.labels))[: batch.count].reshape(-1)
+    predicted = (outputs.argmax(-1) if field.classes else (outputs > 0).astype(int)).reshape(-1)
+    there = (labels >= 0) & (labels < classes)
+    # A model may have more outputs than there are classes: what is none of them is left out.
+    there &= predicted < classes
+    return labels[there].astype(int), predicted[there]

@@ -21,6 +21,7 @@ from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.resume import find_checkpoint
+from hvd_train.jobs.user_hooks import hooks_of
 from hvd_train.launch import snapshots
 from hvd_train.launch.environment import keep_memory, world
 from hvd_train.launch.signals import SignalListener
@@ -96,15 +97,17 @@ def train(
             return None
         return find_checkpoint(config, job.user_config, job.data, resume, allow_change)
 
+    # Before the weights, which a hook of the user may change: then ranks share no memory.
+    of_config = collectively(communicator, lambda: hooks_of(config))
     snapshot = collectively(communicator, find)
     # ``auto`` keeps the compression with which the run began: measured today, it could be another one.
     compression: str = config.exchange.compression
     if snapshot and compression == "auto":
         compression = snapshot.meta.get("compression") or compression
     compression = communicator.broadcast_bytes(compression.encode()).decode()
-    update, compression = connect(job, compression, user_hooks)
+    update, compression = connect(job, compression, user_hooks or bool(of_config))
     data = job.data.train, job.data.val
-    hooks = [*_thread_check(job), *hooks]
+    hooks = [*_thread_check(job), *hooks, *of_config]
     memory = snapshots.folder_of_rank()
     trainer = Trainer(config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory)
     notes = trainer.restore(snapshot)

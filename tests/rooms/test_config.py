@@ -233,6 +233,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "watchdog_s",
         "slurm",
         "optim.sharded",
+        "hooks",
     ]
     assert set(free_keys(to_end=True)) == set(always)
     assert set(free_keys(to_end=False)) == {*always, "max_epochs", "max_steps"}

@@ -84,6 +84,7 @@ class Config(Section):
         "auto",
         description="TensorFlow: steps in one call of the compiled function; auto: on a CPU as many as take 0.1 s",
     )
+    hooks: list[str] = free([], description="your hooks: package.module:Class of each, derived from hvd_train.Hook")
     log_every_n_steps: Positive = free(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = free(True, description="write TensorBoard events")
     slurm: SlurmConfig = free(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
@@ -126,6 +127,8 @@ class Config(Section):
                     chosen, better = ("smallest", "larger") if one.mode == "min" else ("largest", "smaller")
                     what = f"takes the {chosen} {one.monitor} as best, although a {better} one is better"
                     self._notes.append(f"{key}.mode: {one.mode} {what}; set {key}.mode: auto to change that")
+        if strange := [name for name in self.hooks if ":" not in name]:
+            problems.append(("hooks", f"name a class as package.module:Class, not {strange[0]!r}"))
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
         if self.optim.sharded and self.exchange.mode != ALLREDUCE:
@@ -173,6 +176,7 @@ class Config(Section):
             "data.name": self.data.name,
             "data.transforms": ", ".join(one.name for one in self.data.transforms),
             "optim.schedule": self.optim.schedule,
+            "hooks": ", ".join(self.hooks),
             "task.loss": ", ".join(loss for loss, _ in terms),
             "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),
         }

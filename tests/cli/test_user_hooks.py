@@ -1,0 +1,63 @@
+"""Hooks that the configuration names, through the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.running import run
+
+HOOKS = """
+import hvd_train
+
+
+class Best(hvd_train.Hook):
+    def on_epoch(self, trainer, epoch):
+        if epoch.number == 1:
+            trainer.stop("good enough")
+
+
+class Needs(hvd_train.Hook):
+    def __init__(self, more):
+        self.more = more
+
+
+none = dict
+"""
+TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "max_epochs=9")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_hooks.py").write_text(HOOKS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_hook_of_the_configuration_is_called_on_all_ranks(folder, framework):
+    words = (*TINY, "--set", f"framework={framework}", "--set", "hooks=[my_hooks:Best]", "--run-dir", "run")
+    done = run("fit", "-np", "2", *words, cwd=folder)
+    assert json.loads((folder / "run/summary.json").read_text())["epochs"] == 2 and "good enough" in done.stdout
+    # An evaluation calls none, and needs none of the code.
+    (folder / "my_hooks.py").unlink()
+    assert json.loads(run("eval", "--run-dir", "run", cwd=folder).stdout.splitlines()[-1])["samples"] == 359
+
+
+@pytest.mark.parametrize(
+    ("hooks", "code", "line"),
+    [
+        ("[Best]", 2, "hooks: name a class as package.module:Class, not 'Best'"),
+        ("[my_hooks:Worst]", 2, "my_hooks.py has no function 'Worst'; hooks: my_hooks:Worst"),
+        (
+            "[my_hooks:Needs]",
+            2,
+            "it cannot be made: TypeError: Needs.__init__() missing 1 required positional argument",
+        ),
+        ("[my_hooks:none]", 2, "it gives dict, which is no hook; hooks: my_hooks:none; derive its class from"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_and_nothing_is_written(folder, hooks, code, line):
+    done = run("fit", *TINY, "--set", f"hooks={hooks}", "--run-dir", "run", cwd=folder, code=code)
+    assert done.stderr.count("\n") == 1 and line in done.stderr
+    assert not (folder / "run").exists()

@@ -122,6 +122,12 @@ class Arrays:
                 column.check(good, rows, f"a label out of [0, {column.field.classes})")
         return parts[0], parts[1]
 
+    def label(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Return the labels of this name, (k, ...), of the samples at these places (k,); no input is read."""
+        rows = places if self.rows is None else self.rows[places]
+        column = self._labels[name]
+        return column.of(np.asarray(column.values[rows]), rows)
+
     def _fingerprint(self) -> str:
         """Hash shapes, types and evenly spread rows, first and last among them: milliseconds for any size."""
         n, digest = len(self), hashlib.sha256()

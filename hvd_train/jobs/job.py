@@ -15,6 +15,7 @@ from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
 from hvd_train.frameworks import FRAMEWORKS, version
+from hvd_train.jobs.class_weights import with_class_weights
 from hvd_train.jobs.resume import data_as_before, resumes
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.rank.session import Session
@@ -64,6 +65,7 @@ def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iter
 def build_job(config: Config, session: Session, data: DataSet, split: str = "val") -> Job:
     """Build the model on every rank, and compare over the ranks all that training rests on."""
     groups = session.groups
+    config = with_class_weights(config, data, groups.world)
     frontend = collectively(groups.world, lambda: session.module.open_frontend(config, groups, data.sample))
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions, weighted_sum
 from hvd_train.metrics.table import METRICS, loss_function
@@ -16,7 +18,14 @@ class Objective:
     """A loss and the metrics of one output; ``output`` "": of all that the model gives."""
 
     def __init__(
-        self, output: str, loss: str, metrics: Sequence[str], sample: Sample, ignore_index: int, ops: Ops
+        self,
+        output: str,
+        loss: str,
+        metrics: Sequence[str],
+        sample: Sample,
+        ignore_index: int,
+        ops: Ops,
+        class_weights: Any = None,
     ) -> None:
         self.output, self.loss, self.ignore_index, self._ops = output, loss, ignore_index, ops
         by_user = ":" in loss
@@ -32,7 +41,9 @@ class Objective:
         self.user_loss = UserFunction("task.loss", loss) if by_user else None
         # Some places have no label: then W depends on the data.
         self.masked = loss == "cross_entropy" and bool(self.field and self.field.masked)
-        self.weighted_by_data = self.masked
+        # (C,): what a sample of each class counts.
+        self._class_weights = np.array(class_weights, np.float64) if class_weights is not None else None
+        self.weighted_by_data = self.masked or class_weights is not None
         self._built_in = [name for name in metrics if ":" not in name]
         self._check_metrics()
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
@@ -107,7 +118,7 @@ class Objective:
             present = None
         else:
             z, y, present = self._for_built_in_loss(*raw)
-            place_weights = present
+            place_weights = self._weights_of(y, present)
             # Where some places have no label, only those that have one cost time.
             if present is None:
                 values = loss_function(self.loss)(z, y, self._ops)
@@ -124,11 +135,22 @@ class Objective:
         ``zeros``: outputs of zeros, of the model's shapes, for a loss of the user that gives weights.
         """
         y = self.select(labels)
-        if self.masked:
-            return self._ops.cast(y != self.ignore_index, self._ops.dtype(weights))
+        if self.masked or self._class_weights is not None:
+            present = self._ops.cast(y != self.ignore_index, self._ops.dtype(weights)) if self.masked else None
+            return self._weights_of(self._ops.where(y == self.ignore_index, 0, y) if self.masked else y, present)
         if self.user_loss and self.weighted_by_data:
             return self.user_loss.checked_values(self.select(zeros()), y, weights, True)[1]
         return None
+
+    def _weights_of(self, y: Tensor, present: Tensor | None) -> Tensor | None:
+        """Return how much each label (n, ...) counts; None: all alike. ``present`` (n, ...): 0 where there is none."""
+        if self._class_weights is None:
+            return present
+        ops = self._ops
+        table = ops.from_numpy(self._class_weights)
+        places = (-1, *(int(k) for k in tuple(y.shape)[1:]))  # the first axis may be unknown while a graph is traced
+        of_class = ops.reshape(ops.take(table, ops.reshape(ops.cast(y, "int64"), (-1,))), places)
+        return of_class if present is None else of_class * ops.cast(present, "float64")
 
     # ---- shapes
 

@@ -46,7 +46,8 @@ class Task:
     def __init__(self, config: TaskConfig, sample: Sample, ops: Ops) -> None:
         self._ops = ops
         self.objectives = [
-            Objective(name, *names, sample, config.ignore_index, ops) for name, names in config.terms.items()
+            Objective(name, *names, sample, config.ignore_index, ops, config.class_weights)
+            for name, names in config.terms.items()
         ]
         self.has_user_functions = config.has_user_functions
         # Where losses of the user are asked for their weights.

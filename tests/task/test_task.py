@@ -166,6 +166,28 @@ def test_results_are_their_formulas():
     assert found["f1"] == pytest.approx(metrics.f1_score(y, z > 0), rel=1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_classes_count_by_their_weights(masked):
+    """The mean by the sum of weights, as torch's CrossEntropyLoss(weight) and scikit-learn's sample_weight have it."""
+    weights = RNG.uniform(0, 2, CLASSES)
+    y = labels_of("classes", (N, PLACES))
+    z = RNG.normal(size=(N, PLACES, CLASSES))
+    if masked:
+        y[RNG.random(y.shape) < 0.5] = -100
+    field = Field((PLACES,), "int64", classes=CLASSES, masked=masked)
+    task = Task(TaskConfig(class_weights=weights.tolist()), Sample({}, {"label": field}), NumpyOps())
+    sums = summed(task, z, y, np.array_split(np.arange(N), 3), 0)
+    there, metrics = y >= 0, pytest.importorskip("sklearn.metrics")
+    of_place = weights[y[there]]
+    wanted = metrics.log_loss(y[there], softmax(z[there]), sample_weight=of_place, labels=range(CLASSES))
+    results = task.results(sums)
+    assert results["loss"] == pytest.approx(wanted, rel=1e-12)
+    assert results["accuracy"] == pytest.approx((z[there].argmax(-1) == y[there]).mean(), rel=1e-12), "it is as before"
+    counts = task.counts({"label": y}, np.ones(N))
+    assert counts == pytest.approx([of_place.sum()], rel=1e-12)
+    task.check(sums, counts)
+
+
 def table_of(page, columns):
     """Rows of the guide's tables that have so many columns, less the code's quotes."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from hvd_train.config.keys.section import Section, raise_problems
 from hvd_train.config.names import did_you_mean
 from hvd_train.metrics.table import LOSSES, METRICS
 
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # The other keys of a line of metrics.jsonl: a metric of the same name would overwrite one.
 LOG_KEYS = ("event", "epoch", "step", "samples", "lr", "samples_per_second")
 
@@ -29,6 +30,10 @@ class TaskConfig(Section):
     metrics: list[str] | dict[str, list[str]] | None = Field(
         None,
         description="metrics, built in or yours; several outputs: {output: [...]}; null: accuracy of classes",
+    )
+    class_weights: Literal["balanced"] | dict[str, Weight] | list[Weight] | None = Field(
+        None,
+        description="cross_entropy: what a sample counts, by class name or in order; balanced: all classes alike",
     )
     ignore_index: int = Field(-100, description="cross_entropy: the label of places that do not count")
 
@@ -82,6 +87,9 @@ class TaskConfig(Section):
         for loss, metrics in self.terms.values():
             problems += [("loss", did_you_mean(loss, LOSSES))] if ":" not in loss and loss not in LOSSES else []
             problems += [("metrics", did_you_mean(m, METRICS)) for m in metrics if ":" not in m and m not in METRICS]
+        if self.class_weights is not None and self.loss != "cross_entropy":
+            fix = "in a loss of yours give (values, weights)" if ":" in str(self.loss) else "leave them out"
+            problems.append(("class_weights", f"belong to loss: cross_entropy, the only one; {fix}"))
         if isinstance(self.loss, dict) and not all(name.isidentifier() for name in self.loss):
             problems.append(("loss", "give each loss the name of an output and of its labels"))
         outputs = {"": None} if isinstance(self.metrics, list) else dict(self.metrics or {})

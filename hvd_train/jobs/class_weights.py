@@ -1,0 +1,64 @@
+"""The weights of classes, as a number for each class: of names, and of how often the training data hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.config.names import did_you_mean
+from hvd_train.core.agreement import collectively
+from hvd_train.data.dataset import DataSet
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import Communicator, Field, Source
+
+PIECE = 4096  # labels that are read at once
+WHERE = "task.class_weights"
+
+
+def with_class_weights(config: Config, data: DataSet, communicator: Communicator) -> Config:
+    """Return the configuration with a number for each class in ``task.class_weights``, if it has any.
+
+    Rank 0 alone counts the labels: where a source gives them with the inputs only, it reads all samples once.
+    """
+    given = config.task.class_weights
+    if given is None or not data.sample.labels:
+        return config
+    ((name, field),) = data.sample.labels.items()
+    local = collectively(communicator, lambda: _numbers(given, name, field, data) if communicator.rank == 0 else [])
+    weights = json.loads(communicator.broadcast_bytes(json.dumps(local).encode()))
+    return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": weights})})
+
+
+def _numbers(given: Any, name: str, field: Field, data: DataSet) -> list[float]:
+    classes = field.classes or 0
+    if isinstance(given, Mapping):
+        names = [str(one) for one in field.names or range(classes)]
+        if unknown := [one for one in given if one not in names]:
+            raise ConfigError(did_you_mean(unknown[0], names), where=WHERE, fix="name classes of the data")
+        return [float(given.get(one, 1.0)) for one in names]
+    if given != "balanced":
+        if len(given) != classes:
+            raise ConfigError(f"{len(given)} numbers for {classes} classes", where=WHERE, fix="give one for each class")
+        return [float(weight) for weight in given]
+    counts = class_counts(data.train, name, classes)
+    if not counts.all():
+        lacking = ", ".join(str((field.names or range(classes))[k]) for k in np.flatnonzero(counts == 0)[:10])
+        what = f"no training sample is of class {lacking}, so nothing balances it"
+        raise ConfigError(what, where=WHERE, fix="give the weights by name, or leave the class out of data.classes")
+    # As scikit-learn: all classes together count as much, and the mean weight of a sample is 1.
+    return (counts.sum() / (classes * counts)).tolist()
+
+
+def class_counts(source: Source, name: str, classes: int) -> np.ndarray:
+    """Count the labels of each class (classes,); places without a label do not count."""
+    counts = np.zeros(classes)
+    read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
+    for start in range(0, len(source), PIECE):
+        labels = np.asarray(read(name, np.arange(start, min(start + PIECE, len(source))))).reshape(-1)
+        known = labels[(labels >= 0) & (labels < classes)]
+        counts += np.bincount(known.astype(np.int64), minlength=classes)
+    return counts

@@ -58,6 +58,8 @@ def submit(
     params: tuple[str, ...],
     draws: int | None,
     seed: int | None,
+    folds: int | None,
+    seeds: int | None,
     at_once: int | None,
     job_name: str | None,
     output: str | None,
@@ -78,6 +80,7 @@ def submit(
     from hvd_train.launch import submit as slurm
     from hvd_train.sweep import array
     from hvd_train.sweep.plan import plan
+    from hvd_train.sweep.repeats import check_repeats, repeats
 
     if program and (path or sets or run_dir or resume or overwrite):
         fix = "leave out -c, --set, --run-dir, --resume and --overwrite"
@@ -86,7 +89,7 @@ def submit(
     # The command line comes before the configuration.
     settings = (config.slurm if config else SlurmConfig()).model_dump() | _set(settings) | _set({"modules": modules})
     slurm.check_requeue(settings["requeue"], resume, overwrite)
-    seed, swept = options.seed_of_draws(draws, seed), bool(params or draws or at_once)
+    seed, swept = options.seed_of_draws(draws, seed), bool(params or draws or at_once or folds or seeds)
     if swept:
         _check_sweep(program, output, follow, overwrite, resume)
     title = next((word for word in program if word.endswith(".py")), path or "hvd-train")
@@ -95,7 +98,9 @@ def submit(
         text = batch.script(program)
     elif swept:
         folder = Path(config.run_dir)
-        sweep = array.of(folder, plan(path, sets, params, draws, seed, folder))
+        again = repeats(folds, seeds, config.seed)
+        check_repeats(params, again, None)
+        sweep = array.of(folder, plan(path, sets, params, draws, seed, folder, again), list(again))
         text = array.script(batch, sweep, at_once)
     else:
         # Now, and not when the job starts.

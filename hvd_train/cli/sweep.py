@@ -36,6 +36,8 @@ def sweep(
     params: tuple[str, ...],
     draws: int | None,
     seed: int | None,
+    folds: int | None,
+    seeds: int | None,
     halving: int | None,
     num_proc: int | None,
     ranks_per_trial: int | None,
@@ -51,6 +53,7 @@ def sweep(
     hvd-train sweep -c job.yaml --param optim.lr=0.1,0.01 --param optim.momentum=0,0.9
     hvd-train sweep -c job.yaml --param optim.lr=log:1e-4..1e-1 --random 20 -np 2
     hvd-train sweep -c job.yaml --param optim.lr=log:1e-4..1e-1 --random 16 --halving 2
+    hvd-train sweep -c job.yaml --param optim.lr=0.1,0.01 --folds 5
     mpirun -np 4 hvd-train sweep -c job.yaml --param optim.lr=0.1,0.05,0.01 --ranks-per-trial 2
     """
     from hvd_train.config import load_config
@@ -58,6 +61,7 @@ def sweep(
     from hvd_train.launch.plan import starts_ranks
     from hvd_train.sweep.folder import Sweep, load
     from hvd_train.sweep.plan import plan
+    from hvd_train.sweep.repeats import check_repeats, repeats
     from hvd_train.sweep.results import report
     from hvd_train.sweep.rungs import ladder
 
@@ -68,8 +72,10 @@ def sweep(
     if here.size > 1 and ranks_per_trial is None:
         what, fix = f"{here.size} ranks, and nothing says how many a trial gets", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
-    trials = plan(path, sets, params, draws, options.seed_of_draws(draws, seed), folder)
-    whole = Sweep(folder, trials, ladder(trials, halving))
+    again = repeats(folds, seeds, load_config(path, sets).seed)
+    check_repeats(params, again, halving)
+    trials = plan(path, sets, params, draws, options.seed_of_draws(draws, seed), folder, again)
+    whole = Sweep(folder, trials, ladder(trials, halving), list(again))
     alone = here.size == 1 and num_proc in (None, 1)  # one process trains one trial at a time
     if ranks_per_trial is None or (ranks_per_trial == 1 and alone):
         from hvd_train.sweep import local

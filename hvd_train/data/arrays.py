@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +151,24 @@ class Arrays:
 
         Samples with many labels, or with none that is a class, are of one class here.
         """
+        # At least one of each class, but never the only one.
+        return self._hold_out(lambda label, count: (0, min(count - 1, max(1, round(fraction * count)))))
+
+    def fold(self, part: int, parts: int) -> tuple[Arrays, Arrays]:
+        """Hold out one of ``parts`` parts of each class; return (training, held out).
+
+        Each sample is held out in one of the parts, whatever the run's seed, but for the only one of a class.
+        """
+
+        def bounds(label: int, count: int) -> tuple[int, int]:
+            # Turned from class to class, or the last parts would get what does not divide of all of them.
+            turned = (part + label) % parts
+            return (turned * count // parts, (turned + 1) * count // parts) if count > 1 else (0, 0)
+
+        return self._hold_out(bounds)
+
+    def _hold_out(self, bounds: Callable[[int, int], tuple[int, int]]) -> tuple[Arrays, Arrays]:
+        """Hold out of each class, in an order of its own, what lies within ``bounds(label, number of samples)``."""
         if not self._labels:
             fix = "take --split all"
             raise DataError("without labels nothing is held out, so there is no such split", where=self.where, fix=fix)
@@ -162,8 +180,8 @@ class Arrays:
             members = np.flatnonzero(labels == label)
             # The order of each class is its own, so that more samples of one class move none of another.
             shuffled = members[permute(np.arange(len(members)), len(members), SPLIT_SEED, int(label))]
-            # At least one of each class, but never the only one.
-            held[shuffled[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
+            first, last = bounds(int(label), len(members))
+            held[shuffled[first:last]] = True
         if not held.any():
             fix = "give more samples, or a validation part"
             raise DataError("no class has two samples, so nothing can be held out", where=self.where, fix=fix)

@@ -77,8 +77,11 @@ def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str
         if request.split == "all":
             parts = {"train": parts.samples, **tests}
         else:
-            train, val = parts.samples.split(parts.fraction)
+            train, val = parts.samples.fold(*config.fold) if config.fold else parts.samples.split(parts.fraction)
             parts = {"train": train, "val": val, **tests}
+    elif config.fold and request.split != "all":
+        fix = "leave it out, or give one file or folder without a validation part"
+        raise DataError("the data have a validation part of their own", where="data.fold", fix=fix)
     names = list(parts)
     for name in names[1:]:
         _check_same_fields(parts, names[0], name, where)

@@ -22,9 +22,9 @@ TRIAL = jobs.Shell('"$trial"')
 WORDS = ("fit", "-c", jobs.Shell(f"{TRIAL}/{CONFIG}"), "--resume", "auto")
 
 
-def of(folder: Path, trials: Sequence[Trial]) -> Sweep:
+def of(folder: Path, trials: Sequence[Trial], repeats: Sequence[str] = ()) -> Sweep:
     """Make a sweep without rungs: the tasks of a job array do not wait for one another."""
-    return Sweep(folder, trials, ladder(trials, None))
+    return Sweep(folder, trials, ladder(trials, None), repeats)
 
 
 def options(sweep: Sweep, at_once: int | None) -> dict[str, str]:

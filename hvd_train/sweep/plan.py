@@ -58,14 +58,21 @@ class Trial:
 
 
 def plan(
-    path: Path | None, sets: Sequence[str], params: Sequence[str], draws: int | None, seed: int, folder: Path
+    path: Path | None,
+    sets: Sequence[str],
+    params: Sequence[str],
+    draws: int | None,
+    seed: int,
+    folder: Path,
+    repeats: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Trial]:
     """Make all trials and check their configurations. Every rank makes the same ones.
 
-    ``draws``: the number of random trials; None: the whole grid. Raises ConfigError.
+    ``draws``: the number of random trials; None: the whole grid. ``repeats``: {key: values} with which each of them is
+    trained. Raises ConfigError.
     """
-    spaces = dict(_parsed(param, draws is not None) for param in params)
-    if not spaces:
+    spaces, repeats = dict(_parsed(param, draws is not None) for param in params), repeats or {}
+    if not spaces and (draws is not None or not repeats):
         raise ConfigError("no parameter is given", where="sweep", fix="for example --param optim.lr=0.1,0.01")
     if len(spaces) < len(params):
         raise ConfigError("a parameter stands twice", where="--param", fix="list all its values in one")
@@ -77,7 +84,8 @@ def plan(
         combinations = [dict(zip(spaces, values, strict=True)) for values in itertools.product(*listed)]
     else:
         combinations = [{key: _draw(space, generator) for key, space in spaces.items()} for _ in range(draws)]
-    for number, values in enumerate(combinations):
+    again = [dict(zip(repeats, values, strict=True)) for values in itertools.product(*repeats.values())]
+    for number, values in enumerate({**one, **repeat} for one in combinations for repeat in again):
         settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         try:
             config = load_config(path, [*sets, *settings], run_dir=str(folder / f"trial-{number:03d}"))

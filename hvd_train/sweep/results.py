@@ -13,6 +13,7 @@ from hvd_train.config import resolved_yaml
 from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.files import put
 from hvd_train.report.tables import table
+from hvd_train.sweep import repeats
 from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.halving import best_first
 from hvd_train.sweep.plan import Trial
@@ -97,8 +98,10 @@ def finish(sweep: Sweep) -> str:
         raised.exit_code = failed[0].code if len({one.code for one in failed}) == 1 else 1
         raise raised
     lines = [table(*shown(sweep))]
+    if sweep.repeats:
+        lines += ["", *_of_repeats(sweep)]
     first = best(sweep)
-    if first is not None:
+    if first is not None and not sweep.repeats:
         monitor = first.config.checkpoint.monitor
         # Not the trial's folder: a training with best.yaml must not overwrite the trial.
         chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
@@ -111,6 +114,26 @@ def finish(sweep: Sweep) -> str:
     if failed:
         lines.append(f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0].error}")
     return "\n".join(lines)
+
+
+def _of_repeats(sweep: Sweep) -> list[str]:
+    """Write means.csv and best.yaml; return the lines about the means of combinations."""
+    header, body = repeats.rows(sweep)
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *body])
+    put(sweep.folder / "means.csv", text.getvalue().encode())
+    lines, one = [table(*repeats.shown(sweep))], repeats.best_group(sweep)
+    if one is not None:
+        config = one.trials[0].config
+        # All data and the first seed: what was repeated was for the comparison.
+        data = config.data.model_copy(update={"fold": None})
+        chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
+        put(sweep.folder / "best.yaml", resolved_yaml(chosen).encode())
+        picture(sweep.folder / "results.png", sweep, one.trials[0])
+        monitor = config.checkpoint.monitor
+        mean = repeats.cell(*one.means[monitor])
+        lines.append(f"best: {one.description}, {monitor} {mean}; {sweep.folder / 'best.yaml'}")
+    return lines
 
 
 def picture(path: Path, sweep: Sweep, first: Trial) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from hvd_train.config.keys.section import Positive, Section, free, raise_problems
+from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
 from hvd_train.config.keys.transforms import TransformConfig
 
 # Data for which ``images`` may say whether samples are images. Other kinds know it by themselves.
@@ -48,6 +48,9 @@ class DataConfig(Section):
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"
     )
+    fold: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="[k, n]: hold out the k-th of n parts, 0 to n - 1, instead of val_fraction (sweep --folds n)"
+    )
     num_samples: Positive = Field(10_000, description="synthetic: number of training samples")
     input_shape: list[Positive] = Field(
         [28, 28, 1], description="synthetic: shape of a sample, (height, width, channels)"
@@ -86,6 +89,8 @@ class DataConfig(Section):
             raise_problems([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
+        if self.fold and not (self.fold[1] >= 2 and self.fold[0] < self.fold[1]):
+            raise_problems([("fold", f"[k, n] with k below n and n at least 2, not {self.fold}")])
         listed = self.classes if isinstance(self.classes, list) else []
         if self.num_classes and self.num_classes < len(listed):
             raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])

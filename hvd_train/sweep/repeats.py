@@ -1,0 +1,113 @@
+"""Repeats: trials that differ in their fold of the data or in their seed alone, and are compared by their mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_train.errors import ConfigError
+from hvd_train.sweep.folder import Sweep, state
+from hvd_train.sweep.plan import Trial
+
+FOLD, SEED = "data.fold", "seed"
+
+
+def repeats(folds: int | None, seeds: int | None, seed: int) -> dict[str, list[Any]]:
+    """Return {key: its values} over which every combination is repeated; ``seed``: the first of the seeds."""
+    spaces: dict[str, list[Any]] = {}
+    if folds:
+        spaces[FOLD] = [[part, folds] for part in range(folds)]
+    if seeds:
+        spaces[SEED] = [seed + k for k in range(seeds)]
+    return spaces
+
+
+def check_repeats(params: Sequence[str], spaces: Mapping[str, Any], halving: int | None) -> None:
+    """Refuse repeats with halving, or of a parameter that the sweep varies. Raises ConfigError."""
+    option = {FOLD: "--folds", SEED: "--seeds"}
+    if spaces and halving:
+        what = "goes on with the best trials, and repeats are compared by their mean at the end"
+        raise ConfigError(what, where="--halving", fix=f"leave out {option[next(iter(spaces))]}")
+    for key in spaces:
+        if any(param.partition("=")[0].strip() == key for param in params):
+            raise ConfigError("the key is varied twice", where=f"--param {key}", fix=f"leave it out, or {option[key]}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trials of one combination of values. ``means``: {metric: (mean, standard deviation or nan)}."""
+
+    trials: list[Trial]
+    values: Mapping[str, Any]
+    means: Mapping[str, tuple[float, float]]
+    ended: int
+
+    @property
+    def description(self) -> str:
+        return ", ".join(f"{key}={json.dumps(value)}" for key, value in self.values.items()) or "all trials"
+
+
+def groups(sweep: Sweep) -> list[Group]:
+    """Return the combinations in their order, with the mean of each metric over the trials that have a result."""
+    members: dict[str, list[Trial]] = {}
+    for trial in sweep.trials:
+        members.setdefault(json.dumps(_values(trial, sweep.repeats)), []).append(trial)
+    return [_group(sweep, trials) for trials in members.values()]
+
+
+def _values(trial: Trial, repeated: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in trial.values.items() if key not in repeated}
+
+
+def _group(sweep: Sweep, trials: list[Trial]) -> Group:
+    summaries = [one.summary for one in (state(sweep, trial) for trial in trials) if one.word == "done"]
+    names = [key for key in dict.fromkeys(key for one in summaries for key in one) if key.startswith("val_")]
+    means = {}
+    for name in names:
+        values = [one[name] for one in summaries if isinstance(one.get(name), int | float)]
+        if name != "val_samples" and values:
+            means[name] = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+    return Group(trials, _values(trials[0], sweep.repeats), means, len(summaries))
+
+
+def best_group(sweep: Sweep) -> Group | None:
+    """Return the combination whose mean of ``checkpoint.monitor`` is best, of those that ended in full if there are."""
+    rule, config = sweep.trials[0].config.checkpoint, sweep.trials[0].config
+    sign = 1 if config.mode_of(rule) == "min" else -1
+    known = [one for one in groups(sweep) if math.isfinite(one.means.get(rule.monitor, (math.nan, 0.0))[0])]
+    known = [one for one in known if one.ended == len(one.trials)] or known
+    return min(known, key=lambda one: sign * one.means[rule.monitor][0], default=None)
+
+
+def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
+    """Return (header, rows): the values of each combination, its trials with a result, means and deviations."""
+    found = groups(sweep)
+    metrics = list(dict.fromkeys(name for one in found for name in one.means))
+    header = [*found[0].values, "trials", *(word for name in metrics for word in (name, f"{name}_deviation"))]
+    lines = []
+    for one in found:
+        values = [x if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
+        numbers = [number for name in metrics for number in one.means.get(name, (math.nan, math.nan))]
+        lines.append([*values, one.ended, *(None if math.isnan(x) else x for x in numbers)])
+    return header, lines
+
+
+def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Return the rows as text for the terminal: mean ± deviation."""
+    found = groups(sweep)
+    metrics = list(dict.fromkeys(name for one in found for name in one.means))
+    header = [*found[0].values, "trials", *metrics]
+    lines = []
+    for one in found:
+        values = [str(x) if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
+        cells = [cell(*one.means[name]) if name in one.means else "" for name in metrics]
+        lines.append([*values, str(one.ended), *cells])
+    return header, lines
+
+
+def cell(mean: float, deviation: float) -> str:
+    return f"{mean:.4f}" + ("" if math.isnan(deviation) else f" ± {deviation:.4f}")

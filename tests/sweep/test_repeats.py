@@ -1,0 +1,108 @@
+"""Folds and seeds: which samples are held out, what is compared, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from hvd_train.config import load_config
+from hvd_train.data.arrays import Arrays
+from hvd_train.sweep.folder import Sweep, begin, load
+from hvd_train.sweep.plan import plan
+from hvd_train.sweep.repeats import best_group, groups, repeats, shown
+from hvd_train.sweep.rungs import ladder
+from tests.cli.running import run
+
+TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "max_epochs=1")
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5, 7])
+def test_every_sample_is_held_out_once_and_folds_are_of_one_size(parts):
+    labels = np.repeat(np.arange(10), np.arange(11, 21))
+    data = Arrays(np.arange(len(labels), dtype=np.float32)[:, None], labels, "here", 10)
+    held = [data.fold(part, parts) for part in range(parts)]
+    numbers = [val.fetch(np.arange(len(val)))[0]["input"][:, 0] for _, val in held]
+    assert sorted(np.concatenate(numbers)) == list(range(len(labels)))
+    sizes = [len(part) for part in numbers]
+    assert max(sizes) - min(sizes) <= 10
+    for (train, val), part in zip(held, numbers, strict=True):
+        rest = train.fetch(np.arange(len(train)))[0]["input"][:, 0]
+        assert len(train) + len(val) == len(labels) and not set(rest) & set(part)
+        counts = np.bincount(val.fetch(np.arange(len(val)))[1]["label"], minlength=10)
+        assert (abs(counts - np.arange(11, 21) / parts) <= 1).all(), "each class is divided alike"
+
+
+def test_the_only_sample_of_a_class_is_never_held_out():
+    data = Arrays(np.zeros((5, 1), np.float32), np.array([0, 1, 1, 1, 1]), "here", 2)
+    for part in range(2):
+        train, _ = data.fold(part, 2)
+        assert 0 in train.fetch(np.arange(len(train)))[1]["label"]
+
+
+def made(tmp_path, results, **spaces):
+    """A sweep of two rates whose trials have ended with these losses."""
+    again = repeats(spaces.get("folds"), spaces.get("seeds"), 4)
+    trials = plan(None, [word for word in TINY if "=" in word], ["optim.lr=0.1,0.2"], None, 0, tmp_path, again)
+    sweep = Sweep(tmp_path, trials, ladder(trials, None), list(again))
+    begin(sweep, resume=False)
+    for trial, loss in zip(trials, results, strict=True):
+        if loss is not None:
+            summary = {"val_loss": loss, "val_samples": 9, "samples_per_second": 1.0}
+            (tmp_path / trial.name / "summary.json").write_text(json.dumps(summary))
+    return sweep
+
+
+def test_combinations_are_compared_by_their_mean(tmp_path):
+    sweep = made(tmp_path, [1.0, 5.0, 3.0, 2.5, 2.4, 2.6], seeds=3)
+    assert [trial.values["seed"] for trial in sweep.trials] == [4, 5, 6] * 2
+    first, second = groups(sweep)
+    assert first.means["val_loss"] == (3.0, statistics.stdev([1.0, 5.0, 3.0])) and second.means["val_loss"][0] == 2.5
+    assert best_group(sweep).values == {"optim.lr": 0.2}, "not that of the luckiest trial"
+    assert shown(sweep)[1] == [["0.1", "3", "3.0000 ± 2.0000"], ["0.2", "3", "2.5000 ± 0.1000"]]
+    assert load(tmp_path).repeats == ["seed"]
+
+
+def test_a_combination_that_lacks_a_trial_is_not_the_best(tmp_path):
+    assert best_group(made(tmp_path, [1.0, None, 2.0, 2.0], folds=2)).values == {"optim.lr": 0.2}
+
+
+def test_both_together(tmp_path):
+    sweep = made(tmp_path, range(12), folds=3, seeds=2)
+    values = [tuple(map(str, trial.values.values())) for trial in sweep.trials]
+    assert len(set(values)) == 12 and len(groups(sweep)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--folds", "3", "--halving", "2", "--param", "optim.lr=1,2,3,4"], "leave out --folds"),
+        (["--seeds", "3", "--param", "seed=1,2"], "the key is varied twice; --param seed"),
+        (["--folds", "1"], "1 is not in the range x>=2"),
+        (["--set", "data.fold=[3, 3]", "--seeds", "2"], "data.fold: [k, n] with k below n"),
+    ],
+)
+def test_mistakes(tmp_path, words, line):
+    done = run("sweep", *TINY, *words, "--run-dir", "sweep", cwd=tmp_path, code=2)
+    assert line in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "sweep").exists()
+
+
+def test_data_with_a_validation_part_are_refused(tmp_path):
+    x, y = np.zeros((6, 2), np.float32), np.array([0, 1] * 3)
+    np.savez(tmp_path / "data.npz", train_x=x, train_y=y, val_x=x, val_y=y)
+    words = ("--set", "data.name=npz", "--set", "data.path=data.npz", "--set", "model.name=mlp")
+    done = run("fit", *words, "--set", "data.fold=[0, 2]", cwd=tmp_path, code=3)
+    assert "the data have a validation part of their own; data.fold; leave it out" in done.stderr
+
+
+def test_folds_are_trained_and_compared(tmp_path):
+    out = run("sweep", *TINY, "--folds", "2", "--run-dir", "sweep", "-np", "2", cwd=tmp_path).stdout
+    trials = [json.loads((tmp_path / f"sweep/trial-00{k}/summary.json").read_text()) for k in range(2)]
+    assert sum(one["val_samples"] for one in trials) == 1797
+    (row,) = csv.DictReader((tmp_path / "sweep/means.csv").read_text().splitlines())
+    assert float(row["val_loss"]) == pytest.approx(statistics.fmean(one["val_loss"] for one in trials))
+    assert "best: all trials, val_loss " in out and " ± " in out
+    assert load_config(tmp_path / "sweep/best.yaml").data.fold is None

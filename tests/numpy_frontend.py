@@ -16,12 +16,12 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
-from hvd_train.update.state import Cell
+from hvd_train.update.state import Cell, EagerControl
 
 SECONDS = 60
 
 
-class NumpyOps:
+class NumpyOps(EagerControl):
     def from_numpy(self, x):
         return np.array(x)
 
@@ -272,8 +272,12 @@ class NumpyFrontEnd(StateTree):
                 self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
                 return sums
         self.update.step(self.update.reduce(flats), learning_rate)
+        self.update.begin()
         self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         return sums
+
+    def flat_weights(self):
+        return [flat.copy() for flat in self.update.exchange.to_buckets(list(self.w.values()))]
 
     def finite(self):
         return not self.failed

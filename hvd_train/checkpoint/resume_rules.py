@@ -14,7 +14,7 @@ from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, changed
 from hvd_train.data.classes import listing
 from hvd_train.errors import CheckpointError, ConfigError, DataError
-from hvd_train.protocol import Sample, Source, Tree
+from hvd_train.protocol import UNDER_WAY, Sample, Source, Tree
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,20 @@ def check_tree(expected: Tree, saved: Tree) -> None:
     if rows:
         more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
         raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
+
+
+def fitting(expected: Tree, saved: Tree) -> Tree:
+    """Return what of a checkpoint a training takes; raise CheckpointError where it does not fit the model.
+
+    What was under way is left behind where the update of now keeps other things under way, or nothing.
+    """
+    trees = [{key: x.shape for key, x in tree.items() if key.startswith(UNDER_WAY)} for tree in (expected, saved)]
+    if trees[0] != trees[1]:
+        expected, saved = (
+            {key: x for key, x in tree.items() if not key.startswith(UNDER_WAY)} for tree in (expected, saved)
+        )
+    check_tree(expected, saved)
+    return saved
 
 
 # ---- the data of two runs

@@ -12,12 +12,14 @@ class Row:
     """An update: the value of ``exchange.mode``.
 
     ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
-    its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank.
+    its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
+    whether N ranks train as one rank does.
     """
 
     made_by: str
     options: tuple[str, ...] = ()
     gradients: bool = False
+    exact: bool = False
 
     @property
     def update_class(self) -> Any:
@@ -28,7 +30,8 @@ class Row:
 
 ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
 MODES = {
-    ALLREDUCE: Row("replicated:Replicated", gradients=True),
+    ALLREDUCE: Row("replicated:Replicated", gradients=True, exact=True),
+    "delayed": Row("delayed:Delayed", ("delay", "compensation"), gradients=True, exact=True),
     "partial": Row("partial:Partial", ("partial_fraction",)),
     "local_sgd": Row("local_sgd:LocalSGD", ("local_steps",)),
 }

@@ -52,6 +52,7 @@ def save(
     """
     faults.at("save")
     communicator = training.communicator
+    training.update.settle()
     local = _gather_local(training, keep)
     # Joining shards is a collective, so all ranks do it before rank 0 looks at what it has.
     entries = training.update.state()
@@ -165,6 +166,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     Returns what of it was left behind, a line each.
     """
     communicator, notes = training.communicator, []
+    training.update.settle()  # of a training that goes back
     averages: Tree = {}  # this rank's running statistics, where the run was interrupted
     # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
     head = collectively(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
@@ -192,15 +194,17 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         elif saved["kept"]:
             notes.append(f"what each rank kept to itself (residuals) is left behind: {reason}")
 
-    def check() -> None:
-        if snapshot:
-            entries = training.update.state()
-            shards = {e.name: np.broadcast_to(0.0, e.shape) for e in entries if e.placement is Placement.SHARDED}
-            resume_rules.check_tree(training_state(training.frontend, training.update) | shards, snapshot.tree)
+    def fitting() -> Tree:
+        if not snapshot:
+            # Rank 0's own weights; slots are zeros everywhere.
+            return training.frontend.state() if communicator.rank == 0 else {}
+        entries = training.update.state()
+        shards = {e.name: np.broadcast_to(0.0, e.shape) for e in entries if e.placement is Placement.SHARDED}
+        return resume_rules.fitting(training_state(training.frontend, training.update) | shards, snapshot.tree)
 
-    collectively(communicator, check)
-    first = communicator.rank == 0 and not snapshot  # rank 0's own weights; slots are zeros everywhere
-    tree = training.frontend.state() if first else snapshot.tree if snapshot else {}
+    tree = collectively(communicator, fitting)
+    if snapshot and len(tree) < len(snapshot.tree):
+        notes.append("gradients under way are left behind: exchange.mode or exchange.delay is another one")
     for piece in broadcast(communicator, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
-from hvd_train.frontends.named_arrays import NamedArrays
+from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.protocol import (
     Batch,
     Groups,
@@ -103,6 +103,22 @@ class StateTree(NamedArrays):
 
     def canonical(self, native: Tree) -> Tree:
         return dict(self._canonical(key, array) for key, array in native.items())
+
+    def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
+        return self._layout(name).to_canonical(self._native(stored))
+
+    def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
+        return self._from_native(self._layout(name).from_canonical(canonical))
+
+    def _layout(self, name: str) -> Layout:
+        return next(layout for layout in self.layouts.values() if layout.name == name)
+
+    def _native(self, stored: np.ndarray) -> np.ndarray:
+        """Return an array that lies as ``specs`` says in the axes of the framework; most have these already."""
+        return stored
+
+    def _from_native(self, native: np.ndarray) -> np.ndarray:
+        return native
 
     def checksums(self) -> dict[str, int]:
         return {self.layouts[native].name: checksum(x) for native, x in self._weights()}

@@ -10,6 +10,7 @@ from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sum
 from hvd_train.protocol.ops import Cell, Ops
 from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import (
+    UNDER_WAY,
     Compressor,
     Entry,
     Exchange,
@@ -26,6 +27,7 @@ from hvd_train.protocol.update import (
 )
 
 __all__ = [
+    "UNDER_WAY",
     "Batch",
     "Build",
     "Cell",

@@ -79,6 +79,15 @@ class FrontEnd(Protocol):
     def canonical(self, native: Tree) -> Tree:
         """Turn copies of ``running_statistics`` into a tree that ``load`` takes."""
 
+    def flat_weights(self) -> list[Tensor]:
+        """Return (n,) for each bucket of the update: the weights of now, which later steps do not change."""
+
+    def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
+        """Turn an array in the shape that ``specs`` has for this name into canonical axes."""
+
+    def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
+        """Turn an array in canonical axes into the shape of ``specs``."""
+
     def compression_error(self, placed: Any, scale: Scale, seed: int) -> Tensor:
         """The figures of ``update/error_meter.py`` for this batch's gradient, which is then forgotten."""
 

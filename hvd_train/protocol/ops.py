@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,20 @@ class Ops(Protocol):
 
     def keep(self, x: np.ndarray) -> Cell:
         """Make a cell with this tensor, which later steps read and write."""
+
+    def keep_number(self, x: int) -> Cell:
+        """Make a cell with a whole number, for conditions, in the memory of the CPU."""
+
+    def do_if(self, condition: Any, work: Callable[[], None]) -> None:
+        """Do some work if a condition holds; a traced graph decides when it runs."""
+
+    def start_if(
+        self, condition: Any, start: Callable[[], Callable[[], Any]], otherwise: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Start some work if a condition holds; return the function that gives its result, or that of ``otherwise``.
+
+        ``start`` returns the function that waits for the work. Both results are made of tensors in the same way.
+        """
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
     def topk(self, x: Tensor, k: int) -> Tensor:

@@ -22,6 +22,8 @@ class Wire:
     tensors: tuple[Tensor, ...]
 
 
+# What the names of entries begin with that an update keeps from one step for the next, and can do without.
+UNDER_WAY = "under_way/"
 # A compressor's state for one bucket: residual, low-rank basis, ...
 State = tuple[Tensor, ...]
 Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
@@ -160,11 +162,15 @@ class Update(Protocol):
     diverged: bool  # whether the weights of the ranks' models may differ now
     # A rank's gradient is the mean over its samples, not its part of the global mean.
     local_gradients: bool
+    delay: int  # steps for which a gradient that was handed in keeps its memory, as it is applied later
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
 
     # Within a step: start for each bucket in any order, then finish once; reduce is both. Then step.
+    def begin(self) -> None:
+        """Start what travels during the next step: called before its backward pass, or after the step before it."""
+
     def start(self, bucket: int, gradient: Tensor) -> Any: ...
 
     def finish(self, started: Sequence[Any]) -> list[Tensor]: ...
@@ -188,6 +194,9 @@ class Update(Protocol):
         """Give each rank's model the weights that it had before ``take_global_weights``, bit for bit."""
 
     # For checkpoints.
+    def settle(self) -> None:
+        """Bring to an end what travels between steps, so that ``state`` is whole; on all ranks together."""
+
     def state(self) -> Sequence[Entry]: ...
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None: ...

@@ -20,6 +20,7 @@ class Replicated:
     """
 
     diverged = False
+    delay = 0
 
     def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
@@ -32,6 +33,9 @@ class Replicated:
 
     # ---- within a step
 
+    def begin(self) -> None:
+        """Nothing of earlier steps travels within a step."""
+
     def start(self, bucket: int, gradient: Tensor) -> Any:
         """Start the exchange of one bucket; nothing waits here, so a backward pass may call it."""
         return self.exchange.start(bucket, gradient, self._state(bucket))
@@ -39,10 +43,7 @@ class Replicated:
     def finish(self, started: Sequence[Any]) -> list[Tensor]:
         """Wait for every bucket; return the reduced and clipped gradients. Residuals are those of this step then."""
         gradients, states = self.exchange.finish(started)
-        # A bucket that travels whole has no residual.
-        for cells, values in zip(self._residuals, states, strict=True):
-            for cell, value in zip(cells, values, strict=True):
-                cell.write(value)
+        self._write_states(states)
         return gradients
 
     def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -64,6 +65,12 @@ class Replicated:
     def _state(self, bucket: int) -> State:
         return tuple(cell.read() for cell in self._residuals[bucket])
 
+    def _write_states(self, states: Sequence[State]) -> None:
+        # A bucket that travels whole has no residual.
+        for cells, values in zip(self._residuals, states, strict=True):
+            for cell, value in zip(cells, values, strict=True):
+                cell.write(value)
+
     # ---- between steps
 
     def after_step(self, step: int, samples: int) -> None:
@@ -74,6 +81,9 @@ class Replicated:
 
     def take_local_weights(self) -> None:
         """The ranks have the same weights at any time."""
+
+    def settle(self) -> None:
+        """Nothing travels between steps."""
 
     def state(self) -> list[Entry]:
         """List slots and residuals; what an entry reads is copied by nobody but the reader."""

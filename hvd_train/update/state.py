@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -61,3 +62,19 @@ class Cell:
 
     def write(self, tensor: Tensor) -> None:
         self._tensor = tensor
+
+
+class EagerControl:
+    """The verbs of ``Ops`` about conditions, where Python decides at once."""
+
+    def keep_number(self, x: int) -> Cell:
+        return Cell(x)
+
+    def do_if(self, condition: bool, work: Callable[[], None]) -> None:
+        if condition:
+            work()
+
+    def start_if(
+        self, condition: bool, start: Callable[[], Callable[[], Any]], otherwise: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        return start() if condition else otherwise

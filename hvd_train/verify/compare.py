@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_train.config import Config, resolved_yaml
+from hvd_train.config.modes import MODES
 from hvd_train.errors import ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.launch.environment import world
@@ -57,6 +58,10 @@ def verify(
     if world().launcher:
         what = "verify starts its ranks itself"
         raise ConfigError(what, where=f"started by {world().launcher}", fix="call hvd-train verify -np N without it")
+    exchange = _exchange(config)
+    if steps <= exchange.get("delay", 0):
+        what = f"the first {amount(exchange['delay'], 'step')} of a training apply nothing, so nothing is compared"
+        raise ConfigError(what, where="exchange.delay", fix=f"give --steps {exchange['delay'] + 1} or more")
     frameworks, notes = _frameworks(config)
     notes += _notes(config)
     with tempfile.TemporaryDirectory(prefix="hvd-train-verify-") as temporary:
@@ -103,9 +108,17 @@ def _frameworks(config: Config) -> tuple[list[str], list[str]]:
 def _notes(config: Config) -> list[str]:
     notes = ["dropout is off: masks depend on the rank"]
     exchange = config.exchange
-    if exchange.compression != "none" or exchange.mode != "allreduce" or exchange.op != "average":
+    if exchange.compression != "none" or not MODES[exchange.mode].exact or exchange.op != "average":
         notes.append("gradients travel whole and are averaged: exchange.compression, mode and op change the numbers")
     return notes
+
+
+def _exchange(config: Config) -> dict[str, Any]:
+    """Return the keys of the exchange that change no number, and those of a mode with which N ranks are one."""
+    exchange = config.exchange
+    row = MODES[exchange.mode]
+    keys = ("overlap", "mode", *row.options) if row.exact else ("overlap",)
+    return {key: getattr(exchange, key) for key in keys}
 
 
 def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Path) -> dict[str, Config]:
@@ -119,7 +132,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "max_epochs": None,
         "precision": "64",
         # All that changes numbers is off, and so is all that takes time or writes files.
-        "exchange": {"overlap": config.exchange.overlap},
+        "exchange": _exchange(config),
         "checkpoint": {"every_n_epochs": 0, "save_top_k": 0, "save_last": False},
         "early_stopping": None,
         "agreement_every_n_steps": 0,
@@ -130,7 +143,8 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "run_dir": str(folder),
     }
     # One step of rate 1 without momentum: first weights - last weights is the gradient.
-    plain = {"optim": {"name": "sgd", "lr": 1.0}, "gradient_clip_val": 0.0, "max_steps": 1}
+    plain: dict[str, Any] = {"optim": {"name": "sgd", "lr": 1.0}, "gradient_clip_val": 0.0, "max_steps": 1}
+    plain["exchange"] = {"overlap": config.exchange.overlap}
     plans = {"64": data, "gradient": data | plain}
     if config.precision != "64":
         plans[config.precision] = data | {"precision": config.precision}

@@ -218,6 +218,7 @@ def test_resumed_after_a_kill_at_any_step_is_bit_identical(tmp_path, size, compr
 MODES = {
     "partial": {"mode": "partial", "partial_fraction": 0.3},
     "local_sgd": {"mode": "local_sgd", "local_steps": 3},
+    "delayed": {"mode": "delayed", "delay": 2, "compensation": 0.3},
 }
 
 
@@ -233,6 +234,20 @@ def test_a_mode_resumes_bit_for_bit_after_a_kill_at_any_step(tmp_path, size, mod
         again = final(size, c, folder, resume=True)
         assert same(again[1], whole[1]), f"killed after step {killed_at}"
         assert all(same(a, b) for a, b in zip(again[2], whole[2], strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
+def test_gradients_under_way_go_on_on_another_number_of_ranks(tmp_path, before, after):
+    c = config(checkpoint={"every_n_steps": 2}, exchange=MODES["delayed"])
+    whole = final(1, c, tmp_path / "whole")
+    for killed_at in (3, 4, 9):
+        folder = tmp_path / str(killed_at)
+        with pytest.raises(Stop):
+            run_ranks(before, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k)).fit())
+        again = final(after, c, folder, resume=True)
+        for key, array in whole[1].items():
+            if not key.startswith("statistics/"):
+                np.testing.assert_allclose(again[1][key], array, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -30,6 +30,11 @@ TRAININGS = {
     "lamb": MLP | ADAM | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.schedule": "cosine"},
     "accumulate": MLP | SGD | {"accumulate_grad_batches": 3, "global_batch_size": 47},
 }
+# Gradients travel while the next steps compute; N ranks are one all the same.
+LATE = {"mode": "delayed", "delay": 2, "compensation": 0.1}
+TRAININGS["delayed"] = TRAININGS["nesterov"] | {"exchange": {"mode": "delayed"}}
+TRAININGS["delayed-cnn"] = TRAININGS["cnn"] | {"exchange": LATE, "accumulate_grad_batches": 2}
+TRAININGS["delayed-lamb"] = TRAININGS["lamb"] | {"exchange": LATE, "on_nonfinite": "skip"}
 # The optimizer divided over the ranks moves the weights as the whole one does.
 SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb")}
 TRAININGS |= {name: TRAININGS[base] | {"optim.sharded": True} for base, name in SHARDED.items()}
@@ -111,6 +116,8 @@ LOOSE = {
     "partial": {"mode": "partial", "partial_fraction": 0.3},
     "local": {"mode": "local_sgd", "local_steps": 3},
 }
+# Gradients that are under way when a run is interrupted, with what compressors leave out of them.
+DELAYED = {"late": LATE, "late-topk": LATE | COMPRESSED["topk"]}
 # Settings under which nothing is left out: the result must be that of plain gradients.
 FULL = {
     "full-topk": {"compression": "topk", "ratio": 1},
@@ -118,6 +125,7 @@ FULL = {
     "full-powersgd": {"compression": "powersgd", "rank": 1000},
     "full-partial": {"mode": "partial", "partial_fraction": 1},
     "full-local": {"mode": "local_sgd", "local_steps": 1},
+    "full-delayed": {"mode": "delayed", "delay": 0},
 }
 MIXED = {
     "16-mixed": {"precision": "16-mixed"},
@@ -132,6 +140,8 @@ CHANGED = {
     "from-16-mixed": ({"precision": "16-mixed"}, {"precision": 64}),
     "to-16-mixed": ({"precision": 64}, {"precision": "16-mixed"}),
     "from-topk": ({"exchange": COMPRESSED["topk"]}, {"exchange": {"compression": "none"}}),
+    "from-delayed": ({"exchange": LATE}, {"exchange": {"compression": "none"}}),
+    "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
 RESHARDED = {"to-sharded": (False, True), "from-sharded": (True, False)}
@@ -169,11 +179,13 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
 
     made = [{"name": n, "kind": "train", "config": own(n, config)} for n, config in (TRAININGS | APART).items()]
     made.append({"name": "evaluation", "kind": "evaluation", "config": own("evaluation", MLP)})
-    for name, exchange in (COMPRESSED | FULL | LOOSE).items():
+    for name, exchange in (COMPRESSED | FULL | LOOSE | DELAYED).items():
         config = SHORT | {"exchange": exchange} | MOMENTUM.get(name, {})
         made.append({"name": name, "kind": "train", "config": own(name, config)})
     for name, keys in MIXED.items():
         made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
+    mixed = SHORT | {"precision": "16-mixed", "exchange": DELAYED["late-topk"]}
+    made.append({"name": "late-mixed", "kind": "train", "config": own("late-mixed", mixed)})
     made.append({"name": "auto", "kind": "train", "config": own("auto", SHORT | {"exchange.compression": "auto"})})
     watched = SHORT | {"exchange": COMPRESSED["topk"] | {"compression_error_every_n_steps": 3}}
     made.append({"name": "watched", "kind": "train", "config": own("watched", watched)})
@@ -197,7 +209,7 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
             made.append({"name": f"changing-{name}", "kind": "train", "config": own(f"changing-{name}", changing)})
     made.append({"name": "plain", "kind": "train", "config": own("plain", SHORT)})
     # Interrupted within an epoch: each rank's residual must come back to it.
-    for name, exchange in (COMPRESSED | LOOSE).items():
+    for name, exchange in (COMPRESSED | LOOSE | DELAYED).items():
         config = own(f"{name}-cut", SHORT | {"exchange": exchange} | MOMENTUM.get(name, {}))
         made.append({"name": f"{name}-first", "kind": "train", "config": config | {"max_steps": 5}})
         made.append({"name": f"{name}-rest", "kind": "train", "config": config, "resume": "last"})

@@ -7,7 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from tests.ranks.cases import COMPRESSED, EVERY_SIZE, FULL, LARGEST, LOOSE, MIXED, RESHARDED, SHARDED, TRAININGS
+from tests.ranks.cases import (
+    COMPRESSED,
+    DELAYED,
+    EVERY_SIZE,
+    FULL,
+    LARGEST,
+    LOOSE,
+    MIXED,
+    RESHARDED,
+    SHARDED,
+    TRAININGS,
+)
 
 TOLERANCE = 1e-9  # relative, in float64: another order of sums costs about 1e-14 here
 FRAMEWORKS = ["pytorch", "tensorflow"]
@@ -224,7 +235,7 @@ def test_compressed_ranks_stay_equal_near_the_plain_run_and_keep_a_residual(worl
     assert all(result["residual"] > 0 for result in results.json(name))
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE])
+@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE, *DELAYED])
 @pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)
@@ -241,6 +252,17 @@ def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name
     trees = [worlds(framework, launcher, size).trees(name)[0] for framework in FRAMEWORKS]
     # A last bit in 64 bits may fall on the other side of a half-precision number, 2^-11 away, or of a level of int8.
     assert distance(*trees)[0] < {"fp16": 1e-3, "int8": 1e-2}.get(name, TOLERANCE), distance(*trees)
+
+
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
+def test_gradients_under_way_are_equal_on_all_ranks_and_left_behind_by_another_mode(worlds, framework, launcher, size):
+    results = worlds(framework, launcher, size)
+    plain = {k: x for k, x in results.trees("plain")[0].items() if k.startswith("weights")}
+    for name in (*DELAYED, "late-mixed", "from-delayed-rest", "to-delayed-rest"):
+        first, *others = results.trees(name)
+        assert all((first[k] == other[k]).all() for other in others for k in first)
+        assert first.get("under_way|steps", 0) == (0 if name == "from-delayed-rest" else 2)
+        assert 0 < distance(plain, {k: first[k] for k in plain})[0] < 0.9
 
 
 @pytest.mark.parametrize("name", LOOSE)

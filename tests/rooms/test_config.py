@@ -119,6 +119,8 @@ def test_every_key_is_explained():
         ("exchange.ratio=0", ["> 0"]),
         ("exchange.partial_fraction=1.5", ["<= 1"]),
         ("exchange.local_steps=4", ["belongs to mode: local_sgd, not allreduce"]),
+        ("exchange.delay=2", ["belongs to mode: delayed, not allreduce"]),
+        ("exchange.compensation=0.1", ["belongs to mode: delayed, not allreduce"]),
         ("exchange.compression_error_every_n_steps=4", ["needs a compression"]),
         ("exchange.overlap=maybe", ["exchange.overlap", "'auto'"]),
         ("run_dir=' '", ["run_dir", "empty"]),
@@ -153,6 +155,11 @@ def test_combinations():
     assert load_config(None, ["exchange.compression=auto", "exchange.ratio=0.1", "exchange.rank=2"]).exchange.rank == 2
     (line,) = lines("exchange.compression=fp16", "exchange.mode=partial")
     assert "exchange.compression: gradients do not travel with mode: partial" in line
+    assert load_config(None, ["exchange.compression=topk", "exchange.mode=delayed"]).exchange.delay == 1
+    (line,) = lines("exchange.mode=delayed", "exchange.delay=-1")
+    assert "exchange.delay" in line and ">= 0" in line
+    (line,) = lines("exchange.op=adasum", "exchange.mode=delayed")
+    assert "exchange.op: adasum goes with" in line
     (line,) = lines("exchange.op=adasum", "exchange.mode=local_sgd")
     assert "exchange.op: adasum goes with" in line
     (line,) = lines("device=cpu", "devices=[0]")

@@ -70,6 +70,7 @@ def test_layerwise_formulas_over_parts_give_what_they_give_over_whole_tensors(na
     [
         (["exchange.mode=partial"], "optim.sharded: ranks move their weights apart with exchange.mode: partial"),
         (["exchange.mode=local_sgd"], "optim.sharded: ranks move their weights apart with exchange.mode: local_sgd"),
+        (["exchange.mode=delayed"], "optim.sharded: each rank keeps whole gradients with exchange.mode: delayed"),
         (["exchange.op=adasum"], "optim.sharded: adasum joins whole tensors"),
     ],
 )

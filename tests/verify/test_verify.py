@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvd_train.config import load_config
+from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment, launch
 from hvd_train.verify import compare
 from hvd_train.verify.compare import verify
@@ -82,6 +83,16 @@ def test_both_frameworks_are_equal_and_drawn(tmp_path, capfd):
     text = page.read_text()
     assert "data:image/png;base64," in text and "http" not in text.replace("http://www.w3.org", "")
     assert all(word in text for word in ("weights/fc1.kernel", "gradient/fc2.bias", "2 ranks of tensorflow", "1e-09"))
+
+
+def test_delayed_gradients_are_those_of_one_rank(capfd):
+    late = {"exchange.mode": "delayed", "exchange.delay": 2, "exchange.compensation": 0.1}
+    settings = config("pytorch", **{"model.name": "mlp"}, **late)
+    assert verify(settings, 2, 6) == 0
+    out, lines = verdict(capfd)
+    assert lines == ["equal"] * 3 + ["verdict: equal"] and "under_way/gradient2/fc1.kernel" in out
+    with pytest.raises(ConfigError, match="the first 2 steps of a training apply nothing.*--steps 3 or more"):
+        verify(settings, 2, 2)
 
 
 @pytest.mark.parametrize(

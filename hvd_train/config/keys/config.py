@@ -14,7 +14,7 @@ from hvd_train.config.keys.optim import OptimConfig, PlateauConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
-from hvd_train.config.modes import ALLREDUCE
+from hvd_train.config.modes import ALLREDUCE, MODES
 from hvd_train.config.names import did_you_mean
 from hvd_train.frameworks import FRAMEWORKS
 
@@ -132,9 +132,12 @@ class Config(Section):
         if not self.run_dir.strip():
             problems.append(("run_dir", "must not be empty"))
         if self.optim.sharded and self.exchange.mode != ALLREDUCE:
-            problems.append(
-                ("optim.sharded", f"ranks move their weights apart with exchange.mode: {self.exchange.mode}")
+            what = (
+                "each rank keeps whole gradients"
+                if MODES[self.exchange.mode].exact
+                else "ranks move their weights apart"
             )
+            problems.append(("optim.sharded", f"{what} with exchange.mode: {self.exchange.mode}"))
         if self.optim.sharded and self.exchange.op == "adasum":
             problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
         if self.devices is not None and self.device == "cpu":

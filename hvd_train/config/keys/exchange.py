@@ -32,7 +32,14 @@ class ExchangeConfig(Section):
     )
     mode: Annotated[str, OneOf(MODES)] = Field(
         ALLREDUCE,
-        description="average: gradients (allreduce), a rotating part of the weights (partial), all, rarely (local_sgd)",
+        description="join gradients, at once (allreduce) or late (delayed), or weights, in turn (partial), rarely (local_sgd)",
+    )
+    delay: Count = Field(1, description="delayed: steps after which a gradient is applied; 0: at once")
+    compensation: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="delayed: lambda of g + lambda g^2 (w - w then), as the weights w have moved meanwhile; 0: none",
     )
     partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
     local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
@@ -60,7 +67,7 @@ class ExchangeConfig(Section):
             names = [name for name, row in MODES.items() if option in row.options]
             if self.mode not in names and self._is_set(option):
                 problems.append((option, f"belongs to mode: {' or '.join(names)}, not {self.mode}"))
-        if self.compression != "none" and self.mode != ALLREDUCE:
+        if self.compression != "none" and not MODES[self.mode].gradients:
             problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
         if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):
             problems.append(("op", "adasum goes with compression: none and mode: allreduce"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +20,17 @@ class Flat:
     Gradients are autograd's tensors until ``gather`` joins them; a parameter that is alone in its bucket lends its
     gradient's memory, which saves a zeroing, an addition and a copy, unless autograd gave a part of it to another one.
     ``channels_last``: convolution kernels lie as (out, height, width, in) in memory. ``align``: weights and slots begin
-    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel.
+    at multiples of so many bytes, with zeros between them; gradients lie without, as they travel. ``memories``: as many
+    joined gradients are kept at a time, that of this step among them.
     """
 
     def __init__(
-        self, names: list[str], parameters: list[torch.nn.Parameter], channels_last: bool, align: int = 1
+        self,
+        names: list[str],
+        parameters: list[torch.nn.Parameter],
+        channels_last: bool,
+        align: int = 1,
+        memories: int = 1,
     ) -> None:
         self.names, self.channels_last = names, channels_last
         self.shapes = [stored_shape(p.shape, channels_last) for p in parameters]
@@ -34,9 +41,9 @@ class Flat:
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
         self.weight = self.aligned(torch.cat(values))
         self._parameters = parameters
-        self._joined = torch.cat(values).zero_() if len(parameters) > 1 else None
-        # Kept, because to cut 200 layers' buckets into views anew takes 0.5 ms of each step.
-        self._places = [] if self._joined is None else self.views(self._joined)
+        joined = [torch.cat(values).zero_() for _ in range(memories if len(parameters) > 1 else 0)]
+        # With their views: to cut 200 layers' buckets anew takes 0.5 ms of each step.
+        self._joined = deque((x, self.views(x)) for x in joined)
         self.move_to(self.weight)
 
     def move_to(self, weight: torch.Tensor) -> None:
@@ -48,10 +55,11 @@ class Flat:
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step alone."""
+        """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step, unless it is
+        handed over."""
         gradients = [p.grad for p in self._parameters]
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-        if self._joined is None:
+        if not self._joined:
             (alone,) = gradients
             if alone is None:
                 return torch.zeros_like(self.weight)
@@ -59,16 +67,20 @@ class Flat:
             flat = self._stored(alone).reshape(-1)
             return flat if lent else flat.clone()
         # A parameter that backward did not reach has no gradient, and counts as zeros.
-        there = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
+        joined, places = self._joined[0]
+        there = [(place, g) for place, g in zip(places, gradients, strict=True) if g is not None]
         if len(there) < len(gradients):
-            self._joined.zero_()
+            joined.zero_()
         if there:
             torch._foreach_copy_([place for place, _ in there], [g for _, g in there])
-        return self._joined
+        return joined
 
-    def discard_gradients(self) -> None:
+    def discard_gradients(self, handed_over: bool) -> None:
+        """Forget the gradients. ``handed_over``: the joined one stays as it is while later ones take other memories."""
         for p in self._parameters:
             p.grad = None
+        if handed_over:
+            self._joined.rotate(-1)
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         return x.permute(0, 2, 3, 1) if self.channels_last and x.dim() == 4 else x

@@ -188,7 +188,8 @@ class PyTorchFrontEnd(StateTree):
         align = GPU_ALIGN if self.device.type == "cuda" else 1
         # From here on the parameters are views into the buckets.
         self._flats = [
-            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align) for b in update.buckets
+            Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align, update.delay + 1)
+            for b in update.buckets
         ]
         self._layers = list(self.model.modules())
         self._sent, self._last = Overlap(update, self._start), False  # within a step's last backward
@@ -211,7 +212,8 @@ class PyTorchFrontEnd(StateTree):
 
     def _overlap(self) -> bool:
         """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""
-        if self.config.checks_gradients:
+        # A gradient that is applied later travels during the next step.
+        if self.config.checks_gradients or self.update.delay:
             return False
         gpu = self.device.type == "cuda"
         return overlaps(self.config.exchange.overlap, self.groups.data, gpu, torch.get_num_threads())
@@ -245,10 +247,10 @@ class PyTorchFrontEnd(StateTree):
     def _gradients(self) -> list[torch.Tensor]:
         return [self._gradient(b) for b in range(len(self._flats))]
 
-    def _discard_gradients(self) -> None:
+    def _discard_gradients(self, handed_over: bool = False) -> None:
         self._gathered.clear()
         for flat in self._flats:
-            flat.discard_gradients()
+            flat.discard_gradients(handed_over)
 
     def to_device(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
         """Place a batch without its padding, which no layer must see."""
@@ -306,10 +308,11 @@ class PyTorchFrontEnd(StateTree):
         if self._overlapping is None:
             self._decide()
         # All ranks decide alike, so none waits for an exchange that another leaves out.
-        if self._unscale(unscale):
+        if finite := self._unscale(unscale):
             self._check_changes()
             self.update.step(self._sent.finish(), learning_rate)
-        self._discard_gradients()
+            self.update.begin()
+        self._discard_gradients(handed_over=finite)
         return sums
 
     def _unscale(self, unscale: float) -> bool:
@@ -321,6 +324,15 @@ class PyTorchFrontEnd(StateTree):
         if self._finite and unscale != 1.0:
             torch._foreach_mul_(gradients, unscale)
         return self._finite
+
+    def flat_weights(self) -> list[torch.Tensor]:
+        return [torch.cat(flat.parts(flat.weight)) for flat in self._flats]
+
+    def _native(self, stored: np.ndarray) -> np.ndarray:
+        return stored.transpose(0, 3, 1, 2) if self._channels_last and stored.ndim == 4 else stored
+
+    def _from_native(self, native: np.ndarray) -> np.ndarray:
+        return native.transpose(0, 2, 3, 1) if self._channels_last and native.ndim == 4 else native
 
     def finite(self) -> bool:
         return self._finite

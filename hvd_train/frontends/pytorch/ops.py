@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hvd_train.update.state import Cell
+from hvd_train.update.state import Cell, EagerControl
 
 # Entries that one thread adds up, whatever the number of threads.
 ROW = 4096
@@ -16,7 +16,7 @@ ROW = 4096
 THIN = 32
 
 
-class TorchOps:
+class TorchOps(EagerControl):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

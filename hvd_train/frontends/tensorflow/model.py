@@ -18,10 +18,11 @@ from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
-from hvd_train.frontends.devices import gpu_of, overlaps
+from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
+from hvd_train.frontends.tensorflow.device import device_of
 from hvd_train.frontends.tensorflow.graphs import Later, awaited, graph, packing, seconds_waited
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
@@ -30,7 +31,6 @@ from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
     Batch,
-    Communicator,
     Field,
     Groups,
     Sample,
@@ -53,7 +53,7 @@ class TensorFlowFrontEnd(StateTree):
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
-        self._device = _device(config, groups.world)
+        self._device = device_of(config, groups.world)
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
@@ -231,6 +231,10 @@ class TensorFlowFrontEnd(StateTree):
             self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
+    def flat_weights(self) -> list[tf.Tensor]:
+        # Read, not copied: a kernel that finds the memory of a variable in use moves a copy of it.
+        return self.update.exchange.to_buckets([v.value.read_value() for v in self._trainable.values()])
+
     def waited(self) -> float:
         return super().waited() + float(self._waits)
 
@@ -300,6 +304,7 @@ class TensorFlowFrontEnd(StateTree):
         return sums
 
     def _traced_step(self, inputs, labels, weights, scale, seed, learning_rate, unscale) -> tuple[tf.Tensor, tf.Tensor]:
+        self.update.begin()
         gradients, sums = self._backward(inputs, labels, weights, scale, seed)
         for i, total in enumerate(self._accumulated):
             gradients[i] = gradients[i] + total
@@ -369,16 +374,6 @@ class TensorFlowFrontEnd(StateTree):
             variables[key].assign(np.asarray(array).astype(variables[key].dtype))
         if self._common:
             self._common.assigned = True
-
-
-def _device(config: Config, communicator: Communicator) -> str:
-    gpus = tf.config.list_physical_devices("GPU")
-    index = gpu_of(config, communicator, len(gpus), "TensorFlow")
-    tf.config.set_visible_devices([] if index is None else [gpus[index]], "GPU")
-    if index is None:
-        return "/CPU:0"
-    tf.config.experimental.set_memory_growth(gpus[index], True)
-    return "/GPU:0"
 
 
 def configure(threads: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,22 @@ class TensorFlowOps:
     def keep(self, x) -> VariableCell:
         with tf.device(self._device or None):
             return VariableCell(tf.Variable(x, trainable=False))
+
+    def keep_number(self, x) -> VariableCell:
+        with tf.device("/CPU:0"):
+            return VariableCell(tf.Variable(x, trainable=False, dtype=tf.int64))
+
+    def do_if(self, condition, work) -> None:
+        def done() -> tf.Tensor:
+            work()
+            return tf.constant(0)
+
+        tf.cond(condition, done, lambda: tf.constant(0))
+
+    def start_if(self, condition, start, otherwise) -> Callable[[], Any]:
+        # A graph waits for nothing: what needs the result comes after it.
+        result = tf.cond(condition, lambda: start()(), otherwise)
+        return lambda: result
 
     def from_numpy(self, x) -> tf.Tensor:
         return tf.convert_to_tensor(x)

@@ -1,0 +1,168 @@
+"""Gradients are applied some steps later, so that they travel while the next steps compute (a fixed staleness).
+
+With a delay of d steps and a compensation of lambda, step t starts the sum of g_t over the ranks and applies
+c(g_{t-d}), where c(g) = g + lambda g^2 (w_t - w_{t-d}) by entries (Zheng et al. 2017, "Asynchronous Stochastic Gradient
+Descent with Delay Compensation") and w_t are the weights that g_t was computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from hvd_train.protocol import UNDER_WAY, Cell, Entry, Exchange, FrontEnd, Placement, State, Tensor
+from hvd_train.update.replicated import Replicated
+
+STEPS = UNDER_WAY + "steps"  # the entry with the number of gradients under way
+Landed = tuple[list[Tensor], list[State]]
+
+
+class Delayed(Replicated):
+    """The ranks have the same weights at any time, and N ranks train as one rank does with the same delay.
+
+    The first d steps apply nothing: weights, slots and number of steps of the optimizer stay. At the end of a training
+    the gradients of its last d steps are left; they stand in its last checkpoint, and a longer run goes on with them. A
+    gradient is clipped when it has been reduced, then compensated, and applied with the learning rate of the step that
+    applies it. A step that is left out, as a gradient is not finite, neither takes nor applies one.
+
+    The gradient of the last step travels during this one. Older ones wait reduced, so what a compressor leaves out of
+    one gradient is there for the next, and a graph, which no transfer outlives, does the same.
+
+    Checkpoints hold the gradients under way, reduced, and the weights that they were computed with if there is a
+    compensation: a run goes on with them on another number of ranks and in the other framework.
+    """
+
+    def __init__(self, frontend: FrontEnd, exchange: Exchange, delay: int, compensation: float) -> None:
+        self.delay, self.compensation = delay, compensation
+        super().__init__(frontend, exchange)
+        ops, specs = frontend.ops, frontend.specs()
+
+        def kept() -> list[list[Cell]]:
+            """Return [steps ago - 1][bucket]: (n,)."""
+            kinds = [(sum(specs[i].size for i in members), specs[members[0]].dtype) for members in self.buckets]
+            return [[ops.keep(np.zeros(*kind)) for kind in kinds] for _ in range(delay)]
+
+        self._gradients = kept()
+        self._weights = kept() if delay and compensation else []
+        # Steps whose gradients were taken, and whether that of the last one has still to be reduced (1) or not (0).
+        self._taken, self._local = ops.keep_number(0), ops.keep_number(0)
+        self._land: Callable[[], Landed] | None = None
+        self._due: Any = False
+
+    # ---- within a step
+
+    def begin(self) -> None:
+        """Start the exchange of the gradient of the last step, if it has not been reduced for a checkpoint."""
+        if self.delay:
+            self._land = self.frontend.ops.start_if(self._local.read() > 0, self._depart, self._newest)
+
+    def start(self, bucket: int, gradient: Tensor) -> Any:
+        """Take a gradient, which travels from ``begin`` on."""
+        return gradient if self.delay else super().start(bucket, gradient)
+
+    def finish(self, started: Sequence[Any]) -> list[Tensor]:
+        """Take this step's gradients; return those that are due, reduced and clipped, which ``step`` is to apply."""
+        if not self.delay:
+            return super().finish(started)
+        reduced = [self._arrived(), *([cell.read() for cell in cells] for cells in self._gradients[1:])]
+        due = reduced.pop()
+        self._due = self._taken.read() >= self.delay
+        if self._weights:
+            now = self.frontend.flat_weights()
+            then = [cell.read() for cell in self._weights[-1]]
+            due = [g + self.compensation * g * g * (w - old) for g, w, old in zip(due, now, then, strict=True)]
+            _write(self._weights, [now, *([cell.read() for cell in cells] for cells in self._weights[:-1])])
+        _write(self._gradients, [started, *reduced])
+        self._taken.write(self._taken.read() + 1)
+        self._local.write(1)
+        return due
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        move = partial(self.optimizer.step, gradients, learning_rate)
+        if self.delay:
+            self.frontend.ops.do_if(self._due, move)
+        else:
+            move()
+
+    def _depart(self) -> Callable[[], Landed]:
+        """Start the exchange of the newest gradient; return the function that waits for it."""
+        started = [self.exchange.start(b, cell.read(), self._state(b)) for b, cell in enumerate(self._gradients[0])]
+        return lambda: self.exchange.finish(started)
+
+    def _newest(self) -> Landed:
+        """Return the newest gradient as it is kept."""
+        return [cell.read() for cell in self._gradients[0]], [self._state(b) for b in range(len(self.buckets))]
+
+    def _arrived(self) -> list[Tensor]:
+        """Return the reduced gradient of the last step; zeros before there is one."""
+        gradients, states = (self._land or self._newest)()
+        self._land = None
+        self._write_states(states)
+        return gradients
+
+    # ---- between steps
+
+    def settle(self) -> None:
+        """Reduce the gradient of the last step, so that ``state`` holds it; the next step then need not."""
+        self.frontend.run_queued()
+        if int(self._local.read()):
+            self._land = self._land or self._depart()
+            _write(self._gradients[:1], [self._arrived()])
+            self._local.write(0)
+
+    def state(self) -> list[Entry]:
+        """List slots, residuals and what is under way; see ``settle``."""
+        return [*super().state(), *self._under_way()]
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        super().load(tree, placement)
+        if placement is not Placement.REPLICATED or not self.delay:
+            return
+        if STEPS in tree:
+            self._taken.write(int(tree[STEPS]))
+            self._local.write(0)
+        ops, specs = self.frontend.ops, self.frontend.specs()
+        for prefix, cell, places in self._places():
+            there = {i: place for i, place in places.items() if prefix + specs[i].name in tree}
+            if there:
+                flat = ops.to_numpy(cell.read())
+                for i, place in there.items():
+                    stored = self.frontend.to_stored(specs[i].name, tree[prefix + specs[i].name])
+                    flat[place] = stored.reshape(-1)
+                cell.write(ops.from_numpy(flat))
+
+    def _under_way(self) -> Iterator[Entry]:
+        if not self.delay:
+            return
+        ops, specs = self.frontend.ops, self.frontend.specs()
+        yield Entry(STEPS, Placement.REPLICATED, lambda: np.array(min(int(self._taken.read()), self.delay), np.int64))
+        for prefix, cell, places in self._places():
+            # Copied once, for all tensors of a bucket.
+            flat = cache(lambda cell=cell: ops.to_numpy(cell.read()))
+            for i, place in places.items():
+                read = partial(self._canonical, i, flat, place)
+                yield Entry(prefix + specs[i].name, Placement.REPLICATED, read)
+
+    def _canonical(self, i: int, flat: Callable[[], np.ndarray], place: slice) -> np.ndarray:
+        spec = self.frontend.specs()[i]
+        return self.frontend.to_canonical(spec.name, flat()[place].reshape(spec.shape))
+
+    def _places(self) -> Iterator[tuple[str, Cell, dict[int, slice]]]:
+        """Yield (prefix of the names, cell, {index into the specs: its entries}) for each bucket that is kept."""
+        specs = self.frontend.specs()
+        for kind, kept in (("gradient", self._gradients), ("weights", self._weights)):
+            for ago, cells in enumerate(kept, 1):
+                for cell, members in zip(cells, self.buckets, strict=True):
+                    stops = np.cumsum([specs[i].size for i in members]).tolist()
+                    starts = [0, *stops[:-1]]
+                    places = map(slice, starts, stops)
+                    yield f"{UNDER_WAY}{kind}{ago}/", cell, dict(zip(members, places, strict=True))
+
+
+def _write(kept: Sequence[Sequence[Cell]], values: Sequence[Sequence[Tensor]]) -> None:
+    for cells, tensors in zip(kept, values, strict=True):
+        for cell, x in zip(cells, tensors, strict=True):
+            cell.write(x)

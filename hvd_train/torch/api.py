@@ -26,6 +26,7 @@ from hvd_train.torch.checkpoint import broadcast, unwrapped
 from hvd_train.torch.checks import (
     WHERE,
     check,
+    check_elementwise,
     check_models,
     facts,
     trainable,
@@ -33,6 +34,7 @@ from hvd_train.torch.checks import (
     warn_of_plain_tensors,
 )
 from hvd_train.torch.reducer_plan import ReducerPlan
+from hvd_train.torch.sharded import ShardedStep
 from hvd_train.torch.step_hooks import after_step, before_step
 from hvd_train.torch.sums import add_up
 
@@ -96,6 +98,7 @@ def distribute(
     overlap: bool | str = "auto",
     sync_batchnorm: bool = False,
     average: bool = True,
+    sharded: bool = False,
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
@@ -115,6 +118,10 @@ def distribute(
     ``random`` are set anew on all ranks but the first: dropout and augmentation differ between ranks, and repeat from
     run to run where the script seeds. The learning rate stays as it is, and each rank takes its batches.
 
+    ``sharded``: each rank keeps the optimizers' slots for its part of the weights, moves that part in
+    ``optimizer.step()``, and gets the others' (ZeRO, stage 1). For elementwise optimizers, which is tried; call
+    ``state_dict`` and ``ht.save`` on all ranks then.
+
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
     call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never), and with
     the last batch of each pass over a loader of ``shard``, the ranks compare their weights and learning rates, and end
@@ -131,9 +138,10 @@ def distribute(
         # Before types are checked and compared: all floats become 64 bits.
         verify_mode.prepare_models(models, record)
     collectively(communicator, lambda: check(whole, optimizers))
+    numbers = collectively(communicator, lambda: check_elementwise(optimizers)) if sharded else []
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = trainable(whole)
-    words = f"{compression} {overlap} {sync_batchnorm} {average} {agreement_every_n_steps} {options}"
+    words = f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {agreement_every_n_steps} {options}"
     # Before the first transfer: with other shapes the broadcast would fail on every rank but 0, and 0 would go on.
     agree(communicator, facts(whole, optimizers) | {"options": words})
     broadcast(communicator, whole, optimizers)
@@ -142,6 +150,9 @@ def distribute(
     every = agreement_every_n_steps
     plan = ReducerPlan(communicator, models, whole, compression, exchange, average, sync_batchnorm, every)
     plan.start(parameters)
+    for optimizer, names in zip(optimizers, numbers, strict=False):
+        if communicator.size > 1 and optimizer not in registry.sharded:
+            registry.sharded[optimizer] = ShardedStep(optimizer, communicator, names)
     if record:
         verify_mode.add(whole, record)
     # Last: until here all ranks have drawn the same numbers, for data and first weights.

@@ -22,11 +22,15 @@ def save(path: str | os.PathLike, **parts: Any) -> None:
     """Write one file, on rank 0: ``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``.
 
     A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
-    safetensors file; it appears under its name when it is complete. Other ranks may call this or not.
+    safetensors file; it appears under its name when it is complete. Other ranks may call this or not; with a sharded
+    optimizer all of them must, as each has a part of its slots.
     """
-    if registry.communicator().rank or recording():
+    if recording():
         return
-    data = state_bytes.pack({name: _state_of(part) for name, part in parts.items()})
+    slots = {name: registry.sharded[part].state_on_rank_0(part) for name, part in parts.items() if _is_sharded(part)}
+    if registry.communicator().rank:
+        return
+    data = state_bytes.pack({name: _state_of(part) for name, part in parts.items() if name not in slots} | slots)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         files.put(Path(path), data)
@@ -92,6 +96,10 @@ def _owner(part: Any) -> Any:
     if isinstance(part, passes.Sharded):
         return part.share
     return unwrapped(part) if isinstance(part, torch.nn.Module) else part
+
+
+def _is_sharded(part: Any) -> bool:
+    return isinstance(part, torch.optim.Optimizer) and part in registry.sharded
 
 
 def _state_of(part: Any) -> Any:

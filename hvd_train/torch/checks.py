@@ -15,6 +15,7 @@ from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
+from hvd_train.torch.elementwise import numbers_of
 
 WHERE = "ht.distribute"
 DTYPES = (torch.float16, torch.float32, torch.float64)  # Horovod has no bfloat16
@@ -79,6 +80,17 @@ def check(model: torch.nn.Module, optimizers: Sequence[Any]) -> None:
             if names:
                 refuse(not_part(names), HIDDEN_FIX)
             refuse(f"{kind} holds parameters that are not the model's", "make it of this model's parameters()")
+
+
+def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[frozenset[str]]:
+    """Return for each optimizer the names of its state that are not slots. Raises ConfigError if one cannot be
+    divided."""
+    if not optimizers:
+        refuse(
+            "sharded=True divides optimizers, and none is given", "call ht.distribute(model, optimizer, sharded=True)"
+        )
+    known = registry.sharded
+    return [frozenset() if optimizer in known else numbers_of(optimizer, WHERE) for optimizer in optimizers]
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -13,11 +13,13 @@ from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.world import open_session
 from hvd_train.torch import uneven_parts
 from hvd_train.torch.reducer import Reducer
+from hvd_train.torch.sharded import ShardedStep
 
 distributed: list[tuple[torch.nn.Module, Reducer | None]] = []
 parameters: dict[int, tuple[torch.nn.Parameter, Reducer | None]] = {}  # by id
 loaders = 0  # how many were sharded
 optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those given to ``ht.distribute``
+sharded: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 from hvd_train.errors import ConfigError
 from hvd_train.script.dataloader import shares
 from hvd_train.script.record import recording
-from hvd_train.torch import backward, registry, uneven_parts, verify_mode
+from hvd_train.torch import backward, elementwise, registry, uneven_parts, verify_mode
 from hvd_train.torch.reducer import Reducer
 from hvd_train.torch.sums import add_up
 
@@ -58,6 +58,12 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
 
     torch calls this before each step of every optimizer.
     """
+    sharded = registry.sharded.get(optimizer)
+    # A step within the step of a sharded optimizer finds pieces, whose gradients were looked at.
+    if optimizer in elementwise.trying or (sharded and sharded.stepping):
+        return None
+    if sharded:
+        sharded.place_hooks(optimizer)
     if (record := recording()) and optimizer in registry.optimizers:
         verify_mode.before_step(optimizer, record)
     reducers = _reducers_of(optimizer)
@@ -92,6 +98,9 @@ def before_step(optimizer: torch.optim.Optimizer, arguments: tuple, keywords: di
 
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Count the step. torch calls this after each step of every optimizer."""
+    sharded = registry.sharded.get(optimizer)
+    if optimizer in elementwise.trying or (sharded and sharded.stepping):
+        return
     if any(id(p) in registry.parameters for group in optimizer.param_groups for p in group["params"]):
         shares.stepped()
     for reducer, parameters in _reducers_of(optimizer).items():

@@ -1,0 +1,284 @@
+"""A user's optimizer divided over the ranks: each keeps the slots of its part of the weights (ZeRO, stage 1).
+
+Gradients are whole on all ranks, as without it, so whatever a script does to them before the step stays right. Within
+``optimizer.step()`` the groups hold flat pieces of the parameters, which lie in the parameters' memory; after it the
+ranks gather the weights. Everywhere else the groups hold the user's parameters, and ``state_dict`` whole slots.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.protocol import Communicator, TensorSpec
+from hvd_train.torch import state_bytes
+from hvd_train.update.buckets import plan
+from hvd_train.update.sharded import part_sizes, pieces
+
+WHERE = "ht.distribute(sharded=True)"
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return (n,): a view of a dense tensor in the order of its memory."""
+    return x.detach().as_strided((x.numel(),), (1,))
+
+
+@dataclass
+class Piece:
+    """The consecutive entries [first, last) of a parameter's memory that are this rank's to move."""
+
+    parameter: torch.nn.Parameter
+    first: int
+    last: int
+    layout: tuple[Any, ...]
+    tensor: torch.nn.Parameter  # (last - first,), a view of the parameter, under which the optimizer keeps slots
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, first: int, last: int) -> Piece:
+        return cls(parameter, first, last, layout_of(parameter), torch.nn.Parameter(flat(parameter)[first:last]))
+
+    def check(self) -> None:
+        """Raise ConfigError where the parameter's entries lie in another order by now."""
+        if layout_of(self.parameter) != self.layout:
+            what = (
+                f"a parameter of shape {tuple(self.parameter.shape)} has another type, device or memory format by now"
+            )
+            fix = "call model.to(...) before ht.distribute"
+            raise ConfigError(what, where=WHERE, fix=fix, common=True)
+
+    def refresh(self) -> torch.nn.Parameter:
+        """Return the piece over the parameter's memory and gradient as they are now."""
+        p = self.parameter
+        gradient: Any = p.grad
+        if gradient.stride() != p.stride():
+            gradient = torch.empty_like(p).copy_(gradient)
+        self.tensor.data = flat(p)[self.first : self.last]
+        self.tensor.grad = flat(gradient)[self.first : self.last]
+        return self.tensor
+
+    def cut(self, slot: torch.Tensor) -> torch.Tensor:
+        """Return (last - first,): a copy of this piece of a slot."""
+        laid = slot
+        if slot.stride() != self.parameter.stride():
+            laid = torch.empty_like(self.parameter, dtype=slot.dtype, requires_grad=False).copy_(slot)
+        return flat(laid)[self.first : self.last].clone()
+
+
+def layout_of(p: torch.Tensor) -> tuple[Any, ...]:
+    """Return what must not change while an optimizer is divided by the order of memory."""
+    return p.dtype, p.device, p.shape, p.stride()
+
+
+@dataclass
+class Bucket:
+    """Parameters whose new values travel together."""
+
+    name: str
+    pieces: list[Piece]
+
+    def part(self) -> torch.Tensor:
+        """Return (n,): this rank's part of the bucket."""
+        moved = [flat(piece.parameter)[piece.first : piece.last] for piece in self.pieces if piece.last > piece.first]
+        return moved[0] if len(moved) == 1 else torch.cat(moved or [flat(self.pieces[0].parameter)[:0]])
+
+    def take(self, weights: torch.Tensor) -> None:
+        """Take (n,): the values of the bucket, of all ranks."""
+        parts = torch.split(weights, [piece.parameter.numel() for piece in self.pieces])
+        torch._foreach_copy_([flat(piece.parameter) for piece in self.pieces], list(parts))
+
+
+class ShardedStep:
+    """The steps and the state of one optimizer. ``numbers``: names of its state that are not slots."""
+
+    _count: ClassVar = count()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator, numbers: frozenset[str]) -> None:
+        self._communicator, self._numbers = communicator, numbers
+        self._number = next(self._count)  # scripts distribute optimizers in one order on all ranks
+        self._pieces: dict[int, Piece] = {}  # by parameter's id
+        self._buckets: list[Bucket] = []
+        self._depth = 0  # of steps: one that calls super().step() has another within it
+        self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while pieces are in their place
+        self._state: Any = None  # this rank's, while ``state_dict`` reads the whole one
+        self._everywhere = True  # whether ``state_dict`` gives whole slots on all ranks, or on rank 0 alone
+        self._before = optimizer.register_step_pre_hook(self._enter)
+        self._after = optimizer.register_step_post_hook(self._leave)
+        optimizer.register_state_dict_pre_hook(self._join)
+        optimizer.register_state_dict_post_hook(self._part_again)
+        optimizer.register_load_state_dict_post_hook(self._divide)
+        self._divide(optimizer)
+
+    # ---- which entries are whose
+
+    def _plan(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide parameters that are new, of each group apart: so every rank has a part of each group."""
+        rank, size = self._communicator.rank, self._communicator.size
+        for group in optimizer.param_groups:
+            new = [p for p in group["params"] if id(p) not in self._pieces]
+            for p in new:
+                if torch.empty_like(p).stride() != p.stride():
+                    what = f"the entries of a parameter of shape {tuple(p.shape)} do not lie side by side in memory"
+                    raise ConfigError(what, where=WHERE, fix="make it contiguous before ht.distribute", common=True)
+            specs = [TensorSpec(str(k), tuple(p.shape), TorchOps(p.device).dtype(p)) for k, p in enumerate(new)]
+            for members in plan(specs, PyTorchFrontEnd.packing):
+                sizes = [specs[k].size for k in members]
+                parts = part_sizes(sum(sizes), size)
+                bounds = pieces(sizes, sum(parts[:rank]), sum(parts[: rank + 1]))
+                made = [Piece.of(new[k], *edges) for k, edges in zip(members, bounds, strict=True)]
+                self._pieces.update({id(piece.parameter): piece for piece in made})
+                self._buckets.append(Bucket(f"optimizer{self._number}.weights{len(self._buckets)}", made))
+
+    # ---- a step
+
+    def place_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let hooks of the user see the user's parameters: ours come last before a step, and first after it."""
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+
+    def _enter(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._plan(optimizer)
+        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            self._put_pieces(optimizer)
+            return None
+        return (arguments[0], self._around(optimizer, closure)), {}
+
+    def _around(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that finds the user's parameters, whose gradients it makes, and leaves pieces."""
+
+        def whole_closure() -> Any:
+            self._take_back(optimizer)
+            try:
+                return closure()
+            except BaseException:
+                self._depth = 0
+                raise
+            finally:
+                if self._depth:
+                    self._put_pieces(optimizer)
+
+        return whole_closure
+
+    @torch.no_grad()
+    def _put_pieces(self, optimizer: torch.optim.Optimizer) -> None:
+        held = [list(group["params"]) for group in optimizer.param_groups]
+        for piece in self._pieces.values():  # also where this rank has none of it: all ranks must raise
+            piece.check()
+        mine = [[self._pieces[id(p)] for p in params if p.grad is not None] for params in held]
+        made = [[piece.refresh() for piece in group if piece.last > piece.first] for group in mine]
+        self._groups = held
+        for group, tensors in zip(optimizer.param_groups, made, strict=True):
+            group["params"] = tensors
+
+    def _take_back(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, held in zip(optimizer.param_groups, self._groups, strict=False):
+            # A reference to a gradient's memory would make the next exchange take new memory.
+            for tensor in group["params"]:
+                tensor.grad = None
+            group["params"] = held
+        self._groups = []
+
+    @property
+    def stepping(self) -> bool:
+        """Return whether a step is under way."""
+        return self._depth > 0
+
+    def _leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            if not self._groups:
+                fix = "call optimizer.step() without a closure"
+                raise ConfigError("the step did not call its closure", where=WHERE, fix=fix, common=True)
+            self._take_back(optimizer)
+            self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied."""
+        under_way: tuple[Bucket, Any] | None = None
+        for bucket in self._buckets:
+            if not any(piece.parameter.requires_grad for piece in bucket.pieces):
+                continue
+            handle = self._communicator.allgather_async(bucket.part(), bucket.name)
+            self._receive(under_way)
+            under_way = bucket, handle
+        self._receive(under_way)
+
+    def _receive(self, under_way: tuple[Bucket, Any] | None) -> None:
+        if under_way:
+            bucket, handle = under_way
+            bucket.take(self._communicator.synchronize(handle))
+
+    # ---- state
+
+    def state_on_rank_0(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state with whole slots on rank 0, and without slots elsewhere; on all ranks together."""
+        self._everywhere = False
+        try:
+            return optimizer.state_dict()
+        finally:
+            self._everywhere = True
+
+    @torch.no_grad()
+    def _divide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's pieces of whole slots."""
+        self._plan(optimizer)
+        whole, optimizer.state = optimizer.state, defaultdict(dict)
+        for key, state in whole.items():
+            if id(key) not in self._pieces:
+                optimizer.state[key] = state
+            elif (piece := self._pieces[id(key)]).last > piece.first:
+                optimizer.state[piece.tensor] = {
+                    name: piece.cut(x) if self._is_slot(name, x) and x.shape == key.shape else x
+                    for name, x in state.items()
+                }
+
+    def _is_slot(self, name: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and name not in self._numbers
+
+    def _join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put whole slots in the place of pieces, for ``state_dict``; on all ranks together."""
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        local = {
+            k: optimizer.state[piece.tensor]
+            for k, p in enumerate(tensors)
+            if (piece := self._pieces.get(id(p))) and piece.tensor in optimizer.state
+        }
+        parts = [state_bytes.unpack(data) for data in self._communicator.gather_bytes(state_bytes.pack(local))]
+        whole = {k: self._whole(p, [part[k] for part in parts if k in part]) for k, p in enumerate(tensors)}
+        whole = {k: state for k, state in whole.items() if state}
+        if self._everywhere:
+            data = self._communicator.broadcast_bytes(state_bytes.pack(whole) if parts else b"")
+            whole = whole or state_bytes.unpack(data)
+        others = {key: x for key, x in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._state, optimizer.state = optimizer.state, defaultdict(dict, others)
+        for k, state in whole.items():
+            optimizer.state[tensors[k]] = state
+
+    def _whole(self, p: torch.Tensor, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of ``p`` from that of its pieces, in rank order."""
+        return dict(self._joined(p, parts)) if parts else {}
+
+    def _joined(self, p: torch.Tensor, parts: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, x in parts[0].items():
+            slots = [part[name] for part in parts] if self._is_slot(name, x) else []
+            if sum(slot.numel() for slot in slots) == p.numel():
+                whole = torch.empty_like(p, dtype=x.dtype, device="cpu", requires_grad=False)
+                flat(whole).copy_(torch.cat([slot.reshape(-1) for slot in slots]))
+                yield name, whole
+            else:
+                yield name, x
+
+    def _part_again(self, optimizer: torch.optim.Optimizer, _: Any) -> None:
+        optimizer.state, self._state = self._state, None

@@ -32,7 +32,8 @@ class ExchangeConfig(Section):
     )
     mode: Annotated[str, OneOf(MODES)] = Field(
         ALLREDUCE,
-        description="join gradients, at once (allreduce) or late (delayed), or weights, in turn (partial), rarely (local_sgd)",
+        description="join gradients, at once (allreduce) or late (delayed), or weights, in turn (partial), "
+        "rarely (local_sgd)",
     )
     delay: Count = Field(1, description="delayed: steps after which a gradient is applied; 0: at once")
     compensation: float = Field(

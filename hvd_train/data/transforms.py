@@ -4,98 +4,20 @@ the same for every world size, in both frameworks and after a resume."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvd_train.config import TransformConfig
-from hvd_train.data.order import U64, mix, stream
+from hvd_train.data.augment import BUILT_IN, MOVING, Draws
+from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
 
 SAME = "return the names, shapes and types that the function gets"
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Random numbers of some samples: (k,) places in the source; ``key`` is of one transform in one epoch."""
-
-    key: int
-    indices: np.ndarray
-
-    def bits(self, each: int) -> np.ndarray:
-        """Draw random bits, (k, each) uint64."""
-        counters = self.indices.astype(U64)[:, None] * U64(each) + np.arange(each, dtype=U64)
-        return stream(self.key, counters)
-
-    def generators(self) -> list[np.random.Generator]:
-        return [np.random.Generator(np.random.Philox(key=np.array([self.key, i], U64))) for i in self.indices]
-
-
-def _below(bits: np.ndarray, count: int) -> np.ndarray:
-    """Make whole numbers in [0, count) of random bits, count < 2^32."""
-    return (((bits >> U64(32)) * U64(count)) >> U64(32)).astype(np.int64)
-
-
-def _chosen(bits: np.ndarray, p: float) -> np.ndarray:
-    return (bits >> U64(11)) * 2.0**-53 < p
-
-
-# Each takes (k, height, width, channels), which it may write into, and gives as many of the same shape and type.
-Transform = Callable[[np.ndarray, Draws, TransformConfig], np.ndarray]
-
-
-def _horizontal_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """left and right change places; p: 0.5"""
-    chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
-    images[chosen] = images[chosen][:, :, ::-1]
-    return images
-
-
-def _vertical_flip(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """top and bottom change places; p: 0.5"""
-    chosen = _chosen(draws.bits(1)[:, 0], 0.5 if config.p is None else config.p)
-    images[chosen] = images[chosen][:, ::-1]
-    return images
-
-
-def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """padding pixels on each side, then a part of the images' size; fill: 0, padding_mode: constant"""
-    height, width = images.shape[1:3]
-    around = config.padding or 0
-    places = _below(draws.bits(2), 2 * around + 1).tolist()
-    if config.padding_mode == "constant":  # one image at a time, which stays in the cache
-        padded = np.full((height + 2 * around, width + 2 * around, *images.shape[3:]), config.fill, images.dtype)
-        for image, (top, left) in zip(images, places, strict=True):
-            padded[around : around + height, around : around + width] = image
-            image[...] = padded[top : top + height, left : left + width]
-        return images
-    padded = np.pad(images, ((0, 0), (around, around), (around, around), (0, 0)), config.padding_mode)
-    for image, window, (top, left) in zip(images, padded, places, strict=True):
-        image[...] = window[top : top + height, left : left + width]
-    return images
-
-
-def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarray:
-    """a square of size pixels, whose middle is anywhere, gets the value fill; p: 1, fill: 0"""
-    height, width = images.shape[1:3]
-    side, bits = config.size or 0, draws.bits(3)
-    chosen = _chosen(bits[:, 0], 1.0 if config.p is None else config.p)
-    tops, lefts = _below(bits[:, 1], height) - side // 2, _below(bits[:, 2], width) - side // 2
-    for k in np.flatnonzero(chosen):
-        top, left = int(tops[k]), int(lefts[k])
-        images[k, max(top, 0) : max(top + side, 0), max(left, 0) : max(left + side, 0)] = config.fill
-    return images
-
-
-BUILT_IN: dict[str, Transform] = {
-    "random_horizontal_flip": _horizontal_flip,
-    "random_vertical_flip": _vertical_flip,
-    "random_crop": _crop,
-    "cutout": _cutout,
-}
-MOVING = ("random_horizontal_flip", "random_vertical_flip", "random_crop")
 NORMALIZE = "normalize"
 
 
@@ -206,6 +128,9 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
     if np.array(config.fill).astype(field.dtype) != config.fill:
         what = f"fill {config.fill:g} is no {field.dtype}"
         raise DataError(what, where=where, fix="give the value of a pixel as it is stored: bytes are 0 to 255")
+    if config.saturation and field.shape[-1] != 3:
+        what = f"{name} of shape {field.shape} has no colours"
+        raise DataError(what, where=f"{where}, saturation", fix="leave it out: it is for three channels")
     work = BUILT_IN[config.name]
     return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
 

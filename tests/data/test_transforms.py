@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.datasets import load_digits
 
 from hvd_train.config import Config, DataConfig, TaskConfig, changed, explain, load_config, resolved_yaml
 from hvd_train.config.keys.transforms import TRANSFORMS
-from hvd_train.data import transforms
+from hvd_train.data import augment, transforms
 from hvd_train.data.catalog import open_data
 from hvd_train.data.loader import Loader
 from hvd_train.errors import ConfigError, DataError
@@ -132,6 +133,88 @@ def test_cutouts_are_squares_cut_off_at_the_border():
     assert len(corners) > 25
     untouched = (drawn(CUTOUT | {"p": 0.3}) == IMAGES).all((1, 2, 3))
     assert 45 < untouched.sum() < 80
+
+
+def square(seed=0, kind=np.uint8, side=9, channels=3):
+    values = np.random.default_rng(seed).integers(0, 256, (side, side, channels))
+    return values.astype(kind) if kind == np.uint8 else values / 255
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+@pytest.mark.parametrize(("degrees", "turns"), [(90, 1), (180, 2), (-90, 3), (0, 0)])
+def test_right_angles_turn_as_numpy_does(kind, degrees, turns):
+    image = square(kind=kind).astype(kind)
+    np.testing.assert_allclose(augment.rotated(image, degrees, 7), np.rot90(image, turns), atol=1e-6)
+
+
+def test_an_image_is_turned_as_pillow_turns_it():
+    smooth = np.kron(square(side=3)[..., :1], np.ones((11, 11, 1), np.uint8))
+    ours = augment.rotated(smooth, 30, 0)[..., 0].astype(int)
+    theirs = Image.fromarray(smooth[..., 0]).rotate(30, Image.Resampling.BILINEAR)
+    inside = augment.rotated(np.ones_like(smooth), 30, 0)[..., 0] > 0
+    gap = abs(ours - np.asarray(theirs).astype(int))[inside]
+    assert np.quantile(gap, 0.95) <= 2, "they differ at the border alone"
+
+
+def test_rotations_stay_within_their_angle():
+    found = drawn({"name": "random_rotation", "degrees": 10}, inputs=np.full((90, 15, 15, 1), 200, np.uint8))
+    assert (found[:, 5:10, 5:10] == 200).all() and (found == 0).any((1, 2, 3)).sum() > 60
+    ramp = np.broadcast_to(np.arange(15.0, dtype=np.float32)[:, None, None], (90, 15, 15, 1)).copy()
+    slopes = np.diff(drawn({"name": "random_rotation", "degrees": 10}, inputs=ramp)[:, 7, 5:10, 0], axis=1).mean(1)
+    angles = np.degrees(np.arcsin(slopes))  # along a row, a plane that is turned rises by the sine
+    assert abs(angles).max() < 10.01 and angles.min() < -7 and angles.max() > 7 and len(np.unique(angles)) > 80
+
+
+def test_resized_crops():
+    whole = {"name": "random_resized_crop", "scale": [1.0, 1.0], "ratio": [1.0, 1.0]}
+    assert (drawn(whole) == IMAGES).all(), "the whole image is the image"
+    ramp = np.broadcast_to(np.arange(16.0, dtype=np.float32)[:, None, None], (90, 16, 16, 1)) * 10
+    found = drawn({"name": "random_resized_crop", "scale": [0.25, 0.25], "ratio": [1, 1]}, inputs=ramp.copy())
+    steps = np.diff(found[:, 2:-2, 8, 0], axis=1)
+    np.testing.assert_allclose(steps, 5, rtol=1e-4)  # half of the side, stretched to the whole
+    tops = found[:, 0, 8, 0]
+    assert tops.min() < 15 and tops.max() > 60 and len(np.unique(tops)) > 80
+
+
+def test_erased_rectangles_have_the_area_and_the_shape_that_is_asked_for():
+    one = {"name": "random_erasing", "p": 1, "scale": [0.1, 0.3], "ratio": [0.5, 2.0], "fill": 9}
+    found = drawn(one, inputs=np.zeros((90, 40, 30, 1), np.uint8))[..., 0] == 9
+    for image in found:
+        rows, columns = np.flatnonzero(image.any(1)), np.flatnonzero(image.any(0))
+        assert image.sum() == len(rows) * len(columns), "one rectangle"
+        assert 0.085 < image.mean() < 0.32 and 0.45 < len(columns) / len(rows) < 2.2
+    assert 25 < (drawn({"name": "random_erasing"}) == IMAGES).all((1, 2, 3)).sum() < 75
+
+
+@pytest.mark.parametrize("key", ["brightness", "contrast", "saturation"])
+def test_colours_change_as_in_pillow(key):
+    """A factor on all values, on the distance from the mean grey, on that from each pixel's grey."""
+    from PIL import ImageEnhance
+
+    images = np.stack([square(k, side=12) for k in range(90)])
+    found, changed_ = drawn({"name": "color_jitter", key: 0.5}, inputs=images), 0
+    enhance = {"brightness": "Brightness", "contrast": "Contrast", "saturation": "Color"}[key]
+    for image, ours in zip(images, found, strict=True):
+        enhancer = getattr(ImageEnhance, enhance)(Image.fromarray(image))
+        gaps = [abs(np.asarray(enhancer.enhance(f)).astype(int) - ours).max() for f in np.linspace(0.5, 1.5, 201)]
+        assert min(gaps) <= 3, "there is a factor that gives it"
+        changed_ += int(np.argmin(gaps) != 100)
+    assert changed_ > 80
+
+
+@pytest.mark.parametrize("name", sorted(augment.BUILT_IN))
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_any_shape_keeps_its_type_and_a_sample_does_not_depend_on_the_others(name, kind):
+    options = {"random_crop": {"padding": 1}, "cutout": {"size": 2}, "random_rotation": {"degrees": 45}}
+    options["color_jitter"] = {"brightness": 0.3, "contrast": 0.3}
+    one = {"name": name} | options.get(name, {})
+    for shape in ((1, 1, 1), (5, 9, 1), (9, 5, 3), (2, 2, 4)):
+        inputs = np.random.default_rng(1).integers(0, 255, (90, *shape)).astype(kind)
+        source = opened(one, inputs=inputs, images=True).train
+        together = source.drawn(np.arange(20), 3, 2)[0]["input"]
+        assert together.dtype == kind and together.shape == (20, *shape) and np.isfinite(together).all()
+        alone = np.concatenate([source.drawn(np.array([k]), 3, 2)[0]["input"] for k in range(20)])
+        assert (alone == together).all()
 
 
 def test_validation_and_evaluations_are_not_varied():

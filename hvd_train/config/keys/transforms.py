@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from hvd_train.config.keys.section import Numbers, Positive, Section, raise_problems
+from hvd_train.config.keys.section import Finite, Numbers, Positive, Section, raise_problems
 from hvd_train.config.names import did_you_mean
 
 # Transform -> the options that it takes. Names and meanings are those of torchvision where it has the transform.
@@ -14,9 +14,17 @@ TRANSFORMS: dict[str, tuple[str, ...]] = {
     "random_horizontal_flip": ("p",),
     "random_vertical_flip": ("p",),
     "random_crop": ("size", "padding", "fill", "padding_mode"),
+    "random_resized_crop": ("scale", "ratio"),
+    "random_rotation": ("degrees", "fill"),
+    "color_jitter": ("brightness", "contrast", "saturation"),
+    "random_erasing": ("p", "scale", "ratio", "fill"),
     "cutout": ("size", "fill", "p"),
     "normalize": ("mean", "std"),
 }
+
+
+Bounds = Annotated[list[Finite], Field(min_length=2, max_length=2)]
+Strength = Annotated[float, Field(ge=0, le=1)]
 
 
 class TransformConfig(Section):
@@ -25,15 +33,26 @@ class TransformConfig(Section):
     name: str = Field(
         "", description="a built-in one ('hvd-train data'), or your function 'package.module:function' of (sample, rng)"
     )
-    p: float | None = Field(None, ge=0, le=1, description="its probability; default: flips 0.5, cutout 1")
+    p: float | None = Field(None, ge=0, le=1, description="its probability; default: flips and erasing 0.5, cutout 1")
     size: Positive | None = Field(
         None, description="cutout: side in pixels; random_crop: default the side of the images"
     )
     padding: Positive | None = Field(None, description="random_crop: pixels put on each side first")
-    fill: float = Field(0, allow_inf_nan=False, description="random_crop, cutout: value of new pixels, as stored")
+    fill: float = Field(0, allow_inf_nan=False, description="value of new pixels, as stored; cutout, erasing, ...")
     padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = Field(
         "constant", description="random_crop: what the padding holds"
     )
+    scale: Bounds | None = Field(
+        None,
+        description="share of the area; default: random_resized_crop [0.08, 1], random_erasing [0.02, 0.33]",
+    )
+    ratio: Bounds | None = Field(
+        None, description="width over height; default: random_resized_crop [0.75, 1.33], random_erasing [0.3, 3.3]"
+    )
+    degrees: float | None = Field(None, gt=0, le=180, description="random_rotation: the largest angle, to either side")
+    brightness: Strength = Field(0, description="color_jitter: a factor of 1 - it to 1 + it on all values")
+    contrast: Strength = Field(0, description="color_jitter: the same on the distance from the image's mean grey")
+    saturation: Strength = Field(0, description="color_jitter: the same on the distance from each pixel's grey")
     mean: Numbers | None = Field(
         None, description="normalize: subtracted; one number, or one a channel, for values in [0, 1]"
     )
@@ -56,8 +75,19 @@ class TransformConfig(Section):
         # Compared with the default, not by model_fields_set: a resolved configuration writes every key that it keeps.
         set_keys = [key for key in fields if getattr(self, key) != fields[key].default and key not in ("name", "input")]
         problems = [(key, f"{self.name} takes {', '.join(allowed)}") for key in set_keys if key not in allowed]
-        needed = {"random_crop": ("padding",), "cutout": ("size",), "normalize": ("mean", "std")}
+        needed = {
+            "random_crop": ("padding",),
+            "cutout": ("size",),
+            "normalize": ("mean", "std"),
+            "random_rotation": ("degrees",),
+        }
         problems += [(key, f"{self.name} needs it") for key in needed.get(self.name, ()) if key not in set_keys]
+        if self.name == "color_jitter" and not set_keys:
+            problems.append(("brightness", "color_jitter needs it, or contrast or saturation"))
+        for key, most in (("scale", 1.0), ("ratio", float("inf"))):
+            bounds = getattr(self, key)
+            if bounds and not (0 < bounds[0] <= bounds[1] <= most):
+                problems.append((key, "[smallest, largest], above 0" + " and up to 1" * (key == "scale")))
         if any(x <= 0 for x in self.listed("std")):
             problems.append(("std", "must be > 0"))
         raise_problems(problems)

@@ -38,7 +38,7 @@ class TransformConfig(Section):
         None, description="cutout: side in pixels; random_crop: default the side of the images"
     )
     padding: Positive | None = Field(None, description="random_crop: pixels put on each side first")
-    fill: float = Field(0, allow_inf_nan=False, description="value of new pixels, as stored; cutout, erasing, ...")
+    fill: float = Field(0, allow_inf_nan=False, description="value of new pixels, as stored")
     padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = Field(
         "constant", description="random_crop: what the padding holds"
     )

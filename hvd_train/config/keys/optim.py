@@ -30,24 +30,24 @@ _SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "
 class OptimConfig(Section):
     """The optimizer and the learning rate. Formulas are in ``update/optimizers.py`` and ``core/schedule.py``."""
 
-    name: Literal["sgd", "adam", "adamw", "lars", "lamb"] = Field(
+    name: Literal["sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion"] = Field(
         "sgd",
-        description="optimizer; formulas as PyTorch documents them, lars and lamb (large batches) as their papers",
+        description="optimizer, by PyTorch's formulas; lars and lamb (large batches) and lion by their papers'",
     )
     lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars: momentum")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars, rmsprop: momentum")
     nesterov: bool = Field(False, description="sgd: Nesterov momentum")
     weight_decay: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="L2 term (adamw, lamb: decoupled) on all weights, those that no gradient reached too; lars, lamb: "
-        "no biases",
+        description="L2 term (adamw, lamb, lion: decoupled), also without a gradient; lars, lamb: no biases",
     )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, lamb: decay of the two running means"
+        [0.9, 0.999], min_length=2, max_length=2, description="the adams, lamb, lion: decay of the two running means"
     )
-    eps: float = Field(1e-8, gt=0, description="adam, adamw, lars, lamb: term in the denominator")
+    alpha: float = Field(0.99, ge=0, lt=1, description="rmsprop: decay of the running mean of squares")
+    eps: float = Field(1e-8, gt=0, description="all but sgd and lion: term in the denominator")
     trust_coefficient: float = Field(
         0.001, gt=0, allow_inf_nan=False, description="lars: a tensor's step is this share of its norm, times lr"
     )
@@ -96,10 +96,13 @@ class OptimConfig(Section):
         problems = []
         if self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
-        if self.name in ("adam", "adamw", "lamb") and (self.momentum or self.nesterov):
-            problems.append(("momentum", f"belongs to sgd and lars; {self.name} has betas"))
-        if self.name == "lars" and self.nesterov:
-            problems.append(("nesterov", "belongs to sgd, not lars"))
+        if self.name not in ("sgd", "lars", "rmsprop") and (self.momentum or self.nesterov):
+            has = "has none" if self.name == "adagrad" else "has betas"
+            problems.append(("momentum", f"belongs to sgd, lars and rmsprop; {self.name} {has}"))
+        if self.name in ("lars", "rmsprop") and self.nesterov:
+            problems.append(("nesterov", f"belongs to sgd, not {self.name}"))
+        if self.name != "rmsprop" and self.alpha != type(self).model_fields["alpha"].default:
+            problems.append(("alpha", f"belongs to rmsprop, not {self.name}"))
         if self.name != "lars" and self.trust_coefficient != type(self).model_fields["trust_coefficient"].default:
             problems.append(("trust_coefficient", f"belongs to lars, not {self.name}"))
         if self.lr_scaling != "none" and self.lr_reference_batch is None:

@@ -20,6 +20,7 @@ from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.protocol import Ops
 from hvd_train.update import optimizers as formulas
+from hvd_train.update.elementwise import ELEMENTWISE
 
 Tensors = list[torch.Tensor]
 Total = formulas.Total
@@ -78,6 +79,26 @@ class Adam:
         adam(weights, gradients, *slots, [], steps, fused=True, lr=learning_rate, **keys)
 
 
+class Elementwise:
+    """A formula of update/elementwise.py."""
+
+    per_tensor = False
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options, self.ops, self._row = options, ops, ELEMENTWISE[options.name]
+        self.slots, self.counts_steps = self._row.slots_of(options), self._row.counts_steps
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
+        torch._foreach_add_(steps, 1)
+        t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
+        for k, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            old = [of_slot[k] for of_slot in slots]
+            loss, *new = self._row.formula(weight, gradient, old, t, learning_rate, self.options, self.ops)
+            weight.sub_(loss)
+            for slot, value in zip(old, new, strict=True):
+                slot.copy_(value)
+
+
 class LARS:
     slots = ("momentum",)
     counts_steps, per_tensor = False, True
@@ -124,6 +145,7 @@ def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.
 
 
 KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB}
+KERNELS |= dict.fromkeys(ELEMENTWISE, Elementwise)
 
 
 class FlatOptimizer(NamedArrays):

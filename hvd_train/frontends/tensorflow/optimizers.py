@@ -21,6 +21,7 @@ from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas
+from hvd_train.update.elementwise import ELEMENTWISE
 
 
 class Kernel(Protocol):
@@ -106,6 +107,23 @@ class Adam:
         )
 
 
+class Elementwise:
+    """A formula of update/elementwise.py."""
+
+    per_tensor = False
+
+    def __init__(self, options: OptimConfig) -> None:
+        self.options, self.ops, self._row = options, TensorFlowOps(), ELEMENTWISE[options.name]
+        self.slots, self.counts_steps = self._row.slots_of(options), self._row.counts_steps
+
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
+        t, old = tf.cast(step, tf.float64), [slot.value() for slot in slots]
+        loss, *new = self._row.formula(weight.value(), gradient, old, t, rate, self.options, self.ops)
+        for slot, value in zip(slots, new, strict=True):
+            slot.assign(value)
+        weight.assign_sub(loss)
+
+
 class LARS:
     """The formula of update/optimizers.py."""
 
@@ -148,6 +166,7 @@ KERNELS: dict[str, Any] = {
     "adamw": Adam,
     "lars": LARS,
     "lamb": LAMB,
+    **dict.fromkeys(ELEMENTWISE, Elementwise),
 }
 
 

@@ -1,0 +1,139 @@
+"""Optimizers that move each entry by itself, once for every framework, with the formulas of torch.optim.
+
+A formula takes a weight, its gradient and its slots of one shape, the number ``t`` of the step (from 1, float64) and
+the learning rate. It returns what is to be taken from the weight, then the new slots. ``o`` has the keys of ``optim``.
+Weight decay is an L2 term of the gradient, but for lion's, which is decoupled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_train.config import OptimConfig
+from hvd_train.protocol import Ops, Tensor
+
+Slots = Sequence[Tensor]
+Formula = Callable[[Tensor, Tensor, Slots, Tensor, Tensor, OptimConfig, Ops], tuple[Tensor, ...]]
+
+
+def rmsprop(
+    w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, ...]:
+    """v = alpha v + (1 - alpha) g^2; w -= rate g / (sqrt(v) + eps), or with momentum m = momentum m + that quotient.
+
+    Tieleman and Hinton 2012, lecture 6.5 of "Neural Networks for Machine Learning".
+    """
+    g = _decayed(w, g, o)
+    v = o.alpha * slots[0] + (1 - o.alpha) * g * g
+    u = g / (v**0.5 + o.eps)
+    if not o.momentum:
+        return rate * u, v
+    m = o.momentum * slots[1] + u
+    return rate * m, v, m
+
+
+def adagrad(
+    w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, ...]:
+    """s += g^2; w -= rate g / (sqrt(s) + eps) (Duchi, Hazan and Singer 2011)."""
+    g = _decayed(w, g, o)
+    s = slots[0] + g * g
+    return rate * g / (s**0.5 + o.eps), s
+
+
+# What NAdam's momentum grows by: beta1 (1 - 0.96^(DECAY t) / 2).
+DECAY = 0.004
+
+
+def nadam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """Adam with the next step's momentum (Dozat 2016, "Incorporating Nesterov Momentum into Adam")."""
+    g, (beta1, beta2) = _decayed(w, g, o), o.betas
+    m = beta1 * slots[0] + (1 - beta1) * g
+    v = beta2 * slots[1] + (1 - beta2) * g * g
+    now, following = (beta1 * (1 - 0.5 * 0.96 ** (DECAY * at)) for at in (t, t + 1))
+    product = beta1**t * _growth(t, ops)  # of the momenta up to this step
+    share, share_of_next = (
+        _number((1 - now) / (1 - product), g, ops),
+        _number(following / (1 - product * following), g, ops),
+    )
+    return rate * (share * g + share_of_next * m) / _root(v, beta2, t, o, ops), m, v
+
+
+def _growth(t: Tensor, ops: Ops) -> Tensor:
+    """Return the product of 1 - q^i / 2 over i = 1 ... t, q = 0.96^DECAY, in 64 bits.
+
+    Its logarithm is -sum over k of (sum over i of q^(i k)) / (2^k k), where the inner sum is geometric: so no number
+    has to be kept from step to step.
+    """
+    k = np.arange(1, 55)  # 2^-55 is below the last bit
+    weights = ops.from_numpy(-(0.5**k) / k * _power(k) / (1 - _power(k)))
+    parts = weights * (1 - ops.from_numpy(_power(k)) ** t)
+    return math.e ** ops.sum(parts, 0)
+
+
+def _power(k: np.ndarray) -> np.ndarray:
+    return 0.96 ** (DECAY * k)
+
+
+def radam(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """Adam whose first steps, of too few squares, are without them (Liu et al. 2020, "On the Variance of ...")."""
+    g, (beta1, beta2) = _decayed(w, g, o), o.betas
+    m = beta1 * slots[0] + (1 - beta1) * g
+    v = beta2 * slots[1] + (1 - beta2) * g * g
+    most = 2 / (1 - beta2) - 1
+    length = most - 2 * t * beta2**t / (1 - beta2**t)  # of the mean of squares, in steps
+    known = length > 5
+    length = ops.where(known, length, 6.0)
+    rectified = ((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)) ** 0.5
+    # As torch has it: eps is added before the bias of the squares is taken out.
+    factor = _number(ops.where(known, rectified, 0.0) * (1 - beta2**t) ** 0.5, g, ops)
+    plain = _number(1 - ops.cast(known, "float64"), g, ops)
+    return rate * _number(1 / (1 - beta1**t), g, ops) * m * (factor / (v**0.5 + o.eps) + plain), m, v
+
+
+def lion(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, ...]:
+    """w -= rate (sign(beta1 m + (1 - beta1) g) + decay w); m = beta2 m + (1 - beta2) g (Chen et al. 2023)."""
+    (m,) = slots
+    u = o.betas[0] * m + (1 - o.betas[0]) * g
+    sign = ops.cast(u > 0, ops.dtype(g)) - ops.cast(u < 0, ops.dtype(g))
+    return rate * (sign + o.weight_decay * w), o.betas[1] * m + (1 - o.betas[1]) * g
+
+
+def _decayed(w: Tensor, g: Tensor, o: OptimConfig) -> Tensor:
+    return g + o.weight_decay * w if o.weight_decay else g
+
+
+def _root(v: Tensor, beta: float, t: Tensor, o: OptimConfig, ops: Ops) -> Tensor:
+    """Return sqrt of the mean of squares without its bias, plus eps."""
+    return (v / _number(1 - beta**t, v, ops)) ** 0.5 + o.eps
+
+
+def _number(x: Tensor, like: Tensor, ops: Ops) -> Tensor:
+    """Return a number that was computed in 64 bits, as 1 - beta^t cancels in 32, in the type of ``like``."""
+    return ops.cast(x, ops.dtype(like))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A formula, the names of its slots, and whether it needs the number of the step."""
+
+    formula: Formula
+    slots: tuple[str, ...]
+    counts_steps: bool = False
+
+    def slots_of(self, options: OptimConfig) -> tuple[str, ...]:
+        """Return the slots that these options need: there is no momentum of 0."""
+        return tuple(slot for slot in self.slots if slot != "momentum" or options.momentum)
+
+
+ELEMENTWISE = {
+    "rmsprop": Row(rmsprop, ("square_avg", "momentum")),
+    "adagrad": Row(adagrad, ("sum",)),
+    "nadam": Row(nadam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
+    "radam": Row(radam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
+    "lion": Row(lion, ("exp_avg",)),
+}

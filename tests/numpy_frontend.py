@@ -325,6 +325,15 @@ class NumpyMomentum(NamedArrays):
             self.slots[n] = frontend.momentum * self.slots[n] + gradient
             frontend.w[n] = frontend.w[n] - learning_rate * self.slots[n]
 
+    def weights(self, bucket):
+        return self.frontend.update.exchange.to_buckets(list(self.frontend.w.values()))[bucket]
+
+    def take(self, bucket, weights):
+        members, names = self.frontend.update.buckets[bucket], list(self.frontend.w)
+        sizes = [self.frontend.w[names[i]].size for i in members]
+        for i, part in zip(members, np.split(weights, np.cumsum(sizes)[:-1]), strict=True):
+            self.frontend.w[names[i]] = part.reshape(self.frontend.w[names[i]].shape).copy()
+
     def _readers(self):
         return {f"slots/momentum/{n}": partial(np.array, x) for n, x in self.slots.items()}
 

@@ -13,13 +13,16 @@ class Row:
 
     ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
     its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
-    whether N ranks train as one rank does.
+    whether N ranks train as one rank does. ``deltas``: whether changes of weights travel as gradients do, through an
+    exchange over all ranks. ``compression``: whether what travels may be compressed.
     """
 
     made_by: str
     options: tuple[str, ...] = ()
     gradients: bool = False
     exact: bool = False
+    deltas: bool = False
+    compression: bool = False
 
     @property
     def update_class(self) -> Any:
@@ -29,9 +32,12 @@ class Row:
 
 
 ALLREDUCE = "allreduce"  # gradients travel, and all ranks move their weights alike
+_OUTER = ("outer_steps", "outer_lr", "outer_momentum", "outer_start")
 MODES = {
-    ALLREDUCE: Row("replicated:Replicated", gradients=True, exact=True),
-    "delayed": Row("delayed:Delayed", ("delay", "compensation"), gradients=True, exact=True),
+    ALLREDUCE: Row("replicated:Replicated", gradients=True, exact=True, compression=True),
+    "delayed": Row("delayed:Delayed", ("delay", "compensation"), gradients=True, exact=True, compression=True),
     "partial": Row("partial:Partial", ("partial_fraction",)),
     "local_sgd": Row("local_sgd:LocalSGD", ("local_steps",)),
+    "outer": Row("outer:Outer", (*_OUTER, "outer_feedback"), deltas=True, compression=True),
+    "streaming": Row("streaming:Streaming", (*_OUTER, "fragments", "stream_delay", "mix"), deltas=True),
 }

@@ -40,6 +40,7 @@ class StepRunner:
         training = self.training
         p, config, frontend, update = training.progress, training.config, training.frontend, training.update
         local = sum(batch.count for batch in step.micro_batches)
+        update.before_step(p.step + 1, step.count)
         # The samples of the global batch, not of this rank: gradients are added over ranks and micro-batches.
         scale: Scale = p.loss_scale / (max(local, 1) if update.local_gradients else step.count)
         counts = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,18 @@ class StateTree(NamedArrays):
 
     def host_memory(self) -> HostMemory | None:
         return None
+
+    def retrace(self) -> None:
+        """Most front-ends trace no step."""
+        return
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def in_background(
+        self, start: Callable[..., Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Callable[[], Any]]:
+        return lambda *tensors: partial(finish, start(*tensors))
 
     def finite(self) -> bool:
         return True

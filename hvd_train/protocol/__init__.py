@@ -10,6 +10,7 @@ from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sum
 from hvd_train.protocol.ops import Cell, Ops
 from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import (
+    OF_EXCHANGE,
     UNDER_WAY,
     Compressor,
     Entry,
@@ -27,6 +28,7 @@ from hvd_train.protocol.update import (
 )
 
 __all__ = [
+    "OF_EXCHANGE",
     "UNDER_WAY",
     "Batch",
     "Build",

@@ -51,6 +51,21 @@ class FrontEnd(Protocol):
         Without it a front-end evaluates and predicts, and its state is weights and running statistics alone.
         """
 
+    def retrace(self) -> None:
+        """Run queued steps, and take the update as it is now for later ones: its exchange has changed."""
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of tensors to call between steps, which reads and changes weights and cells."""
+
+    def in_background(
+        self, start: Callable[..., Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Callable[[], Any]]:
+        """Return a function of tensors that starts a transfer, during which training goes on.
+
+        It calls ``start`` with the tensors; what it returns waits for the transfer and gives the result of ``finish``,
+        called with that of ``start``. Neither reads weights or cells.
+        """
+
     def to_device(self, batch: Batch) -> Any: ...
 
     def counts(self, batch: Batch) -> np.ndarray:

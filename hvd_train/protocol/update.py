@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ class Wire:
 
 # What the names of entries begin with that an update keeps from one step for the next, and can do without.
 UNDER_WAY = "under_way/"
+# The same of entries that an update takes one by one, each of which may be missing: it begins at zero.
+OF_EXCHANGE = "exchange/"
 # A compressor's state for one bucket: residual, low-rank basis, ...
 State = tuple[Tensor, ...]
 Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
@@ -64,6 +66,12 @@ class Exchange(Protocol):
     def buckets(self) -> Sequence[Sequence[int]]:
         """Indices into ``specs()``; each bucket travels as one flat tensor."""
 
+    def uncompressed(self, communicator: Communicator) -> Exchange: ...
+
+    def unclipped(self) -> Exchange: ...
+
+    def divided(self, groups: Sequence[Collection[int]]) -> Exchange: ...
+
     def init_state(self) -> list[tuple[np.ndarray, ...]]: ...
 
     def to_buckets(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
@@ -84,6 +92,12 @@ class Optimizer(Protocol):
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         """Move weights and slots; ``gradients``: (n,) for each bucket."""
+
+    def weights(self, bucket: int) -> Tensor:
+        """Return (n,): the weights of a bucket, as its gradient lies; not to be changed in place."""
+
+    def take(self, bucket: int, weights: Tensor) -> None:
+        """Take (n,): all weights of a bucket."""
 
     def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
         """(name, what reads it) of each slot, ``slots/SLOT/NAME`` with the weight's canonical name."""
@@ -184,6 +198,9 @@ class Update(Protocol):
     def compression_error(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
     # Between steps, on all ranks alike.
+    def before_step(self, step: int, samples: int) -> None:
+        """Prepare step number ``step`` (from 1), of which all ranks together have ``samples``."""
+
     def after_step(self, step: int, samples: int) -> None:
         """Do what follows step number ``step`` (from 1), of which this rank had ``samples``."""
 
@@ -199,4 +216,9 @@ class Update(Protocol):
 
     def state(self) -> Sequence[Entry]: ...
 
-    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None: ...
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        """Take arrays of ``state``, those of ``REPLICATED`` entries piece by piece.
+
+        Those of ``PER_RANK`` entries come last and once, when the model has the weights of the checkpoint; none where
+        the run begins, or goes on with another number of ranks.
+        """

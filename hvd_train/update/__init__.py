@@ -23,5 +23,7 @@ def make_update(
     if options.mode == ALLREDUCE:
         return Replicated(frontend, build(frontend.groups.data), local_gradients=options.op == "adasum")
     row = MODES[options.mode]
-    exchange = build(frontend.groups.data if row.gradients else alone)
-    return row.update_class(frontend, exchange, *(getattr(options, option) for option in row.options))
+    values = [getattr(options, option) for option in row.options]
+    if row.deltas:
+        return row.update_class(frontend, build(frontend.groups.data), alone, *values)
+    return row.update_class(frontend, build(frontend.groups.data if row.gradients else alone), *values)

@@ -5,6 +5,7 @@ The same object is called eagerly (PyTorch) and while a ``tf.function`` is trace
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,32 @@ class Exchange:
         members = [self._specs[i] for i in self.buckets[bucket]]
         return members[0].shape if self._compressors[bucket].per_tensor else (sum(spec.size for spec in members),)
 
+    def uncompressed(self, communicator: Communicator) -> Exchange:
+        """Return the exchange of the same buckets over another communicator, with nothing compressed."""
+        other = copy.copy(self)
+        other.communicator, other._compressors = communicator, [Uncompressed() for _ in self.buckets]
+        other._shapes = [other._shape(b) for b in range(len(self.buckets))]
+        return other
+
+    def unclipped(self) -> Exchange:
+        """Return the same exchange without bounds on its results."""
+        other = copy.copy(self)
+        other.clip = Clip()
+        return other
+
+    def divided(self, groups: Sequence[Collection[int]]) -> Exchange:
+        """Return the same exchange, in which no bucket has tensors of two ``groups``."""
+        other = copy.copy(self)
+        parts = [
+            (compressor, tuple(i for i in members if i in group))
+            for group in groups
+            for compressor, members in zip(self._compressors, self.buckets, strict=True)
+        ]
+        other._compressors = [compressor for compressor, members in parts if members]
+        other.buckets = tuple(members for _, members in parts if members)
+        other._shapes = [other._shape(b) for b in range(len(other.buckets))]
+        return other
+
     def init_state(self) -> list[tuple[np.ndarray, ...]]:
         """Return the first compressor state of each bucket."""
         return [
@@ -103,7 +130,7 @@ class Exchange:
         return self._send(bucket, rounds, next(rounds), 0)
 
     def finish(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
-        """Wait for every bucket; return reduced flat gradients and new states in bucket order."""
+        """Wait for every bucket that was started; return reduced flat gradients and new states in bucket order."""
         gradients, states = self._received(started)
         return self.clip(gradients, self.ops), states
 
@@ -125,7 +152,7 @@ class Exchange:
                     again.append(self._send(item.bucket, item.rounds, wire, turn))
             pending = again
         # A bucket of few rounds has its result before others.
-        ordered = [results[b] for b in range(len(self.buckets))]
+        ordered = [results[b] for b in sorted(results)]
         flat = [self.ops.reshape(gradient, (-1,)) for gradient, _ in ordered]
         return flat, [state for _, state in ordered]
 

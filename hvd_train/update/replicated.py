@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvd_train.protocol import Entry, Exchange, FrontEnd, Optimizer, Placement, State, Tensor
+from hvd_train.protocol import Cell, Entry, Exchange, FrontEnd, Optimizer, Placement, State, Tensor
 from hvd_train.update.error_meter import compression_error
 
 
@@ -25,7 +25,12 @@ class Replicated:
     def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
         self.optimizer = cast(Optimizer, frontend.connect(self))
-        self._residuals = [tuple(map(frontend.ops.keep, arrays)) for arrays in exchange.init_state()]
+        self._residuals = self._cells(exchange)
+        self._saved = self._residuals  # those that a checkpoint keeps
+
+    def _cells(self, exchange: Exchange) -> list[tuple[Cell, ...]]:
+        """Make the residuals of each bucket."""
+        return [tuple(map(self.frontend.ops.keep, arrays)) for arrays in exchange.init_state()]
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]:
@@ -73,6 +78,9 @@ class Replicated:
 
     # ---- between steps
 
+    def before_step(self, step: int, samples: int) -> None:
+        """All steps are alike."""
+
     def after_step(self, step: int, samples: int) -> None:
         """Nothing follows a step."""
 
@@ -96,7 +104,7 @@ class Replicated:
         if placement is Placement.REPLICATED:
             self.optimizer.load(tree)
             return
-        for b, cells in enumerate(self._residuals):
+        for b, cells in enumerate(self._saved):
             for k, cell in enumerate(cells):
                 if f"{b}/{k}" in tree:
                     cell.write(self.frontend.ops.from_numpy(tree[f"{b}/{k}"]))
@@ -108,6 +116,6 @@ class Replicated:
         ops = self.frontend.ops
         return [
             Entry(f"{b}/{k}", Placement.PER_RANK, lambda cell=cell: ops.to_numpy(cell.read()))  # type: ignore[misc]
-            for b, cells in enumerate(self._residuals)
+            for b, cells in enumerate(self._saved)
             for k, cell in enumerate(cells)
         ]

@@ -219,6 +219,9 @@ MODES = {
     "partial": {"mode": "partial", "partial_fraction": 0.3},
     "local_sgd": {"mode": "local_sgd", "local_steps": 3},
     "delayed": {"mode": "delayed", "delay": 2, "compensation": 0.3},
+    "outer": {"mode": "outer", "outer_steps": 3},
+    "outer-start": {"mode": "outer", "outer_steps": 4, "outer_start": 6, "outer_momentum": 0},
+    "streaming": {"mode": "streaming", "outer_steps": 6, "fragments": 2, "stream_delay": 2},
 }
 
 

@@ -153,7 +153,7 @@ def test_rollback_without_a_checkpoint_is_the_end(tmp_path):
     assert run_ranks(2, work) == [True] * 2
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "local_sgd", "partial"])
+@pytest.mark.parametrize("mode", ["allreduce", "local_sgd", "partial", "outer"])
 def test_a_signal_before_the_line_that_tells_of_a_loss_goes_back_and_saves(tmp_path, monkeypatch, mode):
     """The save looks at what no line of the log has told yet."""
     monkeypatch.setattr(control_sync, "MOST_SECONDS", 0.0)  # the ranks sync after each step

@@ -115,6 +115,9 @@ COMPRESSED = {
 LOOSE = {
     "partial": {"mode": "partial", "partial_fraction": 0.3},
     "local": {"mode": "local_sgd", "local_steps": 3},
+    "outer": {"mode": "outer", "outer_steps": 3},
+    "streaming": {"mode": "streaming", "outer_steps": 8, "fragments": 2, "stream_delay": 2},
+    "outer-topk": {"mode": "outer", "outer_steps": 2, "outer_start": 2, "compression": "topk", "ratio": 0.05},
 }
 # Gradients that are under way when a run is interrupted, with what compressors leave out of them.
 DELAYED = {"late": LATE, "late-topk": LATE | COMPRESSED["topk"]}
@@ -126,6 +129,7 @@ FULL = {
     "full-partial": {"mode": "partial", "partial_fraction": 1},
     "full-local": {"mode": "local_sgd", "local_steps": 1},
     "full-delayed": {"mode": "delayed", "delay": 0},
+    "full-outer": {"mode": "outer", "outer_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
 MIXED = {
     "16-mixed": {"precision": "16-mixed"},

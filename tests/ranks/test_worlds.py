@@ -276,6 +276,13 @@ def test_weights_that_went_apart_end_together(worlds, framework, launcher, size,
     assert 0 < distance({k: one[k] for k in weights}, {k: first[k] for k in weights})[0] < 0.5
 
 
+@pytest.mark.parametrize("name", [name for name in LOOSE if LOOSE[name]["mode"] in ("outer", "streaming")])
+@pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
+def test_outer_steps_are_the_same_in_both_frameworks(worlds, launcher, size, name):
+    trees = [worlds(framework, launcher, size).trees(name)[0] for framework in FRAMEWORKS]
+    assert distance(*trees)[0] < TOLERANCE, distance(*trees)
+
+
 @pytest.mark.parametrize(("framework", "launcher", "size"), FEWER)
 def test_the_compression_error_is_told_and_changes_nothing(worlds, framework, launcher, size):
     results = worlds(framework, launcher, size)

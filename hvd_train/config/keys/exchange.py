@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from hvd_train.compression.table import COMPRESSORS
-from hvd_train.config.keys.section import Count, OneOf, Positive, Section, raise_problems
+from hvd_train.config.keys.section import Count, Finite, OneOf, Positive, Section, raise_problems
 from hvd_train.config.modes import ALLREDUCE, MODES
 
 # Former name of a key -> its name now. Configurations and checkpoints with the former name are still read.
@@ -32,8 +32,7 @@ class ExchangeConfig(Section):
     )
     mode: Annotated[str, OneOf(MODES)] = Field(
         ALLREDUCE,
-        description="join gradients, at once (allreduce) or late (delayed), or weights, in turn (partial), "
-        "rarely (local_sgd)",
+        description="join gradients (allreduce, delayed), weights (partial, local_sgd), changes (outer, streaming)",
     )
     delay: Count = Field(1, description="delayed: steps after which a gradient is applied; 0: at once")
     compensation: float = Field(
@@ -44,6 +43,20 @@ class ExchangeConfig(Section):
     )
     partial_fraction: float = Field(0.25, gt=0, le=1, description="partial: share of the weights averaged in a step")
     local_steps: Positive = Field(8, description="local_sgd: steps between two averages")
+    outer_steps: Positive = Field(30, description="outer, streaming: steps of each rank between two outer steps")
+    outer_lr: Finite = Field(
+        0.7, gt=0, description="outer, streaming: learning rate of the outer step; 1 without momentum: a mean"
+    )
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="outer, streaming: Nesterov momentum of the outer step")
+    outer_start: Count = Field(
+        0, description="outer, streaming: steps at the start in which gradients travel (allreduce)"
+    )
+    outer_feedback: float = Field(
+        0.95, ge=0, le=1, description="outer: share of what a compression left out that the next outer step adds"
+    )
+    fragments: Positive = Field(3, description="streaming: parts of the weights, each with outer steps of its own")
+    stream_delay: Count = Field(1, description="streaming: steps that a part has to travel before the weights take it")
+    mix: float = Field(0.5, ge=0, le=1, description="streaming: share of a rank's own weights when it takes a part")
     overlap: Literal["auto"] | bool = Field(
         "auto",
         description="exchange during backward; auto: on GPUs, over networks and with spare cores",
@@ -68,14 +81,30 @@ class ExchangeConfig(Section):
             names = [name for name, row in MODES.items() if option in row.options]
             if self.mode not in names and self._is_set(option):
                 problems.append((option, f"belongs to mode: {' or '.join(names)}, not {self.mode}"))
-        if self.compression != "none" and not MODES[self.mode].gradients:
+        if self.compression != "none" and not MODES[self.mode].compression:
             problems.append(("compression", f"gradients do not travel with mode: {self.mode}"))
         if self.op == "adasum" and (self.compression != "none" or self.mode != ALLREDUCE):
             problems.append(("op", "adasum goes with compression: none and mode: allreduce"))
         if self.compression_error_every_n_steps and self.compression == "none":
             problems.append(("compression_error_every_n_steps", "needs a compression to look at"))
-        raise_problems(problems)
+        elif self.compression_error_every_n_steps and MODES[self.mode].deltas:
+            problems.append(("compression_error_every_n_steps", f"gradients do not travel with mode: {self.mode}"))
+        if self._is_set("outer_feedback") and self.mode == "outer" and self.compression == "none":
+            problems.append(("outer_feedback", "needs a compression, which leaves something out"))
+        raise_problems([*problems, *self._stream_problems()])
         return self
+
+    def _stream_problems(self) -> list[tuple[str, str]]:
+        """Return (key, what is wrong) where the parts of ``streaming`` would not follow one another."""
+        if self.mode != "streaming":
+            return []
+        interval, rest = divmod(self.outer_steps, self.fragments)
+        if rest:
+            return [("fragments", f"must divide outer_steps, and {self.fragments} does not divide {self.outer_steps}")]
+        if self.stream_delay >= interval:
+            what = f"must be less than outer_steps / fragments, {interval}: one part travels at a time"
+            return [("stream_delay", what)]
+        return []
 
     def _is_set(self, option: str) -> bool:
         return getattr(self, option) != type(self).model_fields[option].default

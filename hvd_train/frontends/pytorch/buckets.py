@@ -93,6 +93,10 @@ class Flat:
         torch._foreach_copy_(self.parts(laid_out), self.parts(flat))
         return laid_out
 
+    def packed(self) -> torch.Tensor:
+        """Return (n,): the weights as a gradient travels; not to be changed."""
+        return self.weight if self._steps == self.sizes else torch.cat(self.parts(self.weight))
+
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cut what lies as weights or as gradients do into the flat parts of the tensors."""
         if len(flat) == sum(self.sizes):

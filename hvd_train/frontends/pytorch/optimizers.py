@@ -171,6 +171,14 @@ class FlatOptimizer(NamedArrays):
         aligned = [flat.aligned(gradient) for flat, gradient in zip(self._flats, gradients, strict=True)]
         self.kernel(weights, self._for_kernel(aligned), slots, self.steps, learning_rate)
 
+    def weights(self, bucket: int) -> torch.Tensor:
+        return self._flats[bucket].packed()
+
+    @torch.no_grad()
+    def take(self, bucket: int, weights: torch.Tensor) -> None:
+        flat = self._flats[bucket]
+        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights))
+
     def _for_kernel(self, tensors: Tensors) -> Tensors:
         """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""
         if not self.kernel.per_tensor:

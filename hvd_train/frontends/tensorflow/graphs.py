@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,52 @@ def awaited(waits: tf.Variable, gradients: Sequence[Any], transfer: Callable[[],
     with tf.device("/CPU:0"), tf.control_dependencies(tf.nest.flatten(result)):
         waits.assign_add(tf.timestamp() - began)
     return result
+
+
+def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """Return a function that calls ``function`` in a thread; what it returns waits for the result.
+
+    A transfer outside of a graph blocks whoever calls it, and TensorFlow lets other threads compute meanwhile.
+    """
+
+    def begin(*tensors: Any) -> Callable[[], Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*tensors))
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+
+        # No pool, whose threads are joined at exit: a transfer to a lost rank may never end.
+        threading.Thread(target=work, daemon=True).start()
+        return future.result
+
+    return begin
+
+
+class BetweenSteps:
+    """The part of a front-end that runs graphs other than steps."""
+
+    _device: str
+
+    def run_queued(self) -> None:
+        raise NotImplementedError
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        traced = graph(function)
+
+        def call(*tensors: Any) -> Any:
+            self.run_queued()
+            with tf.device(self._device):
+                return traced(*tensors)
+
+        return call
+
+    def in_background(
+        self, start: Callable[..., Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Callable[[], Any]]:
+        return in_thread(graph(lambda *tensors: finish(start(*tensors))))
 
 
 class Later:

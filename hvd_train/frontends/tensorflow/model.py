@@ -23,7 +23,7 @@ from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
 from hvd_train.frontends.tensorflow.device import device_of
-from hvd_train.frontends.tensorflow.graphs import Later, awaited, graph, packing, seconds_waited
+from hvd_train.frontends.tensorflow.graphs import BetweenSteps, Later, awaited, graph, packing, seconds_waited
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
@@ -49,7 +49,7 @@ CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
 MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
-class TensorFlowFrontEnd(StateTree):
+class TensorFlowFrontEnd(BetweenSteps, StateTree):
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
@@ -143,7 +143,7 @@ class TensorFlowFrontEnd(StateTree):
                 optimizer = ShardedOptimizer(self.config.optim, self._trainable, self.layouts, update, self._common)
             else:
                 optimizer = VariableOptimizer(
-                    self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets
+                    self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets, update.buckets
                 )
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
@@ -151,8 +151,8 @@ class TensorFlowFrontEnd(StateTree):
             ]
         self._waits = seconds_waited()  # within steps
         self._accumulate = graph(self._traced_accumulate)
-        self._step = graph(self._traced_step)
-        self._steps: dict[Any, Callable] = {}  # by the shape of a batch
+        self.queued: list[tuple[tuple[Any, ...], Later]] = []
+        self.retrace()
         steps = self.config.steps_per_execution
         # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
         # while Python prepares more.
@@ -160,9 +160,13 @@ class TensorFlowFrontEnd(StateTree):
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
-        self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self._compression_error = graph(self._traced_compression_error)
         return optimizer
+
+    def retrace(self) -> None:
+        self.run_queued()
+        self._step = graph(self._traced_step)
+        self._steps: dict[Any, Callable] = {}  # by the shape of a batch
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Place a batch with its padding, so that shapes never change; inputs as they are stored."""

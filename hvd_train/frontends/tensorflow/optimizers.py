@@ -10,6 +10,7 @@ LARS and LAMB belong to whole tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -184,8 +185,10 @@ class VariableOptimizer(NamedArrays):
         trainable: Mapping[str, Any],
         layouts: dict[str, Layout],
         from_buckets: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+        buckets: Sequence[Sequence[int]],
     ) -> None:
         self.layouts, self._trainable, self._from_buckets = layouts, trainable, from_buckets
+        self._buckets, self._weights = buckets, list(trainable.values())
         self.kernel: Kernel = KERNELS[options.name](options)
         self.slots = {
             slot: [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trainable.values()]
@@ -202,6 +205,16 @@ class VariableOptimizer(NamedArrays):
                 v.assign(v.constraint(v))
         if self.kernel.counts_steps:
             self.steps.assign(step)
+
+    def weights(self, bucket: int) -> tf.Tensor:
+        parts = [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def take(self, bucket: int, weights: tf.Tensor) -> None:
+        variables = [self._weights[i] for i in self._buckets[bucket]]
+        parts = tf.split(weights, [math.prod(v.shape) for v in variables])
+        for v, part in zip(variables, parts, strict=True):
+            v.value.assign(tf.reshape(part, v.shape))
 
     def _variables(self) -> dict[str, tf.Variable]:
         variables = {

@@ -1,0 +1,198 @@
+"""Each rank trains by its local gradients; now and then an outer optimizer moves the weights that all share.
+
+DiLoCo (Douillard et al. 2023). SlowMo, post-local SGD and local SGD are special cases. With ``topk`` and a momentum of
+0 it is SparseLoCo (arXiv 2508.15706).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import OF_EXCHANGE, Cell, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor, TensorSpec
+from hvd_train.update.apart import Apart
+
+MOMENTUM, SAMPLES = f"{OF_EXCHANGE}outer_momentum/", f"{OF_EXCHANGE}samples"
+
+
+class Outer(Apart):
+    """With G the global weights, w those of a rank, n its samples since the last join:
+
+    d = sum of n (G - w) / sum of n;  v = momentum v + d;  G -= rate (d + momentum v);  w = G
+
+    after every ``steps`` steps. Up to step ``start`` gradients travel, and all ranks make the same steps.
+
+    With a compressor, e being what it left out: s = C(feedback e + n (G - w) / sum of n), and d is the sum of s.
+    """
+
+    mix = 0.0  # the share of w that stays
+
+    def __init__(
+        self,
+        frontend: FrontEnd,
+        exchange: Exchange,
+        alone: Communicator,
+        steps: int,
+        rate: float,
+        momentum: float,
+        start: int,
+        feedback: float = 0.0,
+    ) -> None:
+        self.steps, self.rate, self.momentum, self.synchronous, self.feedback = steps, rate, momentum, start, feedback
+        fragments = self._divide(frontend)
+        exchange = exchange.divided(fragments)
+        self._joint, self._together = exchange.unclipped(), exchange.uncompressed(exchange.communicator)
+        # The same buckets for gradients, so that the weights of a bucket are those of a delta.
+        self._apart = exchange.uncompressed(alone)
+        super().__init__(frontend, self._apart)
+        specs = frontend.specs()
+        self._members = [[specs[i] for i in members] for members in self.buckets]
+        self._fragments = [[b for b, members in enumerate(self.buckets) if members[0] in part] for part in fragments]
+        self._errors = self._saved = self._cells(self._joint)
+        first = [frontend.ops.to_numpy(x) for x in frontend.flat_weights()]
+        self._global = [frontend.ops.keep(x) for x in first]
+        self._velocity = [frontend.ops.keep(np.zeros_like(x)) for x in first if momentum]
+        # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps that were taken apart.
+        self._samples = np.zeros((len(fragments), 3), np.int64)
+        self._join_all = frontend.compiled(self._join)
+
+    def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
+        """Return the parts of the weights that join at a time, as indices into the specs."""
+        return [range(len(frontend.specs()))]
+
+    # ---- when
+
+    def before_step(self, step: int, samples: int) -> None:
+        apart = step > self.synchronous
+        exchange = self._apart if apart else self._together
+        if self.exchange is not exchange:
+            self.exchange, self.local_gradients = exchange, apart
+            self.frontend.retrace()
+        if apart:
+            self._samples[:, 1:] += samples, 1
+        elif apart_before := int(self._samples[0, 2]):  # of a run that goes on with a later start: slots differ
+            what = "the ranks have trained apart before, and their optimizers differ"
+            fix = f"set it to at most {step - 1 - apart_before}"
+            raise ConfigError(what, where=f"exchange.outer_start: {self.synchronous}", fix=fix, common=True)
+
+    def after_step(self, step: int, samples: int) -> None:
+        if step > self.synchronous:
+            self._samples[:, 0] += samples
+            self._after_local_step(step)
+        elif step == self.synchronous:
+            self._take_as_global()
+
+    def _after_local_step(self, step: int) -> None:
+        self.diverged = step % self.steps > 0
+        if not self.diverged:
+            self._join_all(self._share(0))
+
+    def _share(self, fragment: int) -> Tensor:
+        """Return this rank's share of the samples since the last join, () float64, and begin to count anew."""
+        local, total = self._samples[fragment, :2]
+        self._samples[fragment, :2] = 0
+        return self.frontend.ops.from_numpy(np.array(local / max(total, 1)))
+
+    # ---- how: what a front-end may trace
+
+    def _join(self, share: Tensor) -> None:
+        buckets = range(len(self.buckets))
+        self._move(buckets, self._reduce(self._deltas(buckets, share)))
+
+    def _deltas(self, buckets: Sequence[int], share: Tensor) -> list[Tensor]:
+        """Return this rank's part of d, (n,) for each bucket."""
+        ops, deltas = self.frontend.ops, []
+        for b in buckets:
+            delta = self._global[b].read() - self.optimizer.weights(b)
+            # In place where the framework can, here and below: a large model has no room in a cache.
+            delta *= ops.cast(share, ops.dtype(delta))
+            deltas.append(delta)
+        return deltas
+
+    def _reduce(self, deltas: Sequence[Tensor]) -> list[Tensor]:
+        """Return d of all buckets."""
+        states = [tuple(cell.read() for cell in cells) for cells in self._errors]
+        # What follows the residual is no gradient: PowerSGD's basis.
+        faded = [(self.feedback * state[0], *state[1:]) if state else () for state in states]
+        reduced, states = self._joint.reduce(deltas, faded)
+        for cells, state in zip(self._errors, states, strict=True):
+            for cell, value in zip(cells, state, strict=True):
+                cell.write(value)
+        return reduced
+
+    def _move(self, buckets: Sequence[int], deltas: Sequence[Tensor]) -> None:
+        """Move v, G and w."""
+        for b, delta in zip(buckets, deltas, strict=True):
+            if self._velocity:
+                velocity = self._velocity[b].read()
+                velocity *= self.momentum
+                velocity += delta
+                self._velocity[b].write(velocity)
+                delta += self.momentum * velocity
+            delta *= self.rate
+            weights = self._global[b].read()
+            weights -= delta
+            self._global[b].write(weights)
+            if self.mix:
+                weights = (1 - self.mix) * weights + self.mix * self.optimizer.weights(b)
+            self.optimizer.take(b, weights)
+
+    # ---- the global weights, and what a checkpoint keeps
+
+    def _give_common_weights(self) -> None:
+        for b, cell in enumerate(self._global):
+            self.optimizer.take(b, cell.read())
+
+    def _take_as_global(self) -> None:
+        """Take the model's weights, equal on all ranks, as G."""
+        self.frontend.run_queued()
+        for cell, x in zip(self._global, self.frontend.flat_weights(), strict=True):
+            cell.write(x)
+
+    def state(self) -> list[Entry]:
+        samples = Entry(SAMPLES, Placement.PER_RANK, lambda: self._samples)
+        entries = [*super().state(), samples]
+        for b, cell in enumerate(self._velocity):
+            entries += self._entries(MOMENTUM, b, cell.read)
+        return entries
+
+    def _entries(self, prefix: str, bucket: int, read: Callable[[], Tensor]) -> list[Entry]:
+        """List the tensors of a flat bucket, which is the same on all ranks, by canonical names."""
+        frontend, ops = self.frontend, self.frontend.ops
+
+        def array(spec: TensorSpec, start: int) -> np.ndarray:
+            x = ops.to_numpy(read()[start : start + spec.size]).reshape(spec.shape)
+            return frontend.to_canonical(spec.name, x)
+
+        places = self._places(bucket)
+        return [Entry(prefix + one.name, Placement.REPLICATED, partial(array, one, start)) for one, start in places]
+
+    def _places(self, bucket: int) -> Iterator[tuple[TensorSpec, int]]:
+        """Yield each tensor of a bucket, and where it begins there."""
+        start = 0
+        for spec in self._members[bucket]:
+            yield spec, start
+            start += spec.size
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        if placement is Placement.REPLICATED:
+            for b, cell in enumerate(self._velocity):
+                self._write(cell, b, MOMENTUM, tree)
+        else:
+            # The model has the checkpoint's weights, and gets this rank's below.
+            self._take_as_global()
+            self._samples = np.array(tree.get(SAMPLES, np.zeros_like(self._samples)))
+        super().load(tree, placement)
+
+    def _write(self, cell: Cell, bucket: int, prefix: str, tree: Mapping[str, np.ndarray]) -> None:
+        """Put the tensors of a bucket that ``tree`` has into a flat cell."""
+        there = [(spec, start) for spec, start in self._places(bucket) if prefix + spec.name in tree]
+        if there:
+            flat = self.frontend.ops.to_numpy(cell.read())
+            for spec, start in there:
+                x = self.frontend.to_stored(spec.name, tree[prefix + spec.name])
+                flat[start : start + spec.size] = x.reshape(-1)
+            cell.write(self.frontend.ops.from_numpy(flat))

@@ -1,0 +1,125 @@
+"""Outer steps of a part of the weights at a time, whose transfer goes on while the ranks train.
+
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). As many bytes as ``outer``, in smaller portions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor, Tree
+from hvd_train.update.outer import Outer
+
+PART = f"{OF_EXCHANGE}part_under_way/"
+
+
+def _result(deltas: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    return lambda: deltas
+
+
+class Streaming(Outer):
+    """Every ``steps / fragments`` steps the next fragment sends its d, which arrives ``delay`` steps later.
+
+    Then v and G of the fragment move as in ``Outer``, and w = (1 - mix) G + mix w. A checkpoint waits for what is under
+    way and keeps it, so that a run that goes on takes it at the same step.
+    """
+
+    def __init__(
+        self,
+        frontend: FrontEnd,
+        exchange: Exchange,
+        alone: Communicator,
+        steps: int,
+        rate: float,
+        momentum: float,
+        start: int,
+        fragments: int,
+        delay: int,
+        mix: float,
+    ) -> None:
+        self.fragments, self.lag, self.mix = fragments, delay, mix
+        super().__init__(frontend, exchange, alone, steps, rate, momentum, start)
+        self._interval = steps // fragments
+        ways = (
+            [partial(self._deltas, part) for part in self._fragments],
+            [partial(self._arrived, k) for k in range(fragments)],
+        )
+        self._take, self._put = ([frontend.compiled(way) for way in of] for of in ways)
+        self._send = [frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments]
+        # The fragment that is under way, and the function that waits for its d.
+        self._under_way: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
+        self._received: Tree = {}  # from a checkpoint
+
+    def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
+        """Give each tensor to the fragment with the fewest entries, the largest tensor first."""
+        specs = frontend.specs()
+        if self.fragments > len(specs):
+            what = f"the model has {len(specs)} tensors, and none is divided"
+            raise ConfigError(what, where=f"exchange.fragments: {self.fragments}", fix="set fewer", common=True)
+        parts: list[list[int]] = [[] for _ in range(self.fragments)]
+        # By names, so that both frameworks divide alike.
+        for i in sorted(range(len(specs)), key=lambda i: (-specs[i].size, specs[i].name)):
+            min(parts, key=lambda part: sum(specs[j].size for j in part)).append(i)
+        return parts
+
+    # ---- when
+
+    def _after_local_step(self, step: int) -> None:
+        self.diverged = True
+        turn, place = divmod(step, self._interval)
+        if place == 0:
+            fragment = (turn - 1) % self.fragments
+            self._under_way = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
+        if place == self.lag and self._under_way:
+            fragment, wait = self._under_way
+            self._put[fragment](*wait())
+            self._under_way = None
+            self.diverged = self.fragments > 1 or self.lag > 0 or self.mix > 0
+
+    # ---- how
+
+    def _start(self, buckets: Sequence[int], *deltas: Tensor) -> list[Tensor]:
+        return [self._joint.start(b, delta, ()) for b, delta in zip(buckets, deltas, strict=True)]
+
+    def _finish(self, started: Sequence[Tensor]) -> list[Tensor]:
+        return self._joint.finish(started)[0]
+
+    def _arrived(self, fragment: int, *deltas: Tensor) -> None:
+        self._move(self._fragments[fragment], deltas)
+
+    # ---- what a checkpoint keeps
+
+    def settle(self) -> None:
+        """Wait for what is under way: it stays so, as far as steps are concerned."""
+        if self._under_way:
+            fragment, wait = self._under_way
+            self._under_way = fragment, _result(wait())
+
+    def state(self) -> list[Entry]:
+        entries = super().state()
+        self.settle()
+        if self._under_way:
+            fragment, wait = self._under_way
+            for b, delta in zip(self._fragments[fragment], wait(), strict=True):
+                entries += self._entries(PART, b, lambda delta=delta: delta)  # type: ignore[misc]
+        return entries
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        if placement is Placement.REPLICATED:
+            self._received |= {key: x for key, x in tree.items() if key.startswith(PART)}
+        else:
+            self._under_way, received, self._received = None, self._received, {}
+            for fragment, part in enumerate(self._fragments):
+                names = [PART + spec.name for b in part for spec in self._members[b]]
+                if received.keys() == set(names):  # else the fragments were others
+                    self._under_way = fragment, _result([self._flat(b, received) for b in part])
+        super().load(tree, placement)
+
+    def _flat(self, bucket: int, tree: Mapping[str, np.ndarray]) -> Tensor:
+        names = [spec.name for spec in self._members[bucket]]
+        parts = [self.frontend.to_stored(name, tree[PART + name]).reshape(-1) for name in names]
+        return self.frontend.ops.from_numpy(np.concatenate(parts))

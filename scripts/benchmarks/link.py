@@ -31,6 +31,9 @@ RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
 # What a rate's queue holds: 4 ms of traffic, and never less than a 64 KiB segment that the sender hands over whole.
 BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto")
+# name: the keys under exchange
+EXCHANGES: dict[str, dict] = {name: {"compression": name} for name in COMPRESSIONS}
+EXCHANGES |= {"delayed": {"mode": "delayed"}, "no exchange": {"mode": "local_sgd", "local_steps": 10**9}}
 PORT = 29577
 PORTS = itertools.count(PORT + 1)  # one for each engine: they wait side by side
 # For the time of a launch, mpirun's remote shell: the "host" is an address of the other namespace.
@@ -101,7 +104,7 @@ def measured(rate: str) -> float:
 
 
 def engines(framework: str) -> list[Engine]:
-    ours = [Engine(framework, f"ours {name}", "mpirun", {"compression": name}) for name in COMPRESSIONS]
+    ours = [Engine(framework, f"ours {name}", "mpirun", exchange) for name, exchange in EXCHANGES.items()]
     if framework == "tensorflow":
         return ours
     return [*ours, *(Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD"))]
@@ -173,7 +176,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--frameworks", default="pytorch,tensorflow")
     parser.add_argument("--model", default="mlp", choices=MODELS)
     parser.add_argument("--rates", default=",".join(RATES))
-    parser.add_argument("--engines", default="", help="these alone: compressions and peers by name")
+    parser.add_argument("--engines", default="", help="these alone: exchanges and peers by name")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block, at least two steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-link", help="folder")

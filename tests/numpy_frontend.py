@@ -46,8 +46,8 @@ class NumpyOps(EagerControl):
     def take(self, x, indices):
         return x[indices]
 
-    def concat(self, parts):
-        return np.concatenate(parts)
+    def concat(self, parts, axis=0):
+        return np.concatenate(parts, axis)
 
     def split(self, x, sizes):
         return np.split(x, np.cumsum(sizes)[:-1])
@@ -81,8 +81,12 @@ class NumpyOps(EagerControl):
     def sum(self, x, axis):
         return np.sum(x, axis=axis)
 
-    def max(self, x):
-        return np.max(x)
+    def max(self, x, axis=None):
+        return np.max(x, axis)
+
+    def add_at(self, x, start, part):
+        x[start : start + len(part)] += part
+        return x
 
     def to_bytes(self, x):
         return x.view(np.uint8)
@@ -164,6 +168,10 @@ class Threads:
 
     def allgather_async(self, x, name):
         return np.concatenate(self.world.gather(self.rank, np.array(x)))
+
+    def alltoall_async(self, x, sizes, name):
+        parts = self.world.gather(self.rank, np.split(np.array(x), np.cumsum(sizes)[:-1]))
+        return np.concatenate([part[self.rank] for part in parts])
 
     def synchronize(self, handle):
         return handle
@@ -364,6 +372,9 @@ def make_communicator(expected_size):
 
         def allgather_async(self, x, name):
             return super().allgather_async(torch.from_numpy(np.array(x)), name)
+
+        def alltoall_async(self, x, sizes, name):
+            return super().alltoall_async(torch.from_numpy(np.array(x)), sizes, name)
 
         def synchronize(self, handle):
             return super().synchronize(handle).numpy()

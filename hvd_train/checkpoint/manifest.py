@@ -102,6 +102,7 @@ class Meta(_Part):
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     config: dict[str, Any] | None = None
     compression: Text | None = None
+    two_phase: bool = False
     sample: SampleFields | None = None
     input_shape: Annotated[list[Count], Field(max_length=64)] | None = None
     num_classes: Count | None = None  # like input_shape and numbers of older versions, which knew one input alone

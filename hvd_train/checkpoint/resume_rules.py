@@ -31,10 +31,17 @@ class RunFacts:
     patience: int
     data: dict[str, dict[str, Any]]  # see data_facts
     ranks: int
+    two_phase: bool = True  # False: of a version in which bf16 and int8 did not round sums
 
     @classmethod
     def of(
-        cls, config: Config, framework: str, compression: str | None, data: dict[str, dict[str, Any]], ranks: int
+        cls,
+        config: Config,
+        framework: str,
+        compression: str | None,
+        data: dict[str, dict[str, Any]],
+        ranks: int,
+        two_phase: bool = True,
     ) -> RunFacts:
         stopping, plateau = config.early_stopping, config.optim.plateau
         return cls(
@@ -48,6 +55,7 @@ class RunFacts:
             patience=stopping.patience if stopping else 0,
             data=data,
             ranks=ranks,
+            two_phase=two_phase,
         )
 
 
@@ -132,6 +140,13 @@ def _drop_sums(r: Resumption) -> str:
     return ""
 
 
+def _round_sums(r: Resumption) -> str:
+    name = r.now.compression
+    if r.before.two_phase or name not in ("bf16", "int8") or name != r.before.compression or r.now.ranks == 1:
+        return ""
+    return f"exchange.compression: {name} now rounds the sum over ranks as well; its residuals take up the rest"
+
+
 @dataclass(frozen=True)
 class Rule:
     """A row of the table. ``allowed``: what the user must give; ``follows``: what the training then does otherwise."""
@@ -153,6 +168,7 @@ RULES = (
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
     Rule("ranks", "nothing", "what each rank kept to itself is left behind"),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
+    Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
     Rule("names of columns", "--allow-change data", "columns count by their places"),
     Rule("order of columns, scale of inputs, vocabulary", "refused", ""),

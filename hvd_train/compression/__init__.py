@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hvd_train.protocol import Compressor
 
 
-def make(name: str, size: int = 1, **options: Any) -> Compressor:
-    """Make a compressor by its name, for a world of ``size`` ranks, with the options that belong to it."""
+def make(name: str, size: int = 1, rank: int = 0, /, **options: Any) -> Compressor:
+    """Make a compressor by its name, for rank ``rank`` of ``size``, with the options that belong to it."""
     row = COMPRESSORS[name]
-    return row.compressor_class(size) if row.needs_size else row.compressor_class(**options)
+    return row.compressor_class(*(size, rank)[: row.world], **options)

@@ -1,14 +1,14 @@
-"""Fewer bits per entry: ``fp16`` sums half-precision numbers; ``bf16`` gathers bfloat16 numbers, ``int8`` bytes."""
+"""Fewer bits per entry: ``fp16`` sums half-precision numbers; ``bf16``, ``int8`` and ``int4`` travel in two phases."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hvd_train.compression.feedback import ErrorFeedback
+from hvd_train.compression.two_phase import TwoPhase
 from hvd_train.protocol import Ops, Tensor, Wire
 
 LARGEST_FLOAT16 = 60000.0  # 65504, less room for the rounding of sums
-STEPS = 127.0  # int8 levels on each side of zero
 
 
 class Float16(ErrorFeedback):
@@ -31,46 +31,72 @@ class Float16(ErrorFeedback):
         return ops.cast(reduced[0], ops.dtype(total))
 
 
-class BFloat16(ErrorFeedback):
+class BFloat16(TwoPhase):
     """The upper half of 32 bits: 8 bits of precision over the whole range of float32, so that nothing overflows.
 
-    Horovod cannot add bfloat16: the numbers travel as bytes, every rank receives all ranks' and adds them in 32 bits,
-    2 (N - 1) bytes per entry where ring allreduce moves 8 (N - 1) / N. For up to about 4 ranks, and for gradients that
-    fp16 cannot hold.
+    Horovod cannot add bfloat16: the numbers travel as bytes. For gradients that fp16 cannot hold.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    entries = 1 << 20
 
-    def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:
-        sent = ops.cast(total, "bfloat16")
-        return Wire("gather", (ops.to_bytes(sent),)), ops.cast(sent, ops.dtype(total))
+    def encode(self, blocks: Tensor, ops: Ops) -> tuple[tuple[Tensor, ...], Tensor]:
+        sent = ops.cast(blocks, "bfloat16")
+        return (ops.to_bytes(ops.reshape(sent, (-1,))),), ops.cast(sent, ops.dtype(blocks))
 
-    def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
-        table = ops.cast(ops.from_bytes(reduced[0], "bfloat16"), ops.dtype(total))
-        table = ops.reshape(table, (-1, total.shape[0]))  # (ranks, n)
-        # Added in rank order, so that all ranks get the same bits.
-        parts = [table[rank] for rank in range(self.size)]
-        return sum(parts[1:], start=parts[0])
+    def decode(self, encoded: tuple[Tensor, ...], shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        return ops.cast(ops.reshape(ops.from_bytes(encoded[0], "bfloat16"), shape), dtype)
 
 
-class Int8(ErrorFeedback):
-    """One byte per entry: q = round(x / s) with s = max|x| / 127 of this rank's bucket, so |x - s q| <= s / 2.
+class _Levels(TwoPhase):
+    """q = round(x / s) with s = max|x| / ``levels`` of its block, so |x - s q| <= s / 2; s travels along."""
 
-    Every rank receives all ranks' bytes, (N - 1) per entry where ring allreduce moves 8 (N - 1) / N in 32 bits: for up
-    to about 8 ranks. The rest stays in the residual.
-    """
+    levels: float  # on each side of zero
 
-    def encode(self, total: Tensor, ops: Ops) -> tuple[Wire, Tensor]:
-        dtype = ops.dtype(total)
-        # The smallest number keeps a bucket of zeros from dividing by zero.
-        scale = ops.max(abs(total)) / STEPS + float(np.finfo(dtype).tiny)
-        # (n,) in [-127, 127].
-        levels = ops.cast(ops.round(total / scale), "int8")
-        return Wire("gather", (levels, ops.reshape(scale, (1,)))), ops.cast(levels, dtype) * scale
+    def pack(self, steps: Tensor, ops: Ops) -> Tensor:
+        """Return whole numbers (b, k) in [-levels, levels] as int8, (b, bytes of a block)."""
+        raise NotImplementedError
 
-    def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
-        # levels (ranks n,), scales (ranks,).
-        levels, scales = reduced
-        table = ops.cast(ops.reshape(levels, (-1, total.shape[0])), ops.dtype(total))  # (ranks, n)
-        return ops.reshape(ops.matmul(ops.reshape(scales, (1, -1)), table), (-1,))
+    def unpack(self, packed: Tensor, shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        """Return the whole numbers (b, k) = ``shape`` in ``dtype``."""
+        raise NotImplementedError
+
+    def encode(self, blocks: Tensor, ops: Ops) -> tuple[tuple[Tensor, ...], Tensor]:
+        # The smallest number keeps a block of zeros from dividing by zero.
+        tiny = float(np.finfo(ops.dtype(blocks)).tiny)
+        # No division by a constant: in a graph TensorFlow makes a product of it, with other bits.
+        scales = ops.max(abs(blocks), 1) * (1 / self.levels) + tiny  # (b,)
+        column = ops.reshape(scales, (-1, 1))
+        steps = ops.round(blocks / column)
+        return (ops.reshape(self.pack(steps, ops), (-1,)), scales), steps * column
+
+    def decode(self, encoded: tuple[Tensor, ...], shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        packed, scales = encoded
+        return self.unpack(packed, shape, dtype, ops) * ops.reshape(scales, (-1, 1))
+
+
+class Int8(_Levels):
+    """One byte an entry, and a scale a block."""
+
+    levels, entries = 127.0, 1 << 16
+
+    def pack(self, steps: Tensor, ops: Ops) -> Tensor:
+        return ops.cast(steps, "int8")
+
+    def unpack(self, packed: Tensor, shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        return ops.cast(ops.reshape(packed, shape), dtype)
+
+
+class Int4(_Levels):
+    """Half a byte an entry. So few levels want small blocks: a scale is 1/32 of what travels."""
+
+    levels, entries = 7.0, 256
+
+    def pack(self, steps: Tensor, ops: Ops) -> Tensor:
+        # An entry of the first half of a block and one of its second half in a byte: 16 a + b in [-119, 119].
+        half = steps.shape[1] // 2
+        return ops.cast(steps[:, :half] * 16 + steps[:, half:], "int8")
+
+    def unpack(self, packed: Tensor, shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        both = ops.cast(ops.reshape(packed, (shape[0], shape[1] // 2)), dtype)
+        upper = ops.round(both * 0.0625)  # b / 16 is less than a half
+        return ops.concat([upper, both - upper * 16], axis=1)

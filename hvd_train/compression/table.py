@@ -12,12 +12,12 @@ class Row:
     """A compressor.
 
     ``made_by``: the file in this folder, and the class in it. ``options``: its keys of ``exchange``, which the class is
-    called with. ``needs_size``: whether it is called with the number of ranks instead.
+    called with. ``world``: how many of the number of ranks and the number of this rank come before them.
     """
 
     made_by: str
     options: tuple[str, ...] = ()
-    needs_size: bool = False
+    world: int = 0
 
     @property
     def compressor_class(self) -> Any:
@@ -27,9 +27,10 @@ class Row:
 
 COMPRESSORS = {
     "none": Row("uncompressed:Uncompressed"),
-    "fp16": Row("quantized:Float16", needs_size=True),
-    "bf16": Row("quantized:BFloat16", needs_size=True),
-    "int8": Row("quantized:Int8"),
+    "fp16": Row("quantized:Float16", world=1),
+    "bf16": Row("quantized:BFloat16", world=2),
+    "int8": Row("quantized:Int8", world=2),
+    "int4": Row("quantized:Int4", world=2),
     "topk": Row("sparse:TopK", ("ratio", "exact")),
     "threshold": Row("sparse:Threshold", ("threshold",)),
     "powersgd": Row("lowrank:PowerSGD", ("rank",)),

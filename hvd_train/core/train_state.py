@@ -110,6 +110,7 @@ def _copy(
         "world_size": training.communicator.size,
         "config": training.config.model_dump(mode="json"),
         "compression": training.compression,
+        "two_phase": True,  # older checkpoints do not say so
         "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
         "sample": asdict(training.sample),
         "data": training.data,
@@ -236,7 +237,8 @@ def _head(snapshot: store.Snapshot | None) -> bytes:
     if snapshot is None:
         return b"{}"
     config, meta = snapshot.config(), snapshot.meta
-    facts = RunFacts.of(config, snapshot.framework, meta.get("compression"), meta.get("data", {}), len(snapshot.local))
+    kind, data, ranks = meta.get("compression"), meta.get("data", {}), len(snapshot.local)
+    facts = RunFacts.of(config, snapshot.framework, kind, data, ranks, meta.get("two_phase", False))
     head = {
         "facts": asdict(facts),
         "progress": asdict(snapshot.progress),

@@ -24,7 +24,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
     options, specs = config.exchange, frontend.specs()
 
     def compressor(name: str) -> Compressor:
-        return make(name, groups.data.size, **options.options(name))
+        return make(name, groups.data.size, groups.data.rank, **options.options(name))
 
     if options.op == "adasum":
         _check_adasum(groups.data)

@@ -55,9 +55,9 @@ def distribute(
     (``shard=False``: the data are divided already), gradients are averaged before the optimizer sees them, and what
     comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks,
     once for an optimizer.
-    ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, topk, threshold
-    or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never), at an
-    epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
+    ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, int4, topk,
+    threshold or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never),
+    at an epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
     CommunicationError where they differ. Raises ConfigError on all ranks.
     """
     if keras.backend.backend() not in BACKENDS:
@@ -67,7 +67,7 @@ def distribute(
     # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
-    compressor = make(compression, communicator.size, **exchange.options(compression))
+    compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
     # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
     patches = Patches(model._loss_tracker, before.fits if before else 0, given_optimizers)

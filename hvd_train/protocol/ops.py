@@ -52,8 +52,8 @@ class Ops(Protocol):
         """Return the indices (m,) of the entries of the flat ``x`` that are > bound or NaN; m depends on the data."""
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor: ...
-    def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put flat tensors one after the other."""
+    def concat(self, parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+        """Put tensors one after the other, which are flat, or equal in all axes but one."""
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Cut the flat ``x`` into parts of these sizes, which add up to its size."""
@@ -82,8 +82,11 @@ class Ops(Protocol):
     def sum(self, x: Tensor, axis: int) -> Tensor:
         """Add up over one axis."""
 
-    def max(self, x: Tensor) -> Tensor:
-        """Return the largest entry, a tensor of shape ()."""
+    def max(self, x: Tensor, axis: int | None = None) -> Tensor:
+        """Return the largest entry, a tensor of shape (), or those over one axis; NaN where one is NaN."""
+
+    def add_at(self, x: Tensor, start: int, part: Tensor) -> Tensor:
+        """Return the flat ``x`` with ``part`` added from entry ``start`` on, which may take the place of ``x``."""
 
     def to_bytes(self, x: Tensor) -> Tensor:
         """Return the flat ``x`` as (bytes,) uint8, in this machine's byte order."""

@@ -16,7 +16,10 @@ from hvd_train.protocol.tensors import Tensor
 
 @dataclass(frozen=True)
 class Wire:
-    """One round of a compressor: ``sum`` tensors are added over ranks, ``gather`` ones concatenated along axis 0."""
+    """One round of a compressor: ``sum`` tensors are added over ranks, ``gather`` ones concatenated along axis 0.
+
+    ``alltoall`` ones are flat. Rank k gets the k-th of N equal parts of every rank's, in rank order.
+    """
 
     kind: str
     tensors: tuple[Tensor, ...]
@@ -34,7 +37,8 @@ Rounds = Generator[Wire, tuple[Tensor, ...], tuple[Tensor, State]]
 class Compressor(Protocol):
     """Turns one gradient into wires and back; it never sees a network.
 
-    Law: input + old residual = this rank's decoded part + new residual.
+    Law: input + old residual = this rank's decoded part + new residual. Where sums are rounded as well, it holds for
+    the sums of these over all ranks.
     """
 
     # True: wants each tensor in its shape (PowerSGD); False: works on flat buckets.

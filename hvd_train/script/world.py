@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
@@ -110,7 +111,7 @@ class NamedTransfers:
     """The communicator for one model: its names differ from another model's, so that their transfers never meet."""
 
     def __init__(self, communicator: Communicator, number: int) -> None:
-        self._communicator, self._number = communicator, number
+        self._communicator, self._number, self.size = communicator, number, communicator.size
         self.synchronize = communicator.synchronize
 
     def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
@@ -118,3 +119,6 @@ class NamedTransfers:
 
     def allgather_async(self, x: Tensor, name: str) -> Handle:
         return self._communicator.allgather_async(x, f"model{self._number}.{name}")
+
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        return self._communicator.alltoall_async(x, sizes, f"model{self._number}.{name}")

@@ -62,15 +62,16 @@ class ReducerPlan:
 
     def _make(self, parameters: dict[str, torch.nn.Parameter], first: bool) -> Reducer:
         on_gpu = next(iter(parameters.values())).device.type == "cuda"
+        world = self.communicator
         return Reducer(
             parameters,
             statistics_of(self.whole, self.sync_batchnorm) if first else [],
-            self.communicator,
-            make(self.compression, self.communicator.size, **self.exchange.options(self.compression)),
+            world,
+            make(self.compression, world.size, world.rank, **self.exchange.options(self.compression)),
             lossy=self.compression != "none",
-            overlap=overlaps(self.exchange.overlap, self.communicator, on_gpu, torch.get_num_threads()),
+            overlap=overlaps(self.exchange.overlap, world, on_gpu, torch.get_num_threads()),
             average=self.average,
-            buffers=Buffers(self.whole, self.communicator) if first else None,
+            buffers=Buffers(self.whole, world) if first else None,
             model=self.whole if first else None,
             every=self.every,
             # The same on all ranks, which distribute in one order; names of transfers carry it.

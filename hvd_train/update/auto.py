@@ -12,7 +12,7 @@ import numpy as np
 from hvd_train.protocol import Communicator, Compressor, Ops, Packing, TensorSpec
 from hvd_train.update.exchange import Exchange
 
-CANDIDATES = ("none", "fp16", "powersgd", "topk")  # what leaves out least comes first
+CANDIDATES = ("none", "fp16", "int8", "powersgd", "topk")  # what leaves out least comes first
 # A candidate that leaves out more must take less than this share of the time.
 WORTH = 0.9
 # An exchange that takes longer is timed once, others so many times.

@@ -30,24 +30,34 @@ def compression_error(exchange: Exchange, gradients: Sequence[Tensor], states: S
         products = (ops.reshape(ops.matmul(row, column), ()), ops.sum_of_squares(e), ops.sum_of_squares(d))
         figures[:3] = [a + ops.cast(x, "float64") for a, x in zip(figures[:3], products, strict=True)]
         figures[4] = figures[4] + ops.cast(ops.nbytes(e), "float64")
-    figures[3] = sum(ops.cast(count, "float64") for count in meter.sent)
+    figures[3] = sum(meter.sent)
     return ops.stack([ops.cast(x, "float64") for x in figures])
 
 
 class _Meter:
-    """A communicator that counts the bytes handed to it."""
+    """A communicator that counts the bytes that this rank sends, in those of which a ring sends each once to be added.
+
+    That is 2 (N - 1) / N times in truth, so what goes to each of the other ranks counts N / 2 times.
+    """
 
     def __init__(self, communicator: Communicator, ops: Ops) -> None:
-        self._communicator, self._ops = communicator, ops
+        self._communicator, self._ops, self.size = communicator, ops, communicator.size
         self.sent: list[Tensor] = []
 
     def allreduce_async(self, x: Tensor, name: str, op: str = "sum") -> Handle:
-        self.sent.append(self._ops.nbytes(x))
+        self._count(x, 1)
         return self._communicator.allreduce_async(x, name, op)
 
     def allgather_async(self, x: Tensor, name: str) -> Handle:
-        self.sent.append(self._ops.nbytes(x))
+        self._count(x, max(self.size, 2) / 2)
         return self._communicator.allgather_async(x, name)
+
+    def alltoall_async(self, x: Tensor, sizes: Sequence[int], name: str) -> Handle:
+        self._count(x, 1 / min(self.size, 2))
+        return self._communicator.alltoall_async(x, sizes, name)
+
+    def _count(self, x: Tensor, times: float) -> None:
+        self.sent.append(self._ops.cast(self._ops.nbytes(x), "float64") * times)
 
     def synchronize(self, handle: Handle) -> Tensor:
         return self._communicator.synchronize(handle)

@@ -126,8 +126,11 @@ class Exchange:
         """Start the exchange of one bucket; nothing waits here, so it may be called from inside backward."""
         # (n,), or the shape of the tensor for a compressor that takes each alone.
         shaped = self.ops.reshape(gradient, self._shapes[bucket])
-        rounds = self._compressors[bucket].rounds(shaped, state, self.ops)
+        rounds = self._rounds(bucket, shaped, state)
         return self._send(bucket, rounds, next(rounds), 0)
+
+    def _rounds(self, bucket: int, shaped: Tensor, state: State) -> Rounds:
+        return self._compressors[bucket].rounds(shaped, state, self.ops)
 
     def finish(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         """Wait for every bucket that was started; return reduced flat gradients and new states in bucket order."""
@@ -158,12 +161,14 @@ class Exchange:
 
     def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> Started:
         # Names say which transfers belong together on all ranks, whatever order they start in.
-        names = [f"bucket{bucket}.{turn}.{k}" for k in range(len(wire.tensors))]
+        pairs = [(x, f"bucket{bucket}.{turn}.{k}") for k, x in enumerate(wire.tensors)]
+        communicator, size = self.communicator, self.communicator.size
         if wire.kind == "gather":
-            handles = [self.communicator.allgather_async(x, n) for x, n in zip(wire.tensors, names, strict=True)]
+            handles = [communicator.allgather_async(x, name) for x, name in pairs]
+        elif wire.kind == "alltoall":
+            handles = [communicator.alltoall_async(x, [x.shape[0] // size] * size, name) for x, name in pairs]
         else:
-            pairs = zip(wire.tensors, names, strict=True)
-            handles = [self.communicator.allreduce_async(x, n, self._op) for x, n in pairs]
+            handles = [communicator.allreduce_async(x, name, self._op) for x, name in pairs]
         return Started(bucket, rounds, wire, tuple(handles))
 
     def _wait(self, handle: Handle) -> Tensor:

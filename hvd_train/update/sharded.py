@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from hvd_train.compression.two_phase import TwoPhase
 from hvd_train.protocol import Entry, FrontEnd, Handle, HostSums, Rounds, ShardedOptimizer, State, Tensor, Wire
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
@@ -66,6 +67,16 @@ class ShardedExchange(Exchange):
         total = self.communicator.allreduce_async(self.ops.reshape(squares, (1,)), "gradient_norm")
         return self.ops.reshape(self.communicator.synchronize(total), ())
 
+    def _rounds(self, bucket: int, shaped: Tensor, state: State) -> Rounds:
+        if self._sums_parts(bucket):
+            return cast(TwoPhase, self._compressors[bucket]).part_rounds(shaped, state, self.ops)
+        return super()._rounds(bucket, shaped, state)
+
+    def _sums_parts(self, bucket: int) -> bool:
+        """Return whether the compressor adds up on each rank the part that is this rank's here as well."""
+        compressor = self._compressors[bucket]
+        return isinstance(compressor, TwoPhase) and compressor.fills_parts(sum(self.parts[bucket]))
+
     def _send(self, bucket: int, rounds: Rounds, wire: Wire, turn: int) -> Started:
         if wire.kind != "sum" or not getattr(self._compressors[bucket], "elementwise", False):
             return super()._send(bucket, rounds, wire, turn)
@@ -79,10 +90,10 @@ class ShardedExchange(Exchange):
         return handle() if callable(handle) else super()._wait(handle)
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
-        """Cut this rank's part out of what came whole: compressors that are not elementwise decode all of it."""
+        """Cut this rank's part out of what came whole: most compressors that are not elementwise decode all of it."""
         gradients, states = super()._received(started)
         for b, sizes in enumerate(self.parts):
-            if not getattr(self._compressors[b], "elementwise", False):
+            if not self._sums_parts(b) and not getattr(self._compressors[b], "elementwise", False):
                 gradients[b] = self.ops.split(gradients[b], sizes)[self.communicator.rank]
         return gradients, states
 

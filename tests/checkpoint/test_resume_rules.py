@@ -52,6 +52,26 @@ def test_what_follows_of_a_change(changes, expected, line):
     assert progress == expected and len(notes) == bool(line) and line in "".join(notes)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        ({"compression": "int8"}, {"compression": "int8"}, "exchange.compression: int8 now rounds the sum over ranks"),
+        ({"compression": "bf16"}, {"compression": "bf16"}, "exchange.compression: bf16 now rounds the sum over ranks"),
+        ({"compression": "int8", "two_phase": True}, {"compression": "int8"}, ""),
+        ({"compression": "int8"}, {"compression": "int8", "ranks": 1}, ""),
+        ({"compression": "int8"}, {"compression": "topk"}, ""),
+        ({"compression": "topk"}, {"compression": "topk"}, ""),
+        ({"compression": None}, {"compression": "int8"}, ""),
+    ],
+)
+def test_a_line_tells_that_sums_are_rounded_from_now_on(before, now, line):
+    facts = replace(FACTS, **{"two_phase": False} | before), replace(FACTS, **now)
+    r = Resumption(copy.deepcopy(BEGUN), *facts, 100, sums=2, loss_scale=65536.0)
+    assert "".join(carry_over(r)).startswith(line) and len(carry_over(r)) == bool(line) and r.progress == BEGUN
+    if facts[0].ranks == facts[1].ranks and before["compression"] == now["compression"]:
+        assert why_left_behind(*facts, same_shapes=True) == "", "the residuals go on"
+
+
 def test_state_of_a_rank_stays_with_what_made_it():
     assert why_left_behind(FACTS, FACTS, same_shapes=True) == ""
     assert why_left_behind(replace(FACTS, compression=None), FACTS, same_shapes=True) == "", "an older checkpoint"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from hvd_train.compression import make
 from hvd_train.compression.lowrank import PowerSGD
-from hvd_train.compression.quantized import LARGEST_FLOAT16, Int8
+from hvd_train.compression.quantized import LARGEST_FLOAT16, Int4, Int8
 from hvd_train.compression.sparse import LEAST, TopK
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Packing, TensorSpec
@@ -16,21 +18,24 @@ from tests.frontends.test_contract import OPS
 from tests.numpy_frontend import NumpyOps, run_ranks
 
 SHAPES = [(6, 4), (4,), (4, 9), (9,), (16, 16), (3, 3, 8, 8)]
-COMPRESSORS = {
-    "none": lambda size=1: make("none"),
-    "fp16": lambda size=1: make("fp16", size),
-    "bf16": lambda size=1: make("bf16", size),
-    "int8": lambda size=1: make("int8", size),
-    "topk": lambda size=1: make("topk", size, ratio=0.1),
-    "threshold": lambda size=1: make("threshold", size, threshold=0.6),
-    "powersgd": lambda size=1: make("powersgd", size, rank=2),
+# {name: options}
+OPTIONS = {
+    "none": {},
+    "fp16": {},
+    "bf16": {},
+    "int8": {},
+    "int4": {},
+    "topk": {"ratio": 0.1},
+    "threshold": {"threshold": 0.6},
+    "powersgd": {"rank": 2},
 }
+COMPRESSORS = {name: partial(make, name, **options) for name, options in OPTIONS.items()}
 LOSSY = [name for name in COMPRESSORS if name != "none"]
 # Settings under which nothing is left out.
 FULL = {
-    "topk": lambda size=1: make("topk", size, ratio=1.0),
-    "threshold": lambda size=1: make("threshold", size, threshold=0.0),
-    "powersgd": lambda size=1: make("powersgd", size, rank=1000),
+    "topk": partial(make, "topk", ratio=1.0),
+    "threshold": partial(make, "threshold", threshold=0.0),
+    "powersgd": partial(make, "powersgd", rank=1000),
 }
 
 
@@ -63,11 +68,11 @@ def test_law_input_and_old_residual_are_decoded_and_new_residual(framework, name
             assert [s.shape for s in old] == [s.shape for s in new] and [s.dtype for s in old] == [s.dtype for s in new]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_law_over_ranks_and_steps(size, name):
     """Sum of all inputs = sum of all that was decoded + the residuals that are left; all ranks decode the same bits."""
-    results = run_ranks(size, lambda c: run(NumpyOps(), COMPRESSORS[name](size), c, steps=9))
+    results = run_ranks(size, lambda c: run(NumpyOps(), COMPRESSORS[name](size, c.rank), c, steps=9))
     for b in range(len(results[0][0])):
         inputs = sum(step[b][0] for steps in results for step in steps)
         decoded = sum(step[b][2] for step in results[0])
@@ -121,11 +126,12 @@ def test_a_gradient_of_zeros_stays_zero_and_finite(framework, name):
             assert not decoded.any() and not (new and new[0].any()) and all(np.isfinite(s).all() for s in new)
 
 
-def test_int8_stays_within_half_a_step():
-    for step in run(NumpyOps(), Int8()):
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_levels_stay_within_half_a_step(kind):
+    for step in run(NumpyOps(), kind(1, 0)):
         for gradient, old, decoded, _ in step:
             total = gradient + old[0]
-            assert np.abs(total - decoded).max() <= np.abs(total).max() / 254 * (1 + 1e-12)
+            assert np.abs(total - decoded).max() <= np.abs(total).max() / (2 * kind.levels) * (1 + 1e-12)
 
 
 def test_fp16_sums_do_not_overflow_and_nothing_is_lost():

@@ -466,6 +466,29 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
         assert notes == ["what each rank kept to itself (residuals) is left behind: compression threshold -> topk"]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_residuals_of_an_earlier_version_go_on_in_two_phases(tmp_path, monkeypatch, size):
+    """int8 has the same residuals in both; one line tells that sums are rounded as well."""
+    keys, save, outcomes = {"exchange": {"compression": "int8"}}, store.save, []
+
+    def work(communicator):
+        compressor = make("int8", size, communicator.rank)
+        made = trainer(communicator, config(**keys, max_steps=5), tmp_path, compressor=compressor)
+        made.compression = "int8"
+        found = store.newest(made.folder, pytest.fail) if outcomes and communicator.rank == 0 else None
+        notes = made.restore(found) if outcomes else made.fit() and None
+        return notes, local_state(made)["0/0"].tobytes()
+
+    def as_before(folder, snapshot, *more):
+        del snapshot.meta["two_phase"]
+        save(folder, snapshot, *more)
+
+    monkeypatch.setattr(store, "save", as_before)
+    outcomes.append(run_ranks(size, work))
+    notes = ["exchange.compression: int8 now rounds the sum over ranks as well; its residuals take up the rest"]
+    assert run_ranks(size, work) == [(notes if size > 1 else [], kept) for _, kept in outcomes[0]]
+
+
 # ---- limits and cadence
 
 

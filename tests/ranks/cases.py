@@ -107,9 +107,21 @@ COMPRESSED = {
     "fp16": {"compression": "fp16"},
     "bf16": {"compression": "bf16"},
     "int8": {"compression": "int8"},
+    "int4": {"compression": "int4"},
     "topk": {"compression": "topk", "ratio": 0.05},
     "threshold": {"compression": "threshold", "threshold": 0.002},
     "powersgd": {"compression": "powersgd", "rank": 2},
+}
+# A compressor of two phases among the other things between gradients and weights. Parts of 64 x 73 entries are uneven.
+TWO_PHASE = {
+    "int8-parts": {
+        "model.hidden": [73],
+        "global_batch_size": 47,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "exchange": {"compression": "int8"},
+    },
+    "int4-sharded": {"optim.sharded": True, "gradient_clip_val": 0.5, "exchange": {"compression": "int4"}},
 }
 # Weights that go apart and come together.
 LOOSE = {
@@ -161,6 +173,7 @@ CHANGING.pop("model.hidden")
 LARGEST = {"pytorch": 4, "tensorflow": 3}
 EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
 EVERY_SIZE += ["evaluation", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
+EVERY_SIZE += ["two-phase", "two-phase-traced"]
 EVERY_SIZE += [f"disagree-{name}" for name in ("model", "seed", "data", "unbuildable")]
 
 
@@ -186,6 +199,11 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
     for name, exchange in (COMPRESSED | FULL | LOOSE | DELAYED).items():
         config = SHORT | {"exchange": exchange} | MOMENTUM.get(name, {})
         made.append({"name": name, "kind": "train", "config": own(name, config)})
+    for name, keys in TWO_PHASE.items():
+        made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
+        cut = own(f"{name}-cut", SHORT | keys)
+        made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
+        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
     for name, keys in MIXED.items():
         made.append({"name": name, "kind": "train", "config": own(name, SHORT | keys)})
     mixed = SHORT | {"precision": "16-mixed", "exchange": DELAYED["late-topk"]}
@@ -208,6 +226,10 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
             {"name": "overlap", "kind": "train", "config": own("overlap", CNN_CUT | {"exchange.overlap": True})}
         )
         made.append({"name": "no-overlap", "kind": "train", "config": own("no-overlap", CNN_CUT)})
+        for overlap in (True, False):
+            name = "int8-overlap" if overlap else "int8-no-overlap"
+            keys = SHORT | {"exchange": {"compression": "int8", "overlap": overlap}}
+            made.append({"name": name, "kind": "train", "config": own(name, keys)})
         for name in ("overlap", "no-overlap"):
             changing = CHANGING | {"exchange.overlap": name == "overlap"}
             made.append({"name": f"changing-{name}", "kind": "train", "config": own(f"changing-{name}", changing)})
@@ -236,6 +258,9 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
     made.append({"name": "dropout-rest", "kind": "train", "config": cut, "resume": "last"})
     made.append({"name": "masks", "kind": "masks", "config": own("masks", DROPOUT | {"optim": {"lr": 1e-12}})})
     made += [{"name": name, "kind": "shards", **one} for name, one in shards(framework, size, everything).items()]
+    for traced in (False, True)[: 1 + (framework == "tensorflow")]:
+        name = "two-phase-traced" if traced else "two-phase"
+        made.append({"name": name, "kind": "two_phase", "traced": traced})
     made += [{"name": "verbs", "kind": "verbs"}, {"name": "same_facts", "kind": "same_facts"}]
     if size > 1:
         made += [

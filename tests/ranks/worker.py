@@ -10,6 +10,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import itertools
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 from hvd_train.checkpoint.arrays import broadcast
+from hvd_train.compression import make
 from hvd_train.config import load_config
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.core.evaluation import evaluate
@@ -35,9 +37,11 @@ from hvd_train.jobs import fit
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import build_job
 from hvd_train.launch.environment import rank_settings, world
-from hvd_train.protocol import Placement
+from hvd_train.protocol import Packing, Placement, TensorSpec
 from hvd_train.rank.session import Session
+from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import join_shards, read, training_state
+from tests.numpy_frontend import NumpyOps, run_ranks
 from tests.seconds import counted
 
 SECONDS = 120  # of one case
@@ -178,6 +182,35 @@ def shards(case, module, communicator, folder):
     return {"wrong": wrong, "tensors": len(case["tensors"])}
 
 
+def two_phase(case, module, communicator, folder):
+    """Compressors of two phases over this link against ranks that are threads, bit for bit; returns what was wrong."""
+    wrong, size, rank = [], communicator.size, communicator.rank
+    for name, kind, length in itertools.product(("bf16", "int8", "int4"), ("float32", "float64"), (1, 7, 1001, 4096)):
+        expected = run_ranks(size, lambda c: exchanged(c, NumpyOps(), name, kind, length))[rank]  # noqa: B023
+        found = exchanged(communicator, module.cpu_ops(), name, kind, length, case["traced"])
+        if not all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True)):
+            wrong.append(f"{name} {kind} {length}")
+    return {"wrong": wrong}
+
+
+def exchanged(communicator, ops, name, kind, length, traced=False):
+    """Gradients of some steps as they were decoded, and the last residual."""
+    compressor = make(name, communicator.size, communicator.rank)
+    specs = [TensorSpec(f"{name}.{kind}.{length}", (length,), kind)]
+    exchange = Exchange(specs, Packing(1 << 20, 1 << 20), compressor, communicator, ops, small=0)
+    states, out = [tuple(map(ops.from_numpy, state)) for state in exchange.init_state()], []
+    reduce = exchange.reduce
+    if traced:
+        import tensorflow as tf
+
+        reduce = tf.function(reduce, autograph=False)
+    for step in range(3):
+        gradient = np.random.default_rng([communicator.rank, step]).standard_t(3, length).astype(kind)
+        (decoded,), states = reduce([ops.from_numpy(gradient)], states)
+        out.append(ops.to_numpy(decoded))
+    return [*out, ops.to_numpy(states[0][0])]
+
+
 def unequal(length, size):
     """Parts in the ratio 0 : 1 : 2 : ..., the rest with the last; all of it where there is one rank."""
     shares = [length * k // max(sum(range(size)), 1) for k in range(size)]
@@ -264,6 +297,7 @@ KINDS = {
         adasum,
         verbs,
         shards,
+        two_phase,
         disagree,
         one_fails,
         same_facts,

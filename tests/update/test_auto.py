@@ -43,6 +43,10 @@ class Slow(Threads):
         self._take_time(x)
         return super().allgather_async(x, name)
 
+    def alltoall_async(self, x, sizes, name):
+        self._take_time(x)
+        return super().alltoall_async(x, sizes, name)
+
 
 def chosen(monkeypatch, size, per_byte, per_call=0.0):
     clock = Clock()
@@ -51,7 +55,7 @@ def chosen(monkeypatch, size, per_byte, per_call=0.0):
     def work(communicator):
         link = Slow(communicator, clock, per_byte * (1 + communicator.rank), per_call)  # ranks see different times
         packing = Packing(1 << 20, 1 << 20)
-        return auto.choose(SPECS, packing, lambda n: make(n, size, **OPTIONS.get(n, {})), link, NumpyOps())
+        return auto.choose(SPECS, packing, lambda n: make(n, size, link.rank, **OPTIONS.get(n, {})), link, NumpyOps())
 
     results = run_ranks(size, work)
     assert all(result == results[0] for result in results)
@@ -71,6 +75,12 @@ def test_what_leaves_more_out_must_be_worth_it(monkeypatch):
     assert chosen(monkeypatch, 2, 0.0, 1e-3)[0] == "none"
 
 
+def test_int8_on_a_slow_link_where_what_leaves_out_more_is_no_faster(monkeypatch):
+    monkeypatch.setattr(auto, "CANDIDATES", ("none", "fp16", "int8"))
+    choice, seconds = chosen(monkeypatch, 4, 1e-6)
+    assert choice == "int8" and seconds["int8"] < auto.WORTH * seconds["fp16"] < seconds["none"]
+
+
 def test_one_rank_has_nothing_to_send():
     (result,) = run_ranks(1, lambda c: auto.choose(SPECS, Packing(1, 1), make, c, NumpyOps()))
     assert result == ("none", {})
@@ -85,5 +95,9 @@ def test_gradients_have_the_type_of_the_weights():
             return super().from_numpy(x)
 
     specs = [TensorSpec("w", (100, 100), "float64")]
-    run_ranks(2, lambda c: auto.choose(specs, Packing(1, 1), lambda n: make(n, 2, **OPTIONS.get(n, {})), c, Typed()))
+
+    def work(c):
+        return auto.choose(specs, Packing(1, 1), lambda n: make(n, 2, c.rank, **OPTIONS.get(n, {})), c, Typed())
+
+    run_ranks(2, work)
     assert kinds == {"float64"}

@@ -21,7 +21,7 @@ class ExchangeConfig(Section):
 
     compression: Annotated[str, OneOf([*COMPRESSORS, "auto"])] = Field(
         "none",
-        description="how gradients are compressed; auto: the fastest here of none, fp16, powersgd, topk",
+        description="how gradients are compressed; auto: the fastest here of none, fp16, int8, powersgd, topk",
     )
     ratio: float = Field(0.01, gt=0, le=1, description="topk: share of the entries that travel")
     exact: bool = Field(False, description="topk: sort large buckets too, instead of looking at a sample")

@@ -44,8 +44,8 @@ class TorchOps(EagerControl):
     def take(self, x, indices) -> torch.Tensor:
         return x[indices]
 
-    def concat(self, parts) -> torch.Tensor:
-        return torch.cat(list(parts))
+    def concat(self, parts, axis=0) -> torch.Tensor:
+        return torch.cat(list(parts), axis)
 
     def split(self, x, sizes) -> Sequence[torch.Tensor]:
         return torch.split(x, list(sizes))
@@ -87,8 +87,12 @@ class TorchOps(EagerControl):
     def sum(self, x, axis) -> torch.Tensor:
         return x.sum(axis)
 
-    def max(self, x) -> torch.Tensor:
-        return x.max()
+    def max(self, x, axis=None) -> torch.Tensor:
+        return x.max() if axis is None else x.amax(axis)
+
+    def add_at(self, x, start, part) -> torch.Tensor:
+        x[start : start + len(part)] += part
+        return x
 
     def to_bytes(self, x) -> torch.Tensor:
         return x.view(torch.uint8)

@@ -72,8 +72,8 @@ class TensorFlowOps:
     def take(self, x, indices) -> tf.Tensor:
         return tf.gather(x, indices)
 
-    def concat(self, parts) -> tf.Tensor:
-        return tf.concat(parts, 0)
+    def concat(self, parts, axis=0) -> tf.Tensor:
+        return tf.concat(parts, axis)
 
     def split(self, x, sizes) -> list[tf.Tensor]:
         return tf.split(x, sizes)
@@ -114,8 +114,15 @@ class TensorFlowOps:
     def sum(self, x, axis) -> tf.Tensor:
         return tf.reduce_sum(x, axis)
 
-    def max(self, x) -> tf.Tensor:
-        return tf.reduce_max(x)
+    def max(self, x, axis=None) -> tf.Tensor:
+        return tf.reduce_max(x, axis)
+
+    def add_at(self, x, start, part) -> tf.Tensor:
+        stop = start + part.shape[0]
+        # It works in place where nothing else reads ``x``.
+        return tf.raw_ops.TensorStridedSliceUpdate(
+            input=x, begin=[start], end=[stop], strides=[1], value=x[start:stop] + part
+        )
 
     def to_bytes(self, x) -> tf.Tensor:
         return tf.reshape(tf.bitcast(x, tf.uint8), [-1])

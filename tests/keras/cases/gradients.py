@@ -29,20 +29,27 @@ def compressed():
 
 def residual():
     """What the gradients ask for is applied or waits in a residual: gradients here do not depend on the weights."""
+    return {
+        f"asked {options['compression']}": asked(**options)
+        for options in ({"compression": "topk", "ratio": 0.05}, {"compression": "int4"})
+    }
+
+
+def asked(**options):
     x, _ = digits()
     y = np.sin(np.arange(COUNT * WIDE)).reshape(COUNT, WIDE)
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDE, use_bias=False)])
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDE, use_bias=False, kernel_initializer="zeros")])
     model.compile(SGD(1.0), lambda y, predicted: keras.ops.sum(y * predicted, -1))
-    hk.distribute(model, compression="topk", ratio=0.05)
+    hk.distribute(model, **options)
     fit(model, x, y)
     (weight,) = model.get_weights()
     if hk.size() == 1:
-        return {"asked": weight}
+        return weight
     rank = model.fit.__self__
     states = [keras.ops.convert_to_numpy(v) for state in rank.reduction._states for v in state]
     (left,) = add_up(states, rank.world)
     assert np.abs(left).max() > 0.1, np.abs(left).max()
-    return {"asked": weight - left.reshape(weight.shape)}
+    return weight - left.reshape(weight.shape)
 
 
 def jit_compile():

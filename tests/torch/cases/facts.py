@@ -84,7 +84,7 @@ def thrown_away():
                 model.zero_grad()
         return digest(model)
 
-    kinds = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 2}, "int8": {}}
+    kinds = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 2}, "int8": {}, "int4": {}}
     return {
         name: [train(waste, compression=name, **options) for waste in (None, True, False)]
         for name, options in kinds.items()
@@ -93,12 +93,17 @@ def thrown_away():
 
 def residual_by_hand():
     """A loop that updates weights itself keeps what its compressor leaves out, and a half's residual is its own."""
+    kinds = ({"compression": "topk", "ratio": 0.05}, {"compression": "int4"})
+    return [trained_by_hand(**options) for options in kinds]
+
+
+def trained_by_hand(**options):
     out, batches = [], list(loader())
     for by_hand in (False, True):
         torch.manual_seed(0)
         model = mlp(hidden=WIDE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ht.distribute(model, compression="topk", ratio=0.05)
+        ht.distribute(model, **options)
         for x, y in batches:
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -1,0 +1,91 @@
+"""An exchange in two phases: each rank adds up its part of a bucket, and the sums go to all ranks.
+
+Part j of a bucket belongs to rank j. Q rounds to few bits, and what it takes away stays in a residual e:
+
+    1. q_i = Q(g_i + e_i), of which part j goes to rank j, for every j; e_i <- g_i + e_i - q_i.
+    2. s_j = the sum of part j of q_i over the ranks i; c_j = Q(s_j) goes to all; part j of e_j <- itself + s_j - c_j.
+
+A rank sends 2 (N - 1) / N of an encoded bucket, whatever the number of ranks N is. To gather what all ranks encoded
+would take N - 1 of them. (As in ZeRO++, Wang et al. 2023, and 1-bit Adam, Tang et al. 2021.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_train.protocol import Ops, Rounds, State, Tensor, Wire
+
+
+class TwoPhase:
+    """One exchange of a flat bucket on rank ``rank`` of ``size``; a subclass says what Q is, for blocks of entries.
+
+    Residuals of the sums lie in those of the gradients: a sum's rest joins the gradient of its owner in the next step.
+    A residual of its own for the sums would be as exact to 2 % (4 bits, 2 ranks) and a state of another shape.
+    """
+
+    per_tensor = False
+    entries: int  # of a block, at most
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+
+    def init_state(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+        return (np.zeros(shape, dtype),)
+
+    def encode(self, blocks: Tensor, ops: Ops) -> tuple[tuple[Tensor, ...], Tensor]:
+        """blocks (b, k) -> (flat tensors to send, each of b equal pieces in the blocks' order; Q of them (b, k))."""
+        raise NotImplementedError
+
+    def decode(self, encoded: tuple[Tensor, ...], shape: tuple[int, int], dtype: str, ops: Ops) -> Tensor:
+        """Return Q of the blocks (b, k) = ``shape`` from what ``encode`` gave."""
+        raise NotImplementedError
+
+    def blocks(self, length: int) -> tuple[int, int]:
+        """Return the blocks of a part of a bucket of ``length`` entries, and the entries of a block, an even number."""
+        part = -(-length // self.size)
+        count = -(-part // self.entries)
+        return count, 2 * -(-part // (2 * count))
+
+    def fills_parts(self, length: int) -> bool:
+        """Return whether all parts of such a bucket have equally many entries, with no zeros behind the last ones."""
+        count, entries = self.blocks(length)
+        return self.size * count * entries == length
+
+    def part_rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        """Do the first phase alone: return (this rank's part of the sum as blocks, new state)."""
+        (residual,) = state
+        dtype, (length,) = ops.dtype(gradient), gradient.shape
+        # Sums of 16-bit gradients have 32 bits.
+        wide = "float64" if dtype == "float64" else "float32"
+        total = ops.cast(gradient, wide) + ops.cast(residual, wide)
+        count, entries = self.blocks(length)
+        missing = self.size * count * entries - length
+        padded = ops.concat([total, ops.from_numpy(np.zeros(missing, wide))]) if missing else total
+        encoded, sent = self.encode(ops.reshape(padded, (-1, entries)), ops)
+        received = yield Wire("alltoall", encoded)
+        # What a rank sent to itself has the lengths of what came from each other rank.
+        parts = [ops.split(x, [y.shape[0] // self.size] * self.size) for x, y in zip(received, encoded, strict=True)]
+        # In rank order: the sum must not depend on how it travelled.
+        sums = self.decode(tuple(x[0] for x in parts), (count, entries), wide, ops)
+        for rank in range(1, self.size):
+            sums = sums + self.decode(tuple(x[rank] for x in parts), (count, entries), wide, ops)
+        return sums, (ops.cast(total - self._joined(sent, length, ops), dtype),)
+
+    def rounds(self, gradient: Tensor, state: State, ops: Ops) -> Rounds:
+        dtype, (length,) = ops.dtype(gradient), gradient.shape
+        sums, (residual,) = yield from self.part_rounds(gradient, state, ops)
+        if self.size == 1:  # nobody else needs them
+            return ops.cast(self._joined(sums, length, ops), dtype), (residual,)
+        encoded, sent = self.encode(sums, ops)
+        gathered = yield Wire("gather", encoded)
+        count, entries = self.blocks(length)
+        start = min(self.rank * count * entries, length)
+        stop = min(start + count * entries, length)
+        rest = ops.cast(self._joined(sums - sent, stop - start, ops), dtype)
+        decoded = self.decode(gathered, (self.size * count, entries), ops.dtype(sums), ops)
+        return ops.cast(self._joined(decoded, length, ops), dtype), (ops.add_at(residual, start, rest),)
+
+    def _joined(self, blocks: Tensor, length: int, ops: Ops) -> Tensor:
+        """Return the first ``length`` entries of blocks, flat."""
+        flat = ops.reshape(blocks, (-1,))
+        return flat if flat.shape[0] == length else flat[:length]

@@ -35,7 +35,7 @@ def connected(communicator=None, clip=0.0, momentum=MOMENTUM, compression="none"
         frontend.w[name] = np.linspace(-1, 1, x.size).reshape(x.shape)
 
     def build(over):
-        compressor = make(compression, over.size, **({"ratio": 0.2} if compression == "topk" else {}))
+        compressor = make(compression, over.size, over.rank, **({"ratio": 0.2} if compression == "topk" else {}))
         return Exchange(frontend.specs(), frontend.packing, compressor, over, frontend.ops, Clip(clip), small=0)
 
     return make_update(ExchangeConfig(**options), frontend, build, Serial()), frontend

@@ -25,7 +25,7 @@ def made(communicator, mode="outer", **options):
     rng = np.random.default_rng(7)
     frontend.w = {name: rng.normal(size=x.shape) for name, x in frontend.w.items()}
     o = ExchangeConfig(mode=mode, **options)
-    compressor = make(o.compression, communicator.size, **o.options(o.compression))
+    compressor = make(o.compression, communicator.size, communicator.rank, **o.options(o.compression))
 
     def build(over):
         return Exchange(frontend.specs(), frontend.packing, compressor, over, frontend.ops, small=0)

@@ -192,6 +192,34 @@ class Threads:
     def barrier(self):
         self.world.gather(self.rank, None)
 
+    def window(self, entries, dtype):
+        memories = self.world.gather(self.rank, np.zeros(entries, dtype))
+        return ThreadsWindow(memories, self.world.gather(self.rank, threading.Lock())[0])
+
+
+class ThreadsWindow:
+    """``memories``: of all ranks, under one lock."""
+
+    def __init__(self, memories, lock):
+        self.memories, self.lock = memories, lock
+
+    def read(self, rank, into):
+        with self.lock:
+            into[:] = self.memories[rank]
+
+    def add(self, rank, x):
+        with self.lock:
+            self.memories[rank] += x
+
+    def change(self, rank, to):
+        with self.lock:
+            old = self.memories[rank].copy()
+            self.memories[rank][:] = to(old)
+            return old
+
+    def close(self):
+        pass
+
 
 def run_ranks(size, work):
     """[work(communicator)] of all ranks; the first error ends the others."""

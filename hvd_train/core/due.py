@@ -28,6 +28,16 @@ class StepRules:
         self._log_every = config.log_every_n_steps
         self._check_every = config.agreement_every_n_steps
 
+    def steps_left(self, step: int, most: int) -> int:
+        """Return how many steps follow step number ``step`` up to one that saves or ends the run, ``most`` at most."""
+        every = [self._save_every, self._snapshot_every]
+        spans = [n - step % n for n in every if n]
+        return min([most, *spans, *([self._max_steps - step] if self._max_steps else [])])
+
+    def log(self, step: int) -> bool:
+        """Return whether a line of the log is due after so many steps."""
+        return step % self._log_every == 0
+
     def due(self, step: int, at_end: bool, sync: bool) -> Due:
         """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock."""
         last = at_end or bool(self._max_steps and step >= self._max_steps)

@@ -24,6 +24,7 @@ from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import StopSource
 from hvd_train.core.due import StepRules
 from hvd_train.core.hooks import Epoch, Hook, HookCalls, StepInfo
+from hvd_train.core.pace import Lockstep, Pace, Stretches
 from hvd_train.core.saving import Saver
 from hvd_train.core.step import StepRunner
 from hvd_train.core.stopping import Interruption, StopSync
@@ -70,7 +71,11 @@ class Trainer(Training):
         first = [speed, loss_log, weight_check, *watching]
         self._hooks = HookCalls(first, hooks, [self._sync, EpochLog(), self._saver, interruption])
         self._validation = Validation(self, weight_check, self._sync, interruption)
-        self._steps, self._rules = StepRunner(self), StepRules(config, snapshots=memory is not None)
+        self._steps, rules = StepRunner(self), StepRules(config, snapshots=memory is not None)
+        self._pace: Pace = Lockstep(self, rules, self._sync.turns.due)
+        if not update.lockstep:
+            self._pace = Stretches(self, rules)
+            loss_log.board, self._sync.meet_soon = self._pace.board, self._pace.meet_soon
         self._begun = False  # whether the run folder is written
 
     def restore(self, snapshot: Snapshot | None) -> list[str]:
@@ -103,6 +108,11 @@ class Trainer(Training):
         self._call("on_end", result)
         return result
 
+    def close(self) -> None:
+        """Give back what lies outside this process; on all ranks, when nothing more is trained."""
+        self._pace.close()
+        self.update.close()
+
     def _call(self, event: str, *args: Any) -> None:
         self._hooks.call(event, self, *args)
 
@@ -117,18 +127,19 @@ class Trainer(Training):
         p = self.progress
         started, samples_before = time.perf_counter(), p.seen
         steps_done = -(-p.consumed // self.global_batch)
+        first_step = p.step - steps_done
         if p.ending:
             self._begin()
             self._end_epoch(self.learning_rate(steps_done - 1, p.step - 1), 0.0, 0, self._at_end(steps_done))
             return
         self.stop_source.at("training", p.step)
         self._sync.turns.begin()
-        with closing(self.train_loader.epoch(p.epoch, p.consumed)) as steps:
+        with closing(self._pace.steps()) as steps:
             clock = time.perf_counter()
             for step in steps:
                 rate, sums, counts = self._steps.run(step)
-                steps_done += 1
-                due = self._rules.due(p.step, self._at_end(steps_done), self._sync.turns.due())
+                steps_done = p.step - first_step
+                due = self._pace.due(self._at_end(steps_done))
                 # Where the ranks exchange something, all must have run the same steps.
                 if due.sync or due.check or not self._begun:
                     self.frontend.run_queued()

@@ -49,8 +49,7 @@ class StepRunner:
         rate = training.learning_rate(p.consumed // training.global_batch, p.step)
         # All but the last micro-batch only add up gradients; the last one exchanges them and moves the weights.
         *earlier, last = step.micro_batches
-        rank = training.groups.data.rank
-        seeds = [forward_seed(config.seed, p.step, micro, rank) for micro in range(len(step.micro_batches))]
+        seeds = [forward_seed(config.seed, p.step, micro, step.rank) for micro in range(len(step.micro_batches))]
         placed = frontend.to_device(last)
         if self._skips:
             self._skips.begin()

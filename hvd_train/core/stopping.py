@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hvd_train.core.agreement import collectively
@@ -26,6 +27,7 @@ class StopSync(Hook):
 
     def __init__(self, training: Training, saver: Saver) -> None:
         self._training, self._saver = training, saver
+        self.meet_soon: Callable[[], None] | None = None  # where the ranks do not sync by the clock
         self.turns = ControlSync(training.communicator)  # steps
         self.signal = 0
 
@@ -33,6 +35,8 @@ class StopSync(Hook):
         if info.due.sync:
             # A wish to stop waits for a line of the log: when a run ends must not depend on clocks.
             self._sync_all(trainer.stop_wish if info.due.log else "")
+        elif self.meet_soon and (trainer.stop_wish or self._request()):
+            self.meet_soon()
         # Before a checkpoint of this step, which holds it.
         trainer.progress.ending = info.due.last or trainer.progress.stopped
 

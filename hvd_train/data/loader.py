@@ -27,11 +27,15 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: this rank's micro-batches, the samples of all ranks, and the place in the epoch after it."""
+    """One optimizer step: a rank's micro-batches, the samples of all ranks, and the place in the epoch after it.
+
+    ``rank``: the one whose part of the global batch it is.
+    """
 
     micro_batches: tuple[Batch, ...]
     count: int
     consumed: int
+    rank: int = 0
 
 
 class Loader:
@@ -67,12 +71,31 @@ class Loader:
         # The first part is the longest: ceil(ceil(B / accumulate) / size).
         self.length = share(share(global_batch, accumulate, 0)[1], size, 0)[1]
         self.steps_per_epoch = steps(len(source), 0, global_batch)
+        self._chunk: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))  # of ``_permuted``, the last
 
     def epoch(self, epoch: int, consumed: int = 0) -> Generator[Step, None, None]:
         """Yield the steps of an epoch of which ``consumed`` samples are used already; close it to leave early."""
         if not 0 <= consumed <= len(self.source):
             raise ValueError(f"{consumed} samples consumed of {len(self.source)}")
         return self._made(self._steps(epoch, consumed))
+
+    def part(self, epoch: int, start: int, rank: int) -> Step:
+        """Fetch ``rank``'s part of the global batch that begins at ``start``; any rank may ask, in any thread."""
+        stop = min(start + self.global_batch, len(self.source))
+        low, indices = self._permuted(epoch, start, stop)
+        parts = [indices[self._micro(start, stop, k, rank) - low] for k in range(self.accumulate)]
+        return self._step(parts, epoch, stop - start, stop, rank)
+
+    def _permuted(self, epoch: int, start: int, stop: int) -> tuple[int, np.ndarray]:
+        """Return a place in the epoch and the samples from there on, [start, stop) among them."""
+        known, low, indices = self._chunk
+        if known != epoch or start < low or stop > low + len(indices):
+            together = max(1, CHUNK // self.global_batch) * self.global_batch
+            low, indices = start, np.arange(start, min(start + together, len(self.source)))
+            if not getattr(self.source, "ordered", False):
+                indices = permute(indices, len(self.source), self.seed, epoch)
+            self._chunk = epoch, low, indices
+        return low, indices
 
     def evaluation(self) -> Generator[Batch, None, None]:
         """Yield every sample of the source on exactly one rank, in order, ``length`` rows a batch.
@@ -92,31 +115,32 @@ class Loader:
         for chunk in range(consumed, n, each * batch):
             # (start, stop) of each global batch of the chunk, in order positions.
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
-            local = [self._micro(start, stop, k) for start, stop in bounds for k in range(self.accumulate)]
+            local = [self._micro(*pair, k, self.rank) for pair in bounds for k in range(self.accumulate)]
             ends = np.cumsum([len(positions) for positions in local])
             places = np.concatenate(local)
             if not getattr(self.source, "ordered", False):  # the order of a stream is its user's
                 places = permute(places, n, self.seed, epoch)
             indices = iter(np.split(places, ends))
             for start, stop in bounds:
-                yield partial(self._step, [*itertools.islice(indices, self.accumulate)], epoch, stop - start, stop)
+                parts = [*itertools.islice(indices, self.accumulate)]
+                yield partial(self._step, parts, epoch, stop - start, stop, self.rank)
 
-    def _step(self, parts: list[np.ndarray], epoch: int, count: int, consumed: int) -> Step:
-        return Step(tuple(self._batch(part, epoch) for part in parts), count, consumed)
+    def _step(self, parts: list[np.ndarray], epoch: int, count: int, consumed: int, rank: int) -> Step:
+        return Step(tuple(self._batch(part, epoch) for part in parts), count, consumed, rank)
 
-    def _micro(self, start: int, stop: int, number: int) -> np.ndarray:
-        """Return this rank's positions of a micro-batch of the global batch [start, stop)."""
+    def _micro(self, start: int, stop: int, number: int, rank: int) -> np.ndarray:
+        """Return a rank's positions of a micro-batch of the global batch [start, stop)."""
         a, b = share(stop - start, self.accumulate, number)
-        return self._local(start + a, start + b)
+        return self._local(start + a, start + b, rank)
 
     def _evaluation(self) -> Iterator[Callable[[], Batch]]:
         n, together = len(self.source), self.length * self.size
         for start in range(0, n, together):
-            yield partial(self._batch, self._local(start, min(start + together, n)))
+            yield partial(self._batch, self._local(start, min(start + together, n), self.rank))
 
-    def _local(self, start: int, stop: int) -> np.ndarray:
-        """Return this rank's positions of [start, stop)."""
-        a, b = share(stop - start, self.size, self.rank)
+    def _local(self, start: int, stop: int, rank: int) -> np.ndarray:
+        """Return a rank's positions of [start, stop)."""
+        a, b = share(stop - start, self.size, rank)
         return np.arange(start + a, start + b)
 
     def _batch(self, indices: np.ndarray, epoch: int | None = None) -> Batch:

@@ -25,6 +25,7 @@ from hvd_train.errors import (
     LostRankError,
     TrainError,
 )
+from hvd_train.frontends.mpi import MpiWindow, mpi_world
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.foreign import ALONE
@@ -207,6 +208,9 @@ class HorovodCommunicator(ABC):
 
     def barrier(self) -> None:
         self.allgather_bytes(b"", "barrier")
+
+    def window(self, entries: int, dtype: str) -> MpiWindow:
+        return MpiWindow(self.part or mpi_world(world()), entries, dtype)
 
 
 def _ended_transfers(error: BaseException | None) -> bool:

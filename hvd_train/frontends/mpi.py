@@ -1,9 +1,10 @@
-"""mpi4py's world, for what Horovod has no verbs for: objects, parts of the world, a counter."""
+"""mpi4py's world, for what Horovod has no verbs for: objects, parts of the world, one-sided memory."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -71,3 +72,55 @@ class Counter:
 
     def close(self) -> None:
         self._window.Free()
+
+
+class MpiWindow:
+    """``entries`` numbers of this rank, zeros at first, that all ranks of ``mpi`` read and change one-sidedly."""
+
+    def __init__(self, mpi: Any, entries: int, dtype: str) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._dtype = MPI, np.dtype(dtype)
+        # Horovod's thread is within MPI at the same time.
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise _no_windows("it is not thread-safe (MPI_THREAD_MULTIPLE)")
+        try:
+            window = MPI.Win.Allocate(entries * self._dtype.itemsize, self._dtype.itemsize, comm=mpi)
+        except (MPI.Exception, NotImplementedError) as error:
+            raise _no_windows(str(error).splitlines()[0]) from error
+        self._window, self._lengths = window, mpi.allgather(entries)
+        if entries:
+            window.Lock(mpi.rank)
+            memory: Any = window.tomemory()
+            np.frombuffer(memory, self._dtype)[:entries] = 0
+            window.Unlock(mpi.rank)
+        mpi.Barrier()
+
+    def read(self, rank: int, into: np.ndarray) -> None:
+        # Not Get: that may see half of an entry that Accumulate writes.
+        self._window.Lock(rank, self._mpi.LOCK_SHARED)
+        kind = self._mpi.Datatype.fromcode(into.dtype.char)
+        self._window.Get_accumulate([into, 0, kind], into, rank, [0, len(into), kind], self._mpi.NO_OP)
+        self._window.Unlock(rank)
+
+    def add(self, rank: int, x: np.ndarray) -> None:
+        self._window.Lock(rank, self._mpi.LOCK_SHARED)
+        self._window.Accumulate(x, rank, op=self._mpi.SUM)
+        self._window.Unlock(rank)
+
+    def change(self, rank: int, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        old = np.empty(self._lengths[rank], self._dtype)
+        self._window.Lock(rank)
+        self._window.Get(old, rank)
+        self._window.Flush(rank)
+        self._window.Put(np.ascontiguousarray(to(old), self._dtype), rank)
+        self._window.Unlock(rank)
+        return old
+
+    def close(self) -> None:
+        self._window.Free()
+
+
+def _no_windows(reason: str) -> ConfigError:
+    fix = "start with the mpirun of scripts/setup, or set another exchange.mode"
+    return ConfigError(f"this MPI gives no memory that other ranks read and change: {reason}", fix=fix, common=True)

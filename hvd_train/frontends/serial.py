@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from hvd_train.protocol import Tensor
+
+
+class LocalWindow:
+    """Memory that this rank alone reads and changes."""
+
+    def __init__(self, entries: int, dtype: str) -> None:
+        self._memory = np.zeros(entries, dtype)
+
+    def read(self, rank: int, into: np.ndarray) -> None:
+        into[:] = self._memory
+
+    def add(self, rank: int, x: np.ndarray) -> None:
+        self._memory += x
+
+    def change(self, rank: int, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        old = self._memory.copy()
+        self._memory[:] = to(old)
+        return old
+
+    def close(self) -> None:
+        pass
 
 
 class Serial:
@@ -48,6 +71,9 @@ class Serial:
 
     def barrier(self) -> None:
         pass
+
+    def window(self, entries: int, dtype: str) -> LocalWindow:
+        return LocalWindow(entries, dtype)
 
     def failure(self, error: BaseException | None = None) -> None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from hvd_train.compression import make
+from hvd_train.config.modes import MODES
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
@@ -28,6 +29,11 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
 
     if options.op == "adasum":
         _check_adasum(groups.data)
+    if not MODES[options.mode].lockstep and groups.data.size > 1 and not groups.data.mpi:
+        # Gloo's ranks meet in each transfer; MPI reads and changes the memory of a rank that computes.
+        what = "ranks that do not wait for one another need MPI, and this world was started with Gloo"
+        fix = "start with mpirun, or set exchange.mode: local_sgd"
+        raise ConfigError(what, where=f"exchange.mode: {options.mode}", fix=fix, common=True)
     # Measured on the real buckets and links of this job, before the update is built with the result.
     if compression == "auto":
         compression, seconds = auto.choose(specs, frontend.packing, compressor, groups.data, frontend.ops)

@@ -130,6 +130,7 @@ def train(
         collectively(communicator, lambda: log.close(trainer.progress.step))
         raise
     collectively(communicator, lambda: log.summary(summary))
+    trainer.close()
     if communicator.rank == 0:
         log.message(messages.end(summary, config))
     log.close()

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from hvd_train.errors import TrainError
 from hvd_train.protocol.tensors import Handle, Tensor
+
+
+class Window(Protocol):
+    """Memory of each rank, flat and of one type, that all ranks read and change. The rank that has it takes no part."""
+
+    def read(self, rank: int, into: np.ndarray) -> None:
+        """Copy what ``rank`` has. Other ranks may add to it meanwhile: each entry is from before or after that."""
+
+    def add(self, rank: int, x: np.ndarray) -> None:
+        """Add ``x`` to what ``rank`` has; no entry of what other ranks add meanwhile is lost."""
+
+    def change(self, rank: int, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Replace what ``rank`` has by ``to`` of it, and return what it was; no other ``change`` is between."""
+
+    def close(self) -> None:
+        """Give the memory back; on all ranks together."""
 
 
 class Communicator(Protocol):
@@ -62,6 +80,9 @@ class Communicator(Protocol):
         """Give rank k the k-th of rank 0's ``parts``; those of other ranks are not looked at."""
 
     def barrier(self) -> None: ...
+
+    def window(self, entries: int, dtype: str) -> Window:
+        """Open ``entries`` zeros on this rank to all ranks, which all call it; without MPI only in a world of one."""
 
     def failure(self, error: BaseException | None = None) -> TrainError | None:
         """Return the failure that ended the transfers of this rank, if any.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,6 +115,9 @@ class FrontEnd(Protocol):
         """Copy what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.
 
         ``into``: an earlier one, whose memory is taken for it."""
+
+    def views(self) -> Iterable[tuple[str, Callable[[], np.ndarray]]]:
+        """(name, what reads it) of each array of ``state``, not copied where that can be helped."""
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Take a tree of ``state``; tensors that are not in it stay as they are."""

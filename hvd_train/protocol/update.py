@@ -181,6 +181,8 @@ class Update(Protocol):
     # A rank's gradient is the mean over its samples, not its part of the global mean.
     local_gradients: bool
     delay: int  # steps for which a gradient that was handed in keeps its memory, as it is applied later
+    # All ranks take each step together. Else no rank waits for another while an epoch is trained (core/pace.py).
+    lockstep: bool
 
     @property
     def buckets(self) -> Sequence[Sequence[int]]: ...
@@ -213,6 +215,12 @@ class Update(Protocol):
 
     def take_local_weights(self) -> None:
         """Give each rank's model the weights that it had before ``take_global_weights``, bit for bit."""
+
+    def note(self) -> str:
+        """Return what to tell rank 0's user after an epoch; empty: nothing."""
+
+    def close(self) -> None:
+        """Give back what the update has outside this process, when training has ended; on all ranks alike."""
 
     # For checkpoints.
     def settle(self) -> None:

@@ -21,6 +21,7 @@ class Replicated:
 
     diverged = False
     delay = 0
+    lockstep = True
 
     def __init__(self, frontend: FrontEnd, exchange: Exchange, local_gradients: bool = False) -> None:
         self.frontend, self.exchange, self.local_gradients = frontend, exchange, local_gradients
@@ -92,6 +93,12 @@ class Replicated:
 
     def settle(self) -> None:
         """Nothing travels between steps."""
+
+    def note(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing lies outside this process."""
 
     def state(self) -> list[Entry]:
         """List slots and residuals; what an entry reads is copied by nobody but the reader."""

@@ -121,6 +121,8 @@ def test_every_key_is_explained():
         ("exchange.local_steps=4", ["belongs to mode: local_sgd, not allreduce"]),
         ("exchange.delay=2", ["belongs to mode: delayed, not allreduce"]),
         ("exchange.compensation=0.1", ["belongs to mode: delayed, not allreduce"]),
+        ("exchange.async_steps=4", ["belongs to mode: async, not allreduce"]),
+        ("exchange.async_pull=1.5", ["<= 1"]),
         ("exchange.compression_error_every_n_steps=4", ["needs a compression"]),
         ("exchange.overlap=maybe", ["exchange.overlap", "'auto'"]),
         ("run_dir=' '", ["run_dir", "empty"]),
@@ -162,6 +164,9 @@ def test_combinations():
     assert "exchange.op: adasum goes with" in line
     (line,) = lines("exchange.op=adasum", "exchange.mode=local_sgd")
     assert "exchange.op: adasum goes with" in line
+    (line,) = lines("exchange.mode=async", "sync_batchnorm=true")
+    assert "sync_batchnorm: needs ranks that take each step together" in line
+    assert len(lines("exchange.mode=async", "on_nonfinite=skip", "precision=16-mixed")) == 2
     (line,) = lines("device=cpu", "devices=[0]")
     assert "devices" in line
 

@@ -140,10 +140,25 @@ class Config(Section):
             problems.append(("optim.sharded", f"{what} with exchange.mode: {self.exchange.mode}"))
         if self.optim.sharded and self.exchange.op == "adasum":
             problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
+        mode = MODES[self.exchange.mode]
+        if not mode.lockstep:
+            problems += self._needs_lockstep()
+        if mode.note:
+            self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))
         raise_problems(problems)
         return self
+
+    def _needs_lockstep(self) -> list[tuple[str, str]]:
+        """Return the keys that make ranks wait for one another within an epoch, where the mode lets none wait."""
+        keys = {
+            "sync_batchnorm": self.sync_batchnorm,
+            "on_nonfinite": self.on_nonfinite != "stop",
+            "precision": self.precision == "16-mixed",
+        }
+        why = f"needs ranks that take each step together, and with exchange.mode: {self.exchange.mode} none waits"
+        return [(key, why) for key, needed in keys.items() if needed]
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:

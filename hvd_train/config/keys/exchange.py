@@ -32,7 +32,7 @@ class ExchangeConfig(Section):
     )
     mode: Annotated[str, OneOf(MODES)] = Field(
         ALLREDUCE,
-        description="join gradients (allreduce, delayed), weights (partial, local_sgd), changes (outer, streaming)",
+        description="how ranks are joined: by gradients or weights, in each step, later, rarely, or without waiting",
     )
     delay: Count = Field(1, description="delayed: steps after which a gradient is applied; 0: at once")
     compensation: float = Field(
@@ -57,6 +57,10 @@ class ExchangeConfig(Section):
     fragments: Positive = Field(3, description="streaming: parts of the weights, each with outer steps of its own")
     stream_delay: Count = Field(1, description="streaming: steps that a part has to travel before the weights take it")
     mix: float = Field(0.5, ge=0, le=1, description="streaming: share of a rank's own weights when it takes a part")
+    async_steps: Positive = Field(10, description="async: steps of a rank between two meetings with the centre")
+    async_pull: float = Field(
+        0.9, gt=0, le=1, description="async: share of their distance by which N ranks and the centre approach (EASGD)"
+    )
     overlap: Literal["auto"] | bool = Field(
         "auto",
         description="exchange during backward; auto: on GPUs, over networks and with spare cores",

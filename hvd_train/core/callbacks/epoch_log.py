@@ -21,3 +21,5 @@ class EpochLog(Hook):
             seconds=epoch.seconds,
             note=log_straggler(trainer, epoch.number),
         )
+        if note := trainer.update.note():
+            trainer.log.message(note)

@@ -10,6 +10,7 @@ import numpy as np
 from hvd_train.core.agreement import NONFINITE_FIX
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.mean import ordered_sum
+from hvd_train.core.pace import Board
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 from hvd_train.task.task import Task
@@ -20,10 +21,12 @@ class LossLog(Hook):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self.board: Board | None = None  # where ranks do not wait for one another
         # This rank's sums of each step since the last line, left on the device: to read one waits for its step.
         self.pending: list[Any] = []
         # (losses,) or (0,): this rank's samples since the last line, by which each loss is divided.
         self._counts = np.zeros(len(task.objectives) if task.weighted_by_data else 0)
+        self._left = np.zeros(task.length + len(self._counts))  # this rank's, left on the board since the ranks met
 
     def local(self, trainer: Training) -> np.ndarray:
         """Return this rank's sums since the last line, added in the order of the steps, and its counts: (n,) float64.
@@ -60,16 +63,31 @@ class LossLog(Hook):
         if not info.due.log:
             return
         local = self.local(trainer)
-        self.pending.clear()
+        self.discard()
+        if self.board and not info.due.sync:
+            self._check_finite(trainer, local, common=False)
+            self._left += local
+            self.board.leave(local)
+            self._write(trainer, info, self.board.take())
+            return
         task = self._task
-        sums = ordered_sum(local, trainer.groups.data)
+        sums = ordered_sum(local + self._left, trainer.groups.data)
         if task.weighted_by_data:
             task.check(sums, sums[task.length :])
-            self._counts, sums = np.zeros(len(task.objectives)), sums[: task.length]
-        result = task.results(sums)
+        self._check_finite(trainer, sums, common=True)
+        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums[: task.length])]
+        if self.board:
+            sums = sums - ordered_sum(self._left, trainer.groups.data) + self.board.take()
+            self._left[:] = 0
+        self._write(trainer, info, sums)
+
+    def _check_finite(self, trainer: Training, sums: np.ndarray, common: bool) -> None:
+        result, p = self._task.results(sums[: self._task.length]), trainer.progress
         if result["samples"] and not math.isfinite(result["loss"]):
-            where = f"epoch {p.epoch + 1}, up to step {p.step}"
-            raise NonFiniteError(f"the training loss is {result['loss']}", where=where, fix=NONFINITE_FIX, common=True)
-        p.epoch_sums = [float(x) for x in np.add(p.epoch_sums or 0.0, sums)]
+            what, where = f"the training loss is {result['loss']}", f"epoch {p.epoch + 1}, up to step {p.step}"
+            raise NonFiniteError(what, where=where, fix=NONFINITE_FIX, common=common)
+
+    def _write(self, trainer: Training, info: StepInfo, sums: np.ndarray) -> None:
+        p, result = trainer.progress, self._task.results(sums[: self._task.length])
         if result["samples"]:  # else all steps were left out
             trainer.log.train(p.epoch, p.step, result, info.learning_rate, trainer.samples_per_second())

@@ -1,0 +1,177 @@
+"""The pace of the ranks within an epoch: all take each step together, or each one goes as fast as it can."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from hvd_train.core.due import Due, StepRules
+from hvd_train.core.training import Training
+from hvd_train.data.loader import Step
+
+# The counter of a stretch holds its length in steps times this, plus the number of parts that are taken.
+LENGTH = 1 << 32
+
+
+class Board(Protocol):
+    """Sums that ranks leave for rank 0's line of the log, without waiting for one another."""
+
+    def leave(self, sums: np.ndarray) -> None: ...
+
+    def take(self) -> np.ndarray:
+        """Return what was left since the last call; zeros on other ranks than 0."""
+
+
+class Pace(Protocol):
+    """The steps of an epoch on this rank, and what follows each."""
+
+    board: Board | None
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Yield this rank's steps of what is left of the epoch, until it is closed."""
+
+    def due(self, at_end: bool) -> Due:
+        """Return what follows the step just made; ``at_end``: of the epoch."""
+
+    def meet_soon(self) -> None:
+        """Ask all ranks to meet after few more steps. Called by one rank alone, where it may be told at any step."""
+
+    def close(self) -> None: ...
+
+
+class Lockstep:
+    """All ranks take each step together. They sync by the clock, so nobody has to ask for it."""
+
+    board: Board | None = None
+
+    def __init__(self, training: Training, rules: StepRules, sync_due: Callable[[], bool]) -> None:
+        self._training, self._rules, self._sync_due = training, rules, sync_due
+
+    def steps(self) -> Generator[Step, None, None]:
+        p = self._training.progress
+        return self._training.train_loader.epoch(p.epoch, p.consumed)
+
+    def due(self, at_end: bool) -> Due:
+        return self._rules.due(self._training.progress.step, at_end, self._sync_due())
+
+    def meet_soon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SharedBoard:
+    """A board in a window of rank 0; ``length``: of the sums."""
+
+    def __init__(self, training: Training, length: int) -> None:
+        self._first = training.groups.data.rank == 0
+        self._window = training.groups.data.window(length if self._first else 0, "float64")
+        self._zeros = np.zeros(length)
+        self.close = self._window.close
+
+    def leave(self, sums: np.ndarray) -> None:
+        self._window.add(0, sums)
+
+    def take(self) -> np.ndarray:
+        return self._window.change(0, lambda _: self._zeros) if self._first else self._zeros
+
+
+class Stretches:
+    """No rank waits for another within a stretch of steps, at whose end all meet.
+
+    A stretch is some global batches long, and each is cut into the parts that the ranks would have in lockstep. A rank
+    that is free takes the next part, by a counter in a window of rank 0. So a slow rank takes fewer, and each sample
+    is used once. The parts that were taken are always the first ones: when the ranks meet, the place in the epoch is
+    one number, as in lockstep, and all that is done there (logs, checkpoints, signals) is done as in lockstep.
+
+    A stretch ends where the configuration saves or the epoch ends, or sooner where a rank asks for it.
+    """
+
+    def __init__(self, training: Training, rules: StepRules) -> None:
+        self._training, self._rules, ranks = training, rules, training.groups.data
+        self.board: Board | None
+        task = training.frontend.task
+        self._board = self.board = SharedBoard(training, task.length + len(task.objectives) * task.weighted_by_data)
+        self._counter = ranks.window(int(ranks.rank == 0), "int64")
+        self._met, self._asked, self._parts = True, False, 0
+        self._begun = False
+
+    def steps(self) -> Generator[Step, None, None]:
+        training = self._training
+        workers = training.config.data.workers
+        with ThreadPoolExecutor(workers, "prefetch") as pool:
+            while training.progress.consumed < training.train_size:
+                yield from self._stretch(pool, workers)
+
+    def due(self, at_end: bool) -> Due:
+        if self._met:
+            return self._rules.due(self._training.progress.step, at_end, sync=True)._replace(log=True)
+        return Due(False, False, False, log=self._rules.log(self._parts), check=False, sync=False)
+
+    def meet_soon(self) -> None:
+        """Cut the stretch off after the global batch of which a part was taken last."""
+        if self._asked or self._met:
+            return
+        self._asked = True
+        ranks = self._training.groups.data.size
+
+        def shortened(old: np.ndarray) -> np.ndarray:
+            length, taken = divmod(int(old[0]), LENGTH)
+            return np.array([min(length, -(-taken // ranks)) * LENGTH + taken])
+
+        self._counter.change(0, shortened)
+
+    def close(self) -> None:
+        self._counter.close()
+        self._board.close()
+
+    def _length(self) -> int:
+        """Return the length of the next stretch in steps, as long as nobody shortens it."""
+        training, p = self._training, self._training.progress
+        done = -(-p.consumed // training.global_batch)
+        left = -(-(training.train_size - p.consumed) // training.global_batch)
+        # After the first step the run folder is written, where all ranks meet.
+        most = min(left, training.limit - done) if self._begun else 1
+        self._begun = True
+        return self._rules.steps_left(p.step, most)
+
+    def _stretch(self, pool: ThreadPoolExecutor, fetched: int) -> Generator[Step, None, None]:
+        """Yield this rank's steps of one stretch; ``fetched``: parts that are fetched ahead."""
+        training, p, ranks = self._training, self._training.progress, self._training.groups.data
+        first_step, first, batch = p.step, p.consumed, training.global_batch
+
+        def fetch(number: int) -> tuple[int, Future[Step]]:
+            step, part = divmod(number, ranks.size)
+            return number, pool.submit(training.train_loader.part, p.epoch, first + step * batch, part)
+
+        length = self._length()
+        if ranks.rank == 0:
+            self._counter.change(0, lambda _: np.array([length * LENGTH + ranks.size]))
+        ranks.barrier()
+        self._asked, seen, more = False, first, True
+        # The first part of each rank is its own, so that every rank has a step after which it meets the others.
+        parts = deque([fetch(ranks.rank)])
+        while parts:
+            # One taken ahead at least: a rank must know which of its steps is the last.
+            while more and len(parts) <= fetched:
+                length, number = divmod(int(self._counter.change(0, lambda old: old + 1)[0]), LENGTH)
+                more = number < length * ranks.size
+                if more:
+                    parts.append(fetch(number))
+            taken, part = parts.popleft()
+            self._met = not parts
+            # Where the ranks meet they are at the same step, whoever took which part.
+            at = length - 1 if self._met else taken // ranks.size
+            p.step, p.consumed = first_step + at, first + at * batch
+            end = min(first + (at + 1) * batch, training.train_size)
+            here = end if self._met else min(first + (taken + 1) * batch // ranks.size, end)
+            self._parts += 1
+            # What all ranks together took since this one's last step, so that each counts all samples.
+            yield replace(part.result(), count=here - seen, consumed=end)
+            seen = here

@@ -1,0 +1,91 @@
+"""Weights in common that lie in windows of some ranks: each rank joins its weights with them when it likes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hvd_train.protocol import Exchange, FrontEnd, Placement, TensorSpec
+from hvd_train.update.averaging import Averaging
+from hvd_train.update.state import weight_names, weights
+
+
+class Central(Averaging):
+    """Ranks train apart and join their weights with the centre, which is what the training stands for.
+
+    No rank takes part in what another one does. A checkpoint holds the centre as the weights, and each rank's weights
+    and slots beside it.
+    """
+
+    lockstep = False
+
+    def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
+        super().__init__(frontend, exchange)
+        specs, self._ranks = frontend.specs(), frontend.groups.data
+        self._ends = np.cumsum([0, *(spec.size for spec in specs)])
+        readers = dict(frontend.views())
+        self._shapes = [readers[name]().shape for name in weight_names(frontend)]
+        kind = np.result_type(*(spec.dtype for spec in specs))
+        # This rank's weights, one after the other, when they were read or written last.
+        self._flat = np.empty(self._ends[-1], kind)
+        bounds = np.cumsum([0, *self._shares(int(self._ends[-1]), self._ranks.size)])
+        # (rank, its part of the flat weights) of the ranks that have one.
+        self._places = [(k, slice(*bounds[k : k + 2])) for k in range(self._ranks.size) if bounds[k] < bounds[k + 1]]
+        self._window = self._ranks.window(int(np.diff(bounds)[self._ranks.rank]), kind.name)
+        self._steps = 0  # of this rank
+
+    @abstractmethod
+    def _shares(self, entries: int, ranks: int) -> Sequence[int]:
+        """Return how many entries of the centre lie on each rank."""
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Join this rank's weights in ``_flat`` with the centre."""
+
+    def after_step(self, step: int, samples: int) -> None:
+        self._steps += 1
+        if self.due(self.frontend.specs(), self._steps):
+            self._read()
+            self._join()
+            self._write()
+
+    def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:
+        """Return the names of all weights where they are joined after this rank's ``step``-th step."""
+        return [spec.name for spec in specs]
+
+    def take_global_weights(self) -> None:
+        self._local = weights(self.frontend)
+        self._ranks.barrier()  # else another rank's weights could still be joined
+        for rank, place in self._places:
+            self._window.read(rank, self._flat[place])
+        self._write()
+        self.diverged = False
+        self._ranks.barrier()  # else another rank could train on before this one has read all
+
+    def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
+        # All ranks have the global weights at this moment; their own come with what is theirs alone.
+        if placement is Placement.PER_RANK:
+            self._read()
+            for rank, place in self._places:
+                if rank == self._ranks.rank:
+                    self._window.change(rank, lambda _, place=place: self._flat[place])  # type: ignore[misc]
+            self._ranks.barrier()
+        super().load(tree, placement)
+        self.diverged = True
+
+    def close(self) -> None:
+        self._window.close()
+
+    def _read(self) -> None:
+        readers = dict(self.frontend.views())
+        for name, part, shape in zip(weight_names(self.frontend), self._parts(), self._shapes, strict=True):
+            np.copyto(part.reshape(shape), readers[name]())
+
+    def _write(self) -> None:
+        parts = zip(weight_names(self.frontend), self._parts(), self._shapes, strict=True)
+        self.frontend.load({name: part.reshape(shape) for name, part, shape in parts})
+
+    def _parts(self) -> list[np.ndarray]:
+        return np.split(self._flat, self._ends[1:-1])

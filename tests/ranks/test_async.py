@@ -1,0 +1,82 @@
+"""Ranks that do not wait for one another, as real processes: slow, stopped, killed, gone on with, refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hvd_train.launch.start import environment
+from tests.ranks.job import BIN, FRAMEWORKS, ROOT, SECONDS, Job, lines_of, settings, summary
+
+MODE, EPOCHS, STEPS, SAMPLES = "exchange.mode=async", 25, 29, 1438
+LONG = [MODE, "optim.lr=0.05", f"max_epochs={EPOCHS}", "checkpoint.save_top_k=0"]
+
+
+def ended(folder, epochs=EPOCHS):
+    """The run is whole: each step and sample, and the model has learned."""
+    whole = summary(folder)
+    assert (whole["steps"], whole["train_samples"]) == (epochs * STEPS, epochs * SAMPLES)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for epoch in range(1, epochs + 1):
+        taken = [row["samples"] for row in rows if row["event"] == "train" and row["epoch"] == epoch]
+        assert sum(taken) == SAMPLES, f"the lines of epoch {epoch}"
+    return whole["val_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_windows_of_mpi(size):
+    line = [BIN / "mpirun", "--oversubscribe", "-np", size, sys.executable, "-m", "tests.ranks.windows"]
+    found = subprocess.run(
+        [*map(str, line)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "ok\n"), found.stderr
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_signal_saves_and_the_run_goes_on(tmp_path, framework):
+    """On the rank that is slow: all meet where the parts that were taken end."""
+    cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
+    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="step:1:40:delay")
+    job.wait_for(lambda: lines_of(cut) >= 60)
+    job.ranks()[1].send_signal(signal.SIGTERM)
+    code, out, err = job.end()
+    assert code == 75 and out.count("stopped by SIG") == 1 and "Traceback" not in err, err
+    saved = int(sorted((cut / "checkpoints").glob("step-*"))[-1].name[5:])
+    assert saved == json.loads((cut / "metrics.jsonl").read_text().splitlines()[-1])["step"] < EPOCHS * STEPS
+    code, out, err = Job("mpirun", tmp_path, *settings(cut, *sets), "--resume", "auto").end()
+    assert code == 0 and f"resumed at step {saved}:" in out, err
+    assert ended(cut)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_rank_that_is_killed_is_told_and_the_run_goes_on(tmp_path, framework):
+    """Once by a restart, and then on other ranks."""
+    cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG, "checkpoint.every_n_steps=10"]
+    job = Job("-np", tmp_path, *settings(cut, *sets))
+    job.wait_for(lambda: lines_of(cut) >= 60)
+    job.ranks()[1].send_signal(signal.SIGKILL)
+    code, _, err = job.end()
+    assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in ") and err.count("\n") == 1, err
+    line = ["-np", "3"] if framework == "pytorch" else []
+    code, out, err = Job("-np", tmp_path, *settings(cut, *sets), *line, "--resume", "auto").end()
+    assert code == 0 and "resumed at step" in out, err
+    assert ended(cut)
+
+
+def test_gloo_is_refused_and_the_cure_works(tmp_path):
+    sets = settings(tmp_path / "run", MODE, "max_epochs=8")
+    code, _, err = Job("horovodrun --gloo", tmp_path, *sets).end()
+    assert code != 0 and err.count("need MPI, and this world was started with Gloo; exchange.mode: async; start") == 1
+    code, _, err = Job("mpirun", tmp_path, *sets).end()
+    assert code == 0 and ended(tmp_path / "run", 8), err
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_one_rank_needs_no_mpi(tmp_path, framework):
+    sets = settings(tmp_path / "run", MODE, "max_epochs=6", f"framework={framework}")
+    code, _, err = Job("-np", tmp_path, *sets, "-np", "1").end()
+    assert code == 0 and ended(tmp_path / "run", 6), err

@@ -14,8 +14,8 @@ class Row:
     ``made_by``: the file in ``hvd_train/update``, and the class in it. ``options``: the keys of ``exchange`` that are
     its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
     whether N ranks train as one rank does. ``deltas``: whether changes of weights travel as gradients do, through an
-    exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each step together; else none waits for
-    another within an epoch, which needs MPI. ``note``: for whoever chose it.
+    exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each
+    step together; else none waits for another within an epoch, which needs MPI. ``note``: for whoever chose it.
     """
 
     made_by: str

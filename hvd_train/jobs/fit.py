@@ -128,6 +128,7 @@ def train(
     except Interrupted as error:
         log.message(str(error))
         collectively(communicator, lambda: log.close(trainer.progress.step))
+        trainer.close()
         raise
     collectively(communicator, lambda: log.summary(summary))
     trainer.close()

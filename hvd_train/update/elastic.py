@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_train.data.order import share
 from hvd_train.protocol import Exchange, FrontEnd, TensorSpec
 from hvd_train.update.central import Central
 
@@ -27,8 +26,7 @@ class Elastic(Central):
         self._centre = np.empty_like(self._flat[: max(place.stop - place.start for _, place in self._places)])
 
     def _shares(self, entries: int, ranks: int) -> list[int]:
-        bounds = [share(entries, ranks, rank) for rank in range(ranks)]
-        return [stop - start for start, stop in bounds]
+        return [(entries + rank) // ranks for rank in range(ranks)]
 
     def _holds_part(self) -> bool:
         return any(rank == self._ranks.rank for rank, _ in self._places)

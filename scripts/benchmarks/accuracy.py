@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict] = {
     "topk 1 %": {"compression": "topk", "ratio": 0.01},
     "threshold 0.001": {"compression": "threshold", "threshold": 0.001},
     "powersgd rank 4": {"compression": "powersgd", "rank": 4},
+    "delayed": {"mode": "delayed"},
     "partial 0.25": {"mode": "partial", "partial_fraction": 0.25},
     "local_sgd 8": {"mode": "local_sgd", "local_steps": 8},
 }

@@ -121,7 +121,7 @@ def test_the_first_steps_apply_nothing():
     assert (frontend.w["w"] != before["weights/w"]).any()
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "topk"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "topk"])
 @pytest.mark.parametrize("compensation", [0.0, 0.5])
 @pytest.mark.parametrize("delay", [1, 2])
 def test_what_is_under_way_goes_on_from_its_entries(delay, compensation, compression):

@@ -21,9 +21,10 @@ MOMENTUM, SAMPLES = f"{OF_EXCHANGE}outer_momentum/", f"{OF_EXCHANGE}samples"
 class Outer(Apart):
     """With G the global weights, w those of a rank, n its samples since the last join:
 
-    d = sum of n (G - w) / sum of n;  v = momentum v + d;  G -= rate (d + momentum v);  w = G
+    d = sum of n (G - w) / sum of n;  v = momentum (v + d);  G -= rate (d + v);  w = G
 
-    after every ``steps`` steps. Up to step ``start`` gradients travel, and all ranks make the same steps.
+    after every ``steps`` steps. v is ``momentum`` times Nesterov's, which saves the memory of a product. Up to step
+    ``start`` gradients travel, and all ranks make the same steps.
 
     With a compressor, e being what it left out: s = C(feedback e + n (G - w) / sum of n), and d is the sum of s.
     """
@@ -128,10 +129,10 @@ class Outer(Apart):
         for b, delta in zip(buckets, deltas, strict=True):
             if self._velocity:
                 velocity = self._velocity[b].read()
-                velocity *= self.momentum
                 velocity += delta
+                velocity *= self.momentum
                 self._velocity[b].write(velocity)
-                delta += self.momentum * velocity
+                delta += velocity
             delta *= self.rate
             weights = self._global[b].read()
             weights -= delta

@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict] = {
     "fp16": {"compression": "fp16"},
     "bf16": {"compression": "bf16"},
     "int8": {"compression": "int8"},
+    "int4": {"compression": "int4"},
     "topk 1 %": {"compression": "topk", "ratio": 0.01},
     "threshold 0.001": {"compression": "threshold", "threshold": 0.001},
     "powersgd rank 4": {"compression": "powersgd", "rank": 4},

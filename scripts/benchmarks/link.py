@@ -30,7 +30,7 @@ NET, DEVICES, ADDRESSES = ("hvd0", "hvd1"), ("hvdveth0", "hvdveth1"), ("10.77.7.
 RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
 # What a rate's queue holds: 4 ms of traffic, and never less than a 64 KiB segment that the sender hands over whole.
 BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "threshold", "powersgd", "auto")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "topk", "threshold", "powersgd", "auto")
 # name: the keys under exchange
 EXCHANGES: dict[str, dict] = {name: {"compression": name} for name in COMPRESSIONS}
 EXCHANGES |= {"delayed": {"mode": "delayed"}, "no exchange": {"mode": "local_sgd", "local_steps": 10**9}}

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from hvd_train.errors import ConfigError
+
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator, FrontEndModule
 
@@ -24,7 +26,8 @@ class Framework:
     between ranks, a ``protocol.CommunicatorModule``; ``horovod``: Horovod's module for it; ``packages``: what must be
     installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
-    ``channels_first``: so it takes images.
+    ``stages``: the front-end of a rank that has a part of the model (empty: none). ``channels_first``: so it takes
+    images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent;
     ``unneeded``: packages that it imports if they are installed, and that no training needs.
     ``threads_wait``: in each operation its threads wait for the last one of them.
@@ -36,6 +39,7 @@ class Framework:
     horovod: str
     packages: tuple[str, ...]
     zoo: str = ""
+    stages: str = ""
     exporter: str = ""
     format: str = ""
     ending: str = ""
@@ -53,6 +57,12 @@ class Framework:
         """
         with fast_import(self.unneeded if skip_unneeded else ()):
             return importlib.import_module(self.module)
+
+    def stages_module(self) -> FrontEndModule:
+        """Return the front-end of pipeline stages; the framework must be loaded."""
+        if not self.stages:
+            raise ConfigError(f"{self.name} has no pipeline stages", where="parallel.pipeline", fix="set it to 1")
+        return importlib.import_module(self.stages)
 
     def make_communicator(self, expected_size: int) -> Communicator:
         """Make the communicator of ``expected_size`` ranks, not yet opened; the framework must be loaded."""
@@ -112,6 +122,7 @@ PYTORCH = register(
         horovod="horovod.torch",
         packages=("torch",),
         zoo="pt_models",
+        stages="hvd_train.frontends.pytorch.stages",
         exporter="hvd_train.frontends.pytorch.export",
         format="pytorch",
         ending=".pt",
@@ -130,6 +141,7 @@ TENSORFLOW = register(
         horovod="horovod.tensorflow",
         packages=("tensorflow", "keras"),
         zoo="tf_models",
+        stages="hvd_train.frontends.tensorflow.stages",
         exporter="hvd_train.frontends.tensorflow.export",
         format="keras",
         ending=".keras",

@@ -1,12 +1,13 @@
 """BERT (Devlin et al. 2018), small: masked words and next sentence (6.5 million weights and 257 a word)."""
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from pt_models.gpt import attend, neutral
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 HIDDEN = -3e4  # a score whose exponential is 0, within the range of float16
 EPS = 1e-12  # BERT's, of layer norms
@@ -73,3 +74,57 @@ def build(input_shape, num_classes, width: int = 256, depth: int = 8, heads: int
         raise ValueError(f"width {width} is no multiple of heads {heads}")
     (length,) = input_shape["tokens"]
     return BERT(length, num_classes["words"], width, depth, heads, dropout)
+
+
+class Embed(nn.Module):
+    """Tokens and segments (n, T) -> (n, T, width + 1): what BERT does before its blocks.
+
+    The last column holds the scores to add, so that one tensor goes from block to block.
+    """
+
+    def __init__(self, model: BERT) -> None:
+        super().__init__()
+        self.token, self.position, self.segment = model.token, model.position, model.segment
+        self.norm, self.dropout = model.norm, model.dropout
+
+    def forward(self, tokens, segments) -> Tensor:
+        x = self.token(tokens) + self.position.weight + self.segment(segments)
+        return with_mask(self.dropout(self.norm(x)), HIDDEN * (tokens == 0))
+
+
+class Inner(nn.Module):
+    """A block that takes and gives (n, T, width + 1)."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x) -> Tensor:
+        mask = x[..., -1].contiguous()
+        return with_mask(self.block(without_mask(x), mask[:, None, None]), mask)
+
+
+class Head(nn.Module):
+    """(n, T, width + 1) -> logits of words and of "next": what BERT does after its blocks."""
+
+    def __init__(self, model: BERT) -> None:
+        super().__init__()
+        self.transform, self.transform_norm, self.words = model.transform, model.transform_norm, model.words
+        self.pooler, self.next = model.pooler, model.next
+
+    def forward(self, x) -> dict[str, Tensor]:
+        x = without_mask(x)
+        words = self.words(self.transform_norm(F.gelu(self.transform(x))))
+        return {"words": words, "next": self.next(self.pooler(x[:, 0]).tanh())}
+
+
+def with_mask(x, mask) -> Tensor:
+    return torch.cat([x, mask[..., None].to(x.dtype)], -1)
+
+
+def without_mask(x) -> Tensor:
+    return x[..., :-1].contiguous()  # a column between the rows would give products other bits
+
+
+def blocks(model: BERT) -> list[nn.Module]:
+    return [Embed(model), *map(Inner, model.blocks), Head(model)]

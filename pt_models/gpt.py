@@ -58,6 +58,32 @@ def build(input_shape, num_classes, width: int = 128, depth: int = 4, heads: int
     return GPT(input_shape, num_classes, width, depth, heads, dropout)
 
 
+class Embed(nn.Module):
+    """Tokens (n, T) -> (n, T, width): what a GPT does before its blocks."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
+
+    def forward(self, x) -> Tensor:
+        return self.dropout(self.tokens(x) + self.positions.weight)
+
+
+class Head(nn.Module):
+    """(n, T, width) -> logits: what a GPT does after its blocks, with the table of the tokens."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.norm, self.tokens = model.norm, model.tokens
+
+    def forward(self, x) -> Tensor:
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def blocks(model: GPT) -> list[nn.Module]:
+    return [Embed(model), *model.blocks, Head(model)]
+
+
 def neutral(model: nn.Module) -> dict[str, tuple]:
     table = {}
     for path, x in model.named_parameters():

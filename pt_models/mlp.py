@@ -28,6 +28,22 @@ def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1
     return MLP(input_shape, num_classes or outputs, list(hidden), image)
 
 
+class Part(nn.Module):
+    """A layer of an MLP and the ReLU behind it; the first flattens its input, the last has no ReLU."""
+
+    def __init__(self, model: MLP, number: int) -> None:
+        super().__init__()
+        self.layer, self.first = model.layers[number], number == 0
+        self.end = nn.Identity() if number == len(model.layers) - 1 else model.relu
+
+    def forward(self, x) -> Tensor:
+        return self.end(self.layer(x.flatten(1) if self.first else x))
+
+
+def blocks(model: MLP) -> list[nn.Module]:
+    return [Part(model, number) for number in range(len(model.layers))]
+
+
 def neutral(model: MLP) -> dict[str, tuple]:
     table = {}
     for i, layer in enumerate(model.layers):

@@ -8,7 +8,7 @@ from pt_models.resnet import need_images, neutral
 
 IMAGES = True  # takes nothing else
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 
 class Block(nn.Module):
@@ -58,3 +58,29 @@ class PyramidNet(nn.Module):
 def build(input_shape, num_classes, width: int = 16, blocks: list[int] = (17, 17, 17), alpha: int = 255) -> PyramidNet:
     need_images(input_shape, 4, "PyramidNet")
     return PyramidNet(input_shape[0], num_classes, width, list(blocks), alpha)
+
+
+class Stem(nn.Module):
+    """(n, channels, height, width) -> (n, width, height, width): what a PyramidNet does before its blocks."""
+
+    def __init__(self, model: PyramidNet) -> None:
+        super().__init__()
+        self.stem, self.norm = model.stem, model.norm
+
+    def forward(self, x) -> Tensor:
+        return self.norm(self.stem(x))
+
+
+class Head(nn.Module):
+    """(n, k, height, width) -> logits (n, num_classes)."""
+
+    def __init__(self, model: PyramidNet) -> None:
+        super().__init__()
+        self.last, self.relu, self.head = model.last, model.relu, model.head
+
+    def forward(self, x) -> Tensor:
+        return self.head(self.relu(self.last(x)).mean((2, 3)))
+
+
+def blocks(model: PyramidNet) -> list[nn.Module]:
+    return [Stem(model), *model.blocks, Head(model)]

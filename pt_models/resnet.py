@@ -69,6 +69,32 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
     return ResNet(input_shape[0], num_classes, width, list(blocks))
 
 
+class Stem(nn.Module):
+    """(n, channels, height, width) -> (n, width, height, width): what a ResNet does before its blocks."""
+
+    def __init__(self, model: ResNet) -> None:
+        super().__init__()
+        self.stem, self.norm, self.relu, self.pool = model.stem, model.norm, model.relu, model.pool
+
+    def forward(self, x) -> Tensor:
+        return self.pool(self.relu(self.norm(self.stem(x))))
+
+
+class Head(nn.Module):
+    """(n, k, height, width) -> logits (n, num_classes)."""
+
+    def __init__(self, model: ResNet) -> None:
+        super().__init__()
+        self.head = model.head
+
+    def forward(self, x) -> Tensor:
+        return self.head(x.mean((2, 3)))
+
+
+def blocks(model: ResNet) -> list[nn.Module]:
+    return [Stem(model), *model.blocks, Head(model)]
+
+
 def neutral(model: nn.Module) -> dict[str, tuple]:
     names = {"running_mean": "mean", "running_var": "variance", "bias": "bias"}
     axes = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}  # of convolution, dense and all else

@@ -3,11 +3,11 @@
 import torch.nn as nn
 from torch import Tensor
 
-from pt_models.resnet import ResNet, need_images, neutral
+from pt_models.resnet import ResNet, blocks, need_images, neutral
 
 IMAGES = True  # takes nothing else
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 
 class Block(nn.Module):

@@ -39,6 +39,25 @@ def build(input_shape, num_classes, depth: int = 200, width: int = 32, image: bo
     return Thin(input_shape, num_classes, depth, width, image)
 
 
+class Part(nn.Module):
+    """One layer of a Thin, with what is done to its input."""
+
+    def __init__(self, model: Thin, number: int) -> None:
+        super().__init__()
+        self.layer, self.factor, self.image = model.layers[number], model.factor, model.image
+        self.first, self.last = number == 0, number == len(model.layers) - 1
+
+    def forward(self, x) -> torch.Tensor:
+        if self.first:
+            return self.layer((x.permute(0, 2, 3, 1) if self.image else x).flatten(1))
+        y = self.layer(torch.relu(x))
+        return y if self.last else torch.add(x, y, alpha=self.factor)
+
+
+def blocks(model: Thin) -> list[nn.Module]:
+    return [Part(model, number) for number in range(len(model.layers))]
+
+
 def neutral(model: Thin) -> dict[str, tuple]:
     table = {}
     for i, layer in enumerate(model.layers):

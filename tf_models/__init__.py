@@ -3,5 +3,5 @@
 ``input_shape`` is one sample's shape, (height, width, channels) for images. ``neutral`` gives {variable path:
 (canonical name, view, axes, shape)}; Keras' order is the canonical one (see ``pt_models``), so view and axes change
 nothing.
-The files of the same names in ``pt_models`` hold the same networks.
+The files of the same names in ``pt_models`` hold the same networks, and have the same ``blocks``.
 """

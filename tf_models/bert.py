@@ -7,7 +7,7 @@ from keras import layers, ops
 
 from tf_models.gpt import HIDDEN, CausalAttention, Positions, Tokens, gelu, neutral
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 
 @keras.saving.register_keras_serializable("hvd_train")
@@ -73,3 +73,21 @@ def build(
     words = Bias(name="words")(tokens(_norm(y, "transform_norm"), reverse=True))
     pooled = layers.Dense(width, activation="tanh", name="pooler")(x[:, 0])
     return keras.Model(inputs, {"words": words, "next": layers.Dense(2, name="next")(pooled)}, name="bert")
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    """Between them goes (n, T, width + 1): the last column holds the tokens, of which attention leaves out the 0."""
+    ends = ["dropout", *(layer.name for layer in model.layers if layer.name.endswith(".norm2"))]
+    places = [model.get_layer(name).output for name in ends]
+    tokens = model.input["tokens"]
+    parts = [keras.Model(model.input, _with_tokens(places[0], tokens), name="block0")]
+    joined = keras.Input((*places[0].shape[1:-1], places[0].shape[-1] + 1))
+    x, hidden = joined[..., :-1], joined[..., -1]
+    for k, (before, after) in enumerate(zip(places, places[1:], strict=False), start=1):
+        y = keras.Model([before, tokens], after)([x, ops.cast(hidden, "int64")])
+        parts.append(keras.Model(joined, _with_tokens(y, hidden), name=f"block{k}"))
+    return [*parts, keras.Model(joined, keras.Model(places[-1], model.output)(x), name="head")]
+
+
+def _with_tokens(x, tokens) -> keras.KerasTensor:
+    return ops.concatenate([x, ops.cast(ops.expand_dims(tokens, -1), x.dtype)], -1)

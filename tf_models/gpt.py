@@ -7,6 +7,8 @@ import math
 import keras
 from keras import layers, ops
 
+from tf_models.mlp import cut
+
 HIDDEN = -3e4  # a score whose exponential is 0, within the range of float16
 
 
@@ -115,6 +117,10 @@ def build(
         x = _block(x, heads, dropout, f"blocks.{i}")
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
     return keras.Model(inputs, tokens(x, reverse=True), name="gpt")
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    return cut(model, ["dropout", *(layer.name for layer in model.layers if layer.name.endswith(".add2"))])
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

@@ -21,5 +21,17 @@ def build(input_shape, num_classes, hidden: list[int] = (128,), outputs: int = 1
     return keras.Model(inputs, perceptron(flat, [*hidden, num_classes or outputs]), name="mlp")
 
 
+def cut(model: keras.Model, ends: list[str]) -> list[keras.Model]:
+    """Cut a model behind the layers of these names, through each of which all goes; parts share its layers."""
+    places = [model.input, *(model.get_layer(name).output for name in ends), model.output]
+    pairs = zip(places, places[1:], strict=False)
+    return [keras.Model(x, y, name=f"block{k}") for k, (x, y) in enumerate(pairs)]
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    *inner, _ = (layer.name for layer in model.layers if isinstance(layer, layers.Dense))
+    return cut(model, inner)
+
+
 def neutral(model: keras.Model) -> dict[str, tuple]:
     return {v.path: (v.path.replace("/", "."), None, None, tuple(v.shape)) for v in model.trainable_variables}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import keras
 from keras import layers, ops
 
+from tf_models.mlp import cut
 from tf_models.resnet import conv, need_images, neutral, norm
 
 IMAGES = True  # takes nothing else
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 
 def _block(x, out: int, stride: int, name: str) -> keras.KerasTensor:
@@ -37,3 +38,7 @@ def build(input_shape, num_classes, width: int = 16, blocks: list[int] = (17, 17
     x = layers.ReLU(name="relu")(norm(x, "last"))
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     return keras.Model(inputs, layers.Dense(num_classes, name="head")(x), name="pyramidnet")
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    return cut(model, ["norm", *(layer.name for layer in model.layers if layer.name.endswith(".add"))])

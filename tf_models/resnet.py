@@ -5,6 +5,8 @@ from __future__ import annotations
 import keras
 from keras import layers
 
+from tf_models.mlp import cut
+
 IMAGES = True  # takes nothing else
 
 
@@ -51,6 +53,13 @@ def build(input_shape, num_classes, width: int = 64, blocks: list[int] = (2, 2, 
     inputs = keras.Input(input_shape)
     x = layers.ReLU(name="relu")(norm(conv(inputs, width, 3, 1, "stem"), "norm"))
     return keras.Model(inputs, staged(x, num_classes, width, blocks, _block), name="resnet")
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    names = [layer.name for layer in model.layers]
+    stem = "maxpool" if "maxpool" in names else "relu"
+    last = {name.rpartition(".")[0]: name for name in names if name.startswith("blocks.")}  # of each block
+    return cut(model, [stem, *(name for block, name in last.items() if block.count(".") == 1)])
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from tf_models.resnet import conv, need_images, neutral, norm, staged
+from tf_models.resnet import blocks, conv, need_images, neutral, norm, staged
 
 IMAGES = True  # takes nothing else
 
-__all__ = ["build", "neutral"]
+__all__ = ["blocks", "build", "neutral"]
 
 
 def _block(x, width: int, stride: int, name: str) -> keras.KerasTensor:

@@ -7,6 +7,8 @@ import math
 import keras
 from keras import layers, ops
 
+from tf_models.mlp import cut
+
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Residual(layers.Dense):
@@ -36,6 +38,11 @@ def build(input_shape, num_classes, depth: int = 200, width: int = 32) -> keras.
         x = Residual(width, 1 / math.sqrt(depth), name=f"layers.{i}")(x)
     x = layers.ReLU(name="relu")(x)
     return keras.Model(inputs, layers.Dense(num_classes, name=f"layers.{depth - 1}")(x), name="thin")
+
+
+def blocks(model: keras.Model) -> list[keras.Model]:
+    *inner, _ = (layer.name for layer in model.layers if isinstance(layer, layers.Dense))
+    return cut(model, inner)
 
 
 def neutral(model: keras.Model) -> dict[str, tuple]:

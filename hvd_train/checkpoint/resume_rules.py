@@ -32,6 +32,7 @@ class RunFacts:
     data: dict[str, dict[str, Any]]  # see data_facts
     ranks: int
     two_phase: bool = True  # False: of a version in which bf16 and int8 did not round sums
+    stages: str = "1"  # blocks of each, as "3 + 2"
 
     @classmethod
     def of(
@@ -43,7 +44,7 @@ class RunFacts:
         ranks: int,
         two_phase: bool = True,
     ) -> RunFacts:
-        stopping, plateau = config.early_stopping, config.optim.plateau
+        stopping, plateau, split = config.early_stopping, config.optim.plateau, config.parallel.split
         return cls(
             framework=framework,
             compression=compression,
@@ -56,6 +57,7 @@ class RunFacts:
             data=data,
             ranks=ranks,
             two_phase=two_phase,
+            stages=" + ".join(map(str, split)) if config.parallel.pipeline > 1 else "1",
         )
 
 
@@ -166,7 +168,7 @@ RULES = (
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
     Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
-    Rule("ranks", "nothing", "what each rank kept to itself is left behind"),
+    Rule("ranks, pipeline stages", "nothing", "what each rank kept to itself is left behind"),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
     Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
@@ -187,7 +189,7 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
 
     It belongs to its rank, to the axis order of its framework and to its compressor; else all begin at zero.
     """
-    names = ("ranks", "framework", "compression", "mode")
+    names = ("ranks", "stages", "framework", "compression", "mode")
     pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
     return ", ".join(changes) or ("" if same_shapes else "their shapes are others")

@@ -6,6 +6,7 @@ from hvd_train.config.keys.data import DataConfig
 from hvd_train.config.keys.exchange import ExchangeConfig
 from hvd_train.config.keys.model import ModelConfig
 from hvd_train.config.keys.optim import OptimConfig
+from hvd_train.config.keys.parallel import ParallelConfig
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
 from hvd_train.config.keys.transforms import TransformConfig
@@ -21,6 +22,7 @@ __all__ = [
     "ExchangeConfig",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "SlurmConfig",
     "TaskConfig",
     "TransformConfig",

@@ -26,4 +26,4 @@ def evaluate(
             if batch.count:
                 sums += frontend.ops.to_numpy(frontend.evaluate_batch(frontend.to_device(batch)))
             between()
-    return frontend.task.results(ordered_sum(sums, frontend.groups.data))
+    return frontend.task.results(ordered_sum(sums, frontend.groups.sums))

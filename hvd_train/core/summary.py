@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_train.checkpoint.arrays import weights_sha256
+from hvd_train.core.stages import model_sha256
 from hvd_train.core.training import Training
 
 
@@ -26,7 +26,7 @@ def summary(training: Training) -> dict[str, Any]:
         **_numbers({f"train_{name}": p.train.get(f"train_{name}") for name in names}),
         **_numbers({f"val_{name}": p.val.get(f"val_{name}") for name in names}),
         "samples_per_second": training.samples_per_second(),
-        "weights_sha256": weights_sha256(training.frontend.state()),
+        "weights_sha256": model_sha256(training.frontend),
     }
 
 

@@ -20,6 +20,7 @@ from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
 from hvd_train.core.mean import is_float
 from hvd_train.core.precision import FIRST_SCALE
+from hvd_train.core.stages import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree
@@ -38,7 +39,11 @@ def size(training: Training, writer: Writer) -> int:
         return 0
     writer.tree = training_state(training.frontend, training.update, writer.tree)
     shards = [entry for entry in training.update.state() if entry.placement is Placement.SHARDED]
-    return sum(x.nbytes for x in writer.tree.values()) + sum(math.prod(e.shape) * e.read().itemsize for e in shards)
+    # Of pipeline stages this is one: the others need as much for each of their weights.
+    whole = sum(x.size for x in training.frontend.whole.values())
+    share = sum(x.size for key, x in writer.tree.items() if key in training.frontend.whole) / whole if whole else 1
+    here = sum(x.nbytes for x in writer.tree.values()) / share
+    return int(here) + sum(math.prod(e.shape) * e.read().itemsize for e in shards)
 
 
 def save(
@@ -57,6 +62,7 @@ def save(
     # Joining shards is a collective, so all ranks do it before rank 0 looks at what it has.
     entries = training.update.state()
     shards = join_shards(entries, communicator)
+    shards |= of_other_stages(training.frontend, lambda: training_state(training.frontend, training.update))
     snapshot, outcome = None, ""
     if communicator.rank == 0:
         try:
@@ -100,7 +106,10 @@ def _copy(
     """Copy the model, the optimizer and the facts of the run, on rank 0; raise NonFiniteError where they are spoilt."""
     p = training.progress
     model = training.frontend.state(writer.tree)
-    optimizer = read(entries, Placement.REPLICATED, writer.tree) | shards
+    optimizer = read(entries, Placement.REPLICATED, writer.tree)
+    of_model = {key for key in shards if key in training.frontend.whole}
+    model = {key: x for key, x in shards.items() if key in of_model} | model
+    optimizer = {key: x for key, x in shards.items() if key not in of_model} | optimizer
     writer.tree = model | optimizer
     # What a compressor cuts off stays in a residual, and shows in no weight.
     kept = {f"{key} of rank {rank}": x for rank, part in enumerate(local) for key, x in part.items()}
@@ -166,7 +175,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
 
     Returns what of it was left behind, a line each.
     """
-    communicator, notes = training.communicator, []
+    communicator, groups, notes = training.communicator, training.groups, []
     training.update.settle()  # of a training that goes back
     averages: Tree = {}  # this rank's running statistics, where the run was interrupted
     # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
@@ -182,7 +191,8 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
             Resumption(training.progress, before, now, training.train_size, sums, loss_scale)
         )
         local: Tree = {}
-        if before.ranks == communicator.size:
+        alike = (before.ranks, before.stages) == (now.ranks, now.stages)
+        if alike:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         # Weights of a rank are there where they differed, and have the shapes of the model's, which are checked below.
@@ -195,21 +205,25 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         elif saved["kept"]:
             notes.append(f"what each rank kept to itself (residuals) is left behind: {reason}")
 
+    here = partial(training_state, training.frontend, training.update)
+    others = of_other_stages(training.frontend, here) if saved else {}
+    # From the start: rank 0's weights, of each stage those of its first rank; slots are zeros everywhere.
+    source = groups.data if groups.links and not saved else communicator
+
     def fitting() -> Tree:
         if not snapshot:
-            # Rank 0's own weights; slots are zeros everywhere.
-            return training.frontend.state() if communicator.rank == 0 else {}
+            return {} if saved or source.rank else training.frontend.state()
         entries = training.update.state()
         shards = {e.name: np.broadcast_to(0.0, e.shape) for e in entries if e.placement is Placement.SHARDED}
-        return resume_rules.fitting(training_state(training.frontend, training.update) | shards, snapshot.tree)
+        return resume_rules.fitting(here() | shards | others, snapshot.tree)
 
     tree = collectively(communicator, fitting)
     if snapshot and len(tree) < len(snapshot.tree):
         notes.append("gradients under way are left behind: exchange.mode or exchange.delay is another one")
-    for piece in broadcast(communicator, tree):
+    for piece in broadcast(source, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)
-    if saved and before.ranks == communicator.size:
+    if saved and alike:
         collectively(communicator, lambda: _check_averages(training, averages) if saved["neutral"] else None)
         training.frontend.load(averages)
     training.update.load(kept, Placement.PER_RANK)

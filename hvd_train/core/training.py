@@ -64,7 +64,7 @@ class Training:
         return Loader(
             source,
             global_batch=self.global_batch,
-            accumulate=self.config.accumulate_grad_batches,
+            accumulate=self.config.micro_batches,
             rank=self.groups.data.rank,
             size=self.groups.data.size,
             seed=self.config.seed,

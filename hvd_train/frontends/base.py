@@ -41,6 +41,7 @@ class StateTree(NamedArrays):
     task: Task
     groups: Groups
     queued: Sequence[Any] = ()
+    whole: Tree = {}  # of a model in stages
 
     def run_queued(self) -> None:
         """Run queued steps; most front-ends queue none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import importlib
@@ -88,6 +89,7 @@ class HorovodCommunicator(ABC):
     mpi = False
     # mpi4py's communicator of some of the ranks, where not all of them are meant.
     part: Any = None
+    stages = 1  # of a pipeline: ranks of one stage are every ``stages``-th
     module: str
     waited = 0.0
     # A context in which a script's rank waits for others; see launch/status.py.
@@ -97,6 +99,9 @@ class HorovodCommunicator(ABC):
 
     def __init__(self, expected_size: int) -> None:
         self._expected = expected_size
+        self._ranks: Sequence[int] = ()  # of the world, where these are some of them
+        self._within: dict[str, Any] = {}  # what says so to Horovod
+        self._sets: list[Any] = []
 
     def open(self) -> None:
         try:
@@ -106,7 +111,7 @@ class HorovodCommunicator(ABC):
         rendezvous.join_world(here := world())
         try:
             # Ranks that mpi4py has divided (a sweep) are a world each.
-            self.hvd.init(*([self.part] if self.part else []))
+            self.hvd.init(*([self.part] if self.part else []), **self._stage_sets())
         except ValueError as error:  # Horovod has printed why
             fix = "see the lines above; a rank may have ended, or a network does not reach the others"
             raise CommunicationError("Horovod cannot connect the ranks", fix=fix) from error
@@ -125,6 +130,22 @@ class HorovodCommunicator(ABC):
                 fix=f"Horovod and the launcher must speak the same MPI: see 'hvd-train doctor', or {other}; "
                 f"{ALONE} {' '.join(names)}",
             )
+
+    def _stage_sets(self) -> dict[str, Any]:
+        """Make a Horovod process set of the ranks of each stage, where there are several stages of several ranks."""
+        if 1 < self.stages < self._expected:
+            stages = range(self.stages)
+            self._sets = [self.hvd.ProcessSet([*range(stage, self._expected, self.stages)]) for stage in stages]
+        return {"process_sets": self._sets} if self._sets else {}
+
+    def of_stage(self) -> HorovodCommunicator:
+        """Return the communicator of the ranks of this rank's stage."""
+        some = copy.copy(self)
+        process_set = self._sets[self.rank % self.stages]
+        some._ranks, some._within = process_set.ranks, {"process_set": process_set}
+        some.waited = 0.0
+        some.rank, some.size = self.rank // self.stages, len(process_set.ranks)
+        return some
 
     def close(self) -> None:
         self.hvd.shutdown()
@@ -156,14 +177,15 @@ class HorovodCommunicator(ABC):
     def _alltoall(self, data: np.ndarray, sizes: Sequence[int], name: str) -> np.ndarray: ...
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
-        length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), root, "bytes.length")
+        number = self._ranks[root] if self._ranks else root  # Horovod counts the ranks of the world
+        length = self._broadcast(np.frombuffer(struct.pack("<q", len(data)), np.uint8).copy(), number, "bytes.length")
         (count,) = struct.unpack("<q", length.tobytes())
         parts = []
         # Horovod and we hold copies of what travels: of a piece, not of all.
         for start in range(0, count, PIECE_BYTES):
             size = min(PIECE_BYTES, count - start)
             piece = np.frombuffer(data, np.uint8, size, start).copy() if self.rank == root else np.zeros(size, np.uint8)
-            sent = self._broadcast(piece, root, "bytes.data")
+            sent = self._broadcast(piece, number, "bytes.data")
             if self.rank != root:
                 parts.append(sent.tobytes())
         return data if self.rank == root else b"".join(parts)

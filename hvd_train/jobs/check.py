@@ -37,7 +37,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         def find() -> store.Snapshot | None:
             snapshot = find_checkpoint(job.config, job.user_config, job.data, resume, allow_change) if first else None
             if snapshot:
-                check_tree(job.frontend.state(), snapshot.model)
+                check_tree(job.frontend.whole or job.frontend.state(), snapshot.model)
             return snapshot
 
         snapshot = collectively(communicator, find)
@@ -49,7 +49,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         trainer = Trainer(Config.model_validate(data), job.frontend, update, job.data.train, job.data.val, run_dir, log)
         trainer.restore(None)
         log.message("\n".join([messages.start(job, trainer, None), *config.notes]))
-        if first and ":" in config.model.name:
+        if first and ":" in config.model.name and not job.session.links:
             messages.warn_of_softmax(job, log)
         summary = trainer.fit()
         resumed = f", checkpoint {snapshot.path.name} to go on from" if snapshot else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from hvd_train.compression import make
@@ -13,6 +15,7 @@ from hvd_train.protocol import Communicator, Compressor, Update
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.replicated import Replicated
 from hvd_train.update.sharded import Sharded, ShardedExchange
 
 
@@ -41,7 +44,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
             listed = ", ".join(f"{name} {1000 * s:,.1f} ms" for name, s in seconds.items())
             print(f"exchange.compression: auto takes {compression} (an exchange: {listed})", flush=True)
 
-    def build(over: Communicator, kind: type[Exchange] = Exchange) -> Exchange:
+    def build(over: Communicator, kind: Callable[..., Exchange] = Exchange) -> Exchange:
         return kind(
             specs,
             frontend.packing,
@@ -53,10 +56,15 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
             world=groups.world,
         )
 
+    if groups.links:
+        from hvd_train.update.staged import StagedExchange, StagedFrontEnd
+
+        exchange = build(groups.data, partial(StagedExchange, frontend=cast(StagedFrontEnd, frontend)))
+        return Replicated(frontend, exchange), compression
     if config.optim.sharded:
         # In shared memory, what a hook does to the weights on each of N ranks would be done N times.
-        exchange = cast(ShardedExchange, build(groups.data, ShardedExchange))
-        return Sharded(frontend, exchange, share_memory=not user_hooks), compression
+        sharded = cast(ShardedExchange, build(groups.data, ShardedExchange))
+        return Sharded(frontend, sharded, share_memory=not user_hooks), compression
     return make_update(options, frontend, build, Serial()), compression
 
 

@@ -105,7 +105,7 @@ def _try(job: Job, rates: Rates) -> tuple[list[float], list[float]]:
     for step in _steps(training):
         rate, sums, _ = runner.run(step)
         local = np.sum([job.frontend.ops.to_numpy(x) for x in sums], axis=0)
-        loss = task.results(ordered_sum(local, training.groups.data))["loss"]
+        loss = task.results(ordered_sum(local, training.groups.sums))["loss"]
         if not math.isfinite(loss) or (losses and smooth([*losses, loss])[-1] > TOO_HIGH * min(smooth(losses))):
             break
         tried.append(rate)

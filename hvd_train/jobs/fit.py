@@ -114,7 +114,7 @@ def train(
     notes = [*config.notes, *trainer.schedule.notes(), *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
-    if communicator.rank == 0 and ":" in config.model.name:
+    if communicator.rank == 0 and ":" in config.model.name and not job.session.links:
         messages.warn_of_softmax(job, log)
     keeps_memory = keep_memory()  # not before: what setting up frees is to go back to the kernel
     if isinstance(log, RunLog):
@@ -143,7 +143,8 @@ def _rank_check(job: Job) -> list[Hook]:
     communicator, config = job.communicator, job.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not job.session.module.gpus())
     one_host = communicator.size == communicator.local_size
-    return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and communicator.size > 1 else []
+    several = communicator.size > 1 and not job.session.links  # stages are there for their memory
+    return [FewerRanksAdvice(job.session.threads)] if on_cpu and one_host and several else []
 
 
 def _files(job: Job, compression: str, keeps_memory: bool) -> dict[str, Any]:

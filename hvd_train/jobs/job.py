@@ -16,7 +16,7 @@ from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
-from hvd_train.jobs.resume import data_as_before, resumes
+from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.rank.session import Session
 
@@ -41,7 +41,7 @@ class Job:
         return Loader(
             self.data.parts[split],
             global_batch=c.global_batch(ranks.size),
-            accumulate=c.accumulate_grad_batches,
+            accumulate=c.micro_batches,
             rank=ranks.rank,
             size=ranks.size,
             seed=c.seed,
@@ -56,8 +56,9 @@ def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iter
     look_in(config.code_dir)
     data = open_data(config.data, config.task)
     session = Session.prepare(config.framework, config.threads, verbose)
-    with session.opened() as communicator:
+    with session.opened(config.parallel.pipeline) as communicator:
         data = data_as_before(config, communicator, data, resume)
+        config = split_as_before(config, communicator, resume)
         config = config.restoring() if resumes(config, communicator, resume) else config
         yield build_job(config, session, data)
 
@@ -66,7 +67,8 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     """Build the model on every rank, and compare over the ranks all that training rests on."""
     groups = session.groups
     config = with_class_weights(config, data, groups.world)
-    frontend = collectively(groups.world, lambda: session.module.open_frontend(config, groups, data.sample))
+    module = FRAMEWORKS[config.framework].stages_module() if groups.links else session.module
+    frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
     user_config, config = config, with_classes(config, data.sample)
@@ -77,6 +79,10 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         **versions(config),
     }
     agree_on_start(config.model.name, frontend, facts)
+    if groups.links:
+        from hvd_train.frontends.stages.frontend import cut
+
+        config = cut(frontend, config)
     return Job(config, session, data, frontend, user_config, split)
 
 

@@ -21,7 +21,9 @@ from hvd_train.run_folder.log import NullLog, RunLog
 
 def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     """Describe the model, the data, the world and, where a run goes on, the place it goes on from."""
-    c, count, size = job.config, sum(spec.size for spec in job.frontend.specs()), job.communicator.size
+    c, size = job.config, job.communicator.size
+    count = sum(x.size for key, x in job.frontend.whole.items() if key.startswith("weights/"))
+    count = count or sum(spec.size for spec in job.frontend.specs())
     steps = f"{trainer.steps_per_epoch} steps per epoch"
     if trainer.limit < trainer.steps_per_epoch:
         samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
@@ -33,6 +35,11 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         f"{len(job.data.val):,} validation samples",
         f"{amount(size, 'rank')}, global batch {trainer.global_batch}, {steps}",
     ]
+    if trainer.groups.links:
+        stages, micro = trainer.groups.links.size, c.parallel.microbatches
+        replicas = amount(trainer.groups.data.size, "replica")
+        lines.append(f"{stages} stages, {replicas}, {micro} micro-batches a step ({c.parallel.schedule})")
+        lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
     # The shape as the model sees it: a wrong order of axes is seen at once.
     lines.append(f"the model gets {_inputs(job)}")
     # The same note of both parts is printed once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,33 @@ def _has_snapshot() -> bool:
 def best_rule(config: Config) -> tuple[str, str]:
     """Return what makes a checkpoint the best: (monitor, mode)."""
     return config.checkpoint.monitor, config.mode_of(config.checkpoint)
+
+
+def split_as_before(config: Config, communicator: Communicator, resume: str | None) -> Config:
+    """Keep to the stages of the run that goes on, where ``parallel.split`` is auto: measured anew, they could differ.
+
+    Rank 0 reads the checkpoint's manifest.
+    """
+    if resume is None or config.parallel.pipeline == 1 or config.parallel.split != "auto":
+        return config
+    split: list[int] = []
+    if communicator.rank == 0:
+        with suppress(CheckpointError, OSError):  # reported where the checkpoint is loaded
+            before = store.config_of(_place(config, resume)).get("parallel") or {}
+            if before.get("pipeline") == config.parallel.pipeline and before.get("split") != "auto":
+                split = before["split"]
+    split = json.loads(communicator.broadcast_bytes(json.dumps(split).encode()))
+    parallel = config.parallel.model_copy(update={"split": split or "auto"})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _place(config: Config, resume: str) -> Path:
+    """Return the folder of the checkpoint that ``resume`` names."""
+    run_dir, memory = Path(config.run_dir), snapshots.folder_of_rank()
+    folder, rule = run_dir / "checkpoints", config.checkpoint
+    if resume not in ("auto", "last"):
+        return store.resolve(run_dir, resume, rule.monitor, rule.mode)
+    return store.newest_readable(memory if memory and store.find(memory) and not store.find(folder) else folder)
 
 
 def find_checkpoint(
@@ -109,15 +137,8 @@ def data_as_before(
 
 
 def _were_images(config: Config, data: DataSet, resume: str) -> bool:
-    run_dir, rule = Path(config.run_dir), config.checkpoint
     try:
-        newest = resume in ("auto", "last")
-        place = (
-            store.newest_readable(run_dir / "checkpoints")
-            if newest
-            else store.resolve(run_dir, resume, rule.monitor, rule.mode)
-        )
-        run = sample_of(store.read(place)[1])
+        run = sample_of(store.read(_place(config, resume))[1])
     except (CheckpointError, OSError):  # reported where the checkpoint is loaded
         return False
     return resume_rules.were_images(run, data.sample)

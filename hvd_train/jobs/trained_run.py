@@ -37,7 +37,7 @@ def trained_config(
     alone.
     """
     if path is not None:
-        return load_config(path, sets, run_dir=run_dir).restoring(), {}
+        return load_config(path, sets, run_dir=run_dir).restoring().without_stages(), {}
     if run_dir is None:
         raise ConfigError(
             "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
@@ -47,7 +47,8 @@ def trained_config(
         raise ConfigError("the folder is not a run folder: it holds no checkpoints and no config.yaml", where=run_dir)
 
     def saved(place: Path) -> Config:
-        return load_config(None, sets, base=store.config_of(place), run_dir=run_dir).restoring()
+        config = load_config(None, sets, base=store.config_of(place), run_dir=run_dir)
+        return config.restoring().without_stages()  # each rank has the whole model
 
     # Which checkpoint is best depends on the configuration, and until one is chosen that is the newest checkpoint's.
     place = store.newest_readable(folder / "checkpoints") if which in ("last", "best") else None

@@ -92,7 +92,7 @@ def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
     if communicator.rank == 0 and job.path:
         token, begin = secrets.token_hex(32), os.environ.get(PORT, "")
         ports = [int(begin) + k for k in range(PORTS)] if begin.isdigit() else [0]
-        addresses = _addresses()
+        addresses = host_addresses()
         with suppress(OSError):
             job = job._replace(token=token, ports=ports, verdict=verdict_path())
             port = heartbeat.start_hub(job)
@@ -107,7 +107,7 @@ def _beat(communicator: Communicator, job: heartbeat.Job, first: bool) -> bool:
     return True
 
 
-def _addresses() -> list[str]:
+def host_addresses() -> list[str]:
     """Return this host's IPv4 addresses: first those of networks that the user named, last the loopback's."""
     import psutil
 

@@ -4,7 +4,7 @@ A *tensor* below is whatever the front-end computes with (``torch.Tensor``, ``tf
 State goes in and comes out: nothing here hides a dictionary, so the same code runs eagerly, traced and in checkpoints.
 """
 
-from hvd_train.protocol.communicator import Communicator, CommunicatorModule, Groups, Window
+from hvd_train.protocol.communicator import Communicator, CommunicatorModule, Groups, StageLinks, Window
 from hvd_train.protocol.data import Batch, Field, Fields, Sample, Source, made_up, one_or_all
 from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sums
 from hvd_train.protocol.ops import Cell, Ops
@@ -55,6 +55,7 @@ __all__ = [
     "Scale",
     "ShardedOptimizer",
     "Source",
+    "StageLinks",
     "State",
     "Sums",
     "Tensor",

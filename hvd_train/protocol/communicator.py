@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -91,21 +91,55 @@ class Communicator(Protocol):
         """
 
 
+class StageLinks(Protocol):
+    """The connections between the stages of one replica (frontends/stages/links.py)."""
+
+    stage: int
+    size: int
+    waited: float  # seconds
+
+    def send(self, stage: int, word: str, message: Any) -> None: ...
+
+    def receive(self, stage: int, word: str) -> Any: ...
+
+    def sum(self, x: np.ndarray, stages: Sequence[int], word: str) -> np.ndarray:
+        """Return the sum over some stages, of which this is one, in their order: the same bits on each."""
+
+    def gather(self, data: bytes, word: str) -> list[bytes]:
+        """Collect the data of all stages on stage 0, in their order; the others get []."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Groups:
     """The ranks that this rank works with: all of the job, and those among which samples are divided.
 
     ``world`` writes checkpoints, stops on signals and compares what a job starts with. ``data`` holds the same weights:
-    it has the loader's ranks, the global batch, the mean of gradients and the sums of metrics.
+    it has the loader's ranks, the global batch, the mean of gradients and, without stages, the sums of metrics.
+    ``links``: to the other stages of a pipeline, where each rank holds a part of the model; rank = replica x stages +
+    stage.
     """
 
     world: Communicator
     data: Communicator
+    links: StageLinks | None = None
 
     @classmethod
     def of(cls, world: Communicator) -> Groups:
-        # All ranks hold the whole model. With pipeline stages, ``data`` will be the ranks of one stage.
+        """Make the groups of ranks that all hold the whole model."""
         return cls(world, data=world)
+
+    @property
+    def sums(self) -> Communicator:
+        """Return the ranks over which losses and metrics are added: stages but the last have zeros, and need the sums
+        like all others."""
+        return self.world if self.links else self.data
+
+    @property
+    def last_stage(self) -> bool:
+        """Return whether this rank has the model's outputs."""
+        return self.links is None or self.links.stage == self.links.size - 1
 
 
 class CommunicatorModule(Protocol):

@@ -31,13 +31,14 @@ class FrontEnd(Protocol):
     task: Any  # task.task.Task
     groups: Groups
     packing: Packing
+    whole: Tree  # {key: an array of the shape} of the whole model's state, where this rank has a part of it; else {}
 
     @property
     def queued(self) -> Sequence[Any]:
         """Steps that were handed in and have not run: they do when enough are there."""
 
     def specs(self) -> list[TensorSpec]:
-        """Trainable tensors, in the same order on every rank."""
+        """Trainable tensors of this rank, in the same order on every rank of ``groups.data``."""
 
     def without_dropout(self) -> None:
         """Set the rate of every dropout layer to 0; before ``connect``."""

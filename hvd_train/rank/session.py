@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hvd_train.errors import CommunicationError, ConfigError
+from hvd_train.errors import CommunicationError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
 from hvd_train.launch import peers
@@ -21,7 +21,7 @@ from hvd_train.launch.launchers import named
 from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.status import StatusSlot
 from hvd_train.launch.world import World
-from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule, Groups
+from hvd_train.protocol import Communicator, CommunicatorModule, FrontEndModule, Groups, StageLinks
 
 if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
     from hvd_train.frontends.pytorch import communicator, model
@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # mypy says here where a front-end breaks the contract
 
     KEPT: tuple[FrontEndModule, ...] = (model, tf_model)
     CONNECTED: tuple[CommunicatorModule, ...] = (communicator, tf_communicator)
+
+IDLE = "HOROVOD_IDLE_WAIT_MS"  # see launch/environment.py
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Session:
     world: World = field(default_factory=World)
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    links: StageLinks | None = None  # to the other stages of a pipeline
 
     @classmethod
     def prepare(
@@ -76,33 +79,60 @@ class Session:
             module.configure(count)
         return cls(module, Serial(), framework, here, count, settings)
 
-    def open(self, part: Any = None) -> Communicator:
+    def open(self, part: Any = None, stages: int = 1) -> Communicator:
         """Join the world that the launcher started, or ``part`` of it, mpi4py's communicator of some of its ranks.
 
-        A rank alone is a world of one, which needs no Horovod.
+        A rank alone is a world of one, which needs no Horovod. ``stages``: of a pipeline, into which ranks are divided.
         """
         size = self.world.size if part is None else part.size
+        if size % stages:
+            what = f"{amount(stages, 'stage')} do not divide {amount(size, 'rank')}"
+            fix = f"start {stages}, {2 * stages}, {3 * stages}, ... ranks, or set parallel.pipeline"
+            raise ConfigError(what, where=f"parallel.pipeline: {stages}", fix=fix, common=True)
         communicator: Any = FRAMEWORKS[self.framework].make_communicator(size) if size > 1 else Serial()
         if part is not None and size > 1:
             communicator.part = part
+        if stages > 1:
+            communicator.stages = stages
+            self._wake_often()
         communicator.open()
         if part is not None:  # GPUs are the host's, whatever part of its ranks this is
             communicator.local_rank, communicator.local_size = self.world.local_rank, self.world.local_size
             self.settings = self.settings | {"ranks": size}
         self.communicator = communicator
+        if stages > 1:
+            from hvd_train.frontends.stages.links import Links
+
+            self.links = Links.connect(communicator, stages)
         return communicator
+
+    def _wake_often(self) -> None:
+        """Let Horovod's thread wake every millisecond where it has nothing to exchange, if the user did not choose.
+
+        Ranks of one stage wait in each exchange for the threads of all ranks, and those of another stage may sleep.
+        """
+        environment = self.settings.get("environment", {})
+        if environment.get(IDLE, {}).get("chosen_by") == "hvd_train":
+            os.environ[IDLE] = "1"
+            environment[IDLE] = {"value": "1", "chosen_by": "hvd_train"}
 
     @property
     def groups(self) -> Groups:
-        return Groups.of(self.communicator)
+        if self.links is None:
+            return Groups.of(self.communicator)
+        horovod: Any = self.communicator
+        alone = self.communicator.size == self.links.size  # one replica
+        return Groups(horovod, Serial() if alone else horovod.of_stage(), self.links)
 
     @contextmanager
-    def opened(self) -> Iterator[Communicator]:
+    def opened(self, stages: int = 1) -> Iterator[Communicator]:
         """Join the world for the time of a block, at whose end all ranks meet and leave it."""
-        self.open()
+        self.open(stages=stages)
         with failures_explained(self.communicator):
             yield self.communicator
             self.communicator.barrier()
+        if self.links:
+            self.links.close()
         self.communicator.close()
 
     def watch(self, seconds: float, then: str = "") -> StatusSlot | None:

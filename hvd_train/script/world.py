@@ -33,16 +33,17 @@ def place() -> World:
     return world()
 
 
-def open_session(framework: str, session: Session | None = None) -> Session:
+def open_session(framework: str, session: Session | None = None, stages: int = 1) -> Session:
     """Open the world that a launcher started, once a process; a script started alone is a world of one.
 
     From here on a rank whose script ends with an exception ends at once, so that no other rank waits for it, and errors
-    of the user become a line. ``session``: one that is prepared already, to be opened if none is.
+    of the user become a line. ``session``: one that is prepared already, to be opened if none is. ``stages``: of a
+    pipeline.
     """
     if not _sessions:
         sys.excepthook = _end
         session = session or Session.prepare(framework, verbose=True, user_process=True)
-        communicator = session.open()
+        communicator = session.open(stages=stages)
         # Alone no transfer can hang.
         slot = session.watch(_watchdog_s()) if communicator.size > 1 else None
         if slot:
@@ -54,6 +55,10 @@ def open_session(framework: str, session: Session | None = None) -> Session:
     if _sessions[0].framework != framework:  # Horovod is opened once a process, by one framework
         what = f"this process trains with {_sessions[0].framework} already"
         raise ConfigError(what, where=f"hvd_train: {framework}", fix="use one framework in a script")
+    links = _sessions[0].links
+    if (links.size if links else 1) != stages:
+        what = "the ranks of this process are connected already, for another number of stages"
+        raise ConfigError(what, where=f"parallel.pipeline: {stages}", fix="use one number of stages in a script")
     return _sessions[0]
 
 

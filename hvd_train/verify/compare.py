@@ -72,7 +72,9 @@ def verify(
                 folder.mkdir()
                 for name, one in _plans(config, framework, num_proc, steps, folder).items():
                     # Workers read their configurations from the folder, and leave their records in it.
-                    (folder / f"{name}.yaml").write_text(resolved_yaml(one), encoding="utf-8")
+                    (folder / f"{name}.yaml").write_text(
+                        resolved_yaml(one if size > 1 else one.without_stages()), encoding="utf-8"
+                    )
                 print(f"{_title(framework, size)}: {steps} steps ...", flush=True)
                 code = launch(size, launcher, ["record", str(folder)], verbose, module)
                 if code:
@@ -81,7 +83,7 @@ def verify(
     comparisons = list(_comparisons(worlds, frameworks, num_proc))
     head = (
         f"{config.model.name} on {config.data.name}, {config.optim.name}, {amount(steps, 'step')}, "
-        f"global batch {config.global_batch(num_proc)}"
+        f"global batch {config.global_batch(config.replicas(num_proc))}"
     )
     print("\n".join(text(head, notes, comparisons, config.precision)), flush=True)
     if report is not None:
@@ -127,7 +129,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
     data |= {
         "framework": framework,
         "batch_size": None,
-        "global_batch_size": config.global_batch(num_proc),
+        "global_batch_size": config.global_batch(config.replicas(num_proc)),
         "max_steps": steps,
         "max_epochs": None,
         "precision": "64",

@@ -15,6 +15,7 @@ from hvd_train.checkpoint.arrays import pack, unpack
 from hvd_train.config import load_config
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.loop import Trainer
+from hvd_train.core.stages import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.jobs import job as jobs
 from hvd_train.jobs.connect import connect
@@ -43,14 +44,16 @@ class Recorder(Hook):
     def _state(trainer: Training) -> Tree:
         """Weights and slots; those of a sharded optimizer, on rank 0 alone, are joined."""
         shards = join_shards(trainer.update.state(), trainer.frontend.groups.world)
-        return training_state(trainer.frontend, trainer.update) | shards
+        here = training_state(trainer.frontend, trainer.update) | shards
+        return here | of_other_stages(trainer.frontend, lambda: here, here)
 
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         sums = np.sum([trainer.frontend.ops.to_numpy(sums) for sums in info.local_sums], axis=0)
         self._notes["sums"].append(sums.tolist())
         self._notes["rates"].append(info.learning_rate)
         indices = [batch.indices for batch in info.batch.micro_batches]
-        self._notes["samples"].append(np.concatenate(indices).tolist())
+        # All stages of a replica take the same samples.
+        self._notes["samples"].append(np.concatenate(indices).tolist() if trainer.groups.last_stage else [])
 
     def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
         stages = zip(STAGES, (self._first, self._state(trainer)), strict=True)

@@ -11,6 +11,7 @@ from hvd_train.config.keys.data import DataConfig
 from hvd_train.config.keys.exchange import ExchangeConfig
 from hvd_train.config.keys.model import ModelConfig
 from hvd_train.config.keys.optim import OptimConfig, PlateauConfig
+from hvd_train.config.keys.parallel import PER_STAGE, ParallelConfig
 from hvd_train.config.keys.section import Count, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.keys.slurm import SlurmConfig
 from hvd_train.config.keys.task import TaskConfig
@@ -47,6 +48,7 @@ class Config(Section):
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
     exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="one model over several ranks")
     sync_batchnorm: bool = Field(
         False, description="batch normalization uses the global batch, not a rank's part of it"
     )
@@ -102,6 +104,11 @@ class Config(Section):
                 data["batch_size"] = 32
             if data.get("max_epochs") is None and data.get("max_steps") is None:
                 data["max_epochs"] = 1
+            parallel = data.get("parallel")
+            if isinstance(parallel, dict) and parallel.get("microbatches") is None:
+                stages = parallel.get("pipeline", 1)
+                if isinstance(stages, int) and stages > 1:
+                    data["parallel"] = parallel | {"microbatches": PER_STAGE * stages}
         return data
 
     @model_validator(mode="after")
@@ -145,6 +152,7 @@ class Config(Section):
             problems += self._needs_lockstep()
         if mode.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
+        problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))
         raise_problems(problems)
@@ -159,6 +167,18 @@ class Config(Section):
         }
         why = f"needs ranks that take each step together, and with exchange.mode: {self.exchange.mode} none waits"
         return [(key, why) for key, needed in keys.items() if needed]
+
+    def _not_with_stages(self) -> list[tuple[str, str]]:
+        """Return what pipeline stages do not go with."""
+        exchange, no = self.exchange, "pipeline stages do not go with"
+        wrong = {
+            "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
+            "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
+            "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
+            "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",
+            "exchange.compression_error_every_n_steps": exchange.compression_error_every_n_steps and "it",
+        }
+        return [(key, f"{no} {why}") for key, why in wrong.items() if why]
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:
@@ -215,6 +235,20 @@ class Config(Section):
     def checks_gradients(self) -> bool:
         """Return whether a step is taken only where the gradients of all ranks are finite."""
         return self.precision == "16-mixed" or self.on_nonfinite == "skip"
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the parts of a step's batch: those of the accumulation, each cut for the pipeline's stages."""
+        return self.accumulate_grad_batches * (self.parallel.microbatches or 1)
+
+    def replicas(self, ranks: int) -> int:
+        """Return how many ranks hold the same weights, among which samples are divided."""
+        return max(ranks // self.parallel.pipeline, 1)
+
+    def without_stages(self) -> Config:
+        """Return a copy of which each rank holds the whole model; its numbers are the same."""
+        parallel = self.parallel.model_copy(update={"pipeline": 1})
+        return self.model_copy(update={"parallel": parallel}) if self.parallel.pipeline > 1 else self
 
     def global_batch(self, world_size: int) -> int:
         """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""

@@ -57,7 +57,7 @@ class LossLog(Hook):
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         p = trainer.progress
         self.pending += info.local_sums
-        if info.local_counts is not None:
+        if info.local_counts is not None and trainer.groups.last_stage:
             self._counts = self._counts + info.local_counts
         trainer.log.progress(p.epoch, p.consumed, trainer.epoch_size, trainer.samples_per_second)
         if not info.due.log:
@@ -71,7 +71,7 @@ class LossLog(Hook):
             self._write(trainer, info, self.board.take())
             return
         task = self._task
-        sums = ordered_sum(local + self._left, trainer.groups.data)
+        sums = ordered_sum(local + self._left, trainer.groups.sums)
         if task.weighted_by_data:
             task.check(sums, sums[task.length :])
         self._check_finite(trainer, sums, common=True)

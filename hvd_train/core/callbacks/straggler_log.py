@@ -11,7 +11,8 @@ from hvd_train.core.training import Training
 def watch_stragglers(trainer: Training, waited: Sequence[float]) -> None:
     """Look for a slow rank and name it the first time; ``waited``: seconds of each rank in transfers so far."""
     step = trainer.progress.step
-    if len(waited) > 1 and trainer.stragglers.look(step, waited):
+    # Pipeline stages wait for one another in each step.
+    if len(waited) > 1 and not trainer.groups.links and trainer.stragglers.look(step, waited):
         trainer.log.message(f"step {step}: {trainer.stragglers.slow_rank}")
         log_straggler(trainer, trainer.progress.epoch)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
-from hvd_train.core.agreement import agree_on_weights
+from hvd_train.core.agreement import agree_on_weights, collectively
 from hvd_train.core.callbacks.loss_log import LossLog
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.training import Training
@@ -39,9 +40,12 @@ class WeightCheck(Hook):
             update.take_local_weights()
 
     def compare(self, trainer: Training) -> None:
-        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or trainer.groups.data.size == 1:
+        groups = trainer.groups
+        if not trainer.config.agreement_every_n_steps or trainer.update.diverged or groups.data.size == 1:
             return
         # A loss that is not finite makes weights differ, too; the error then names the loss.
         finite = all(np.isfinite(trainer.frontend.ops.to_numpy(sums)).all() for sums in self._loss_log.pending)
         where = f"epoch {trainer.progress.epoch + 1}, step {trainer.progress.step}"
-        agree_on_weights(trainer.groups.data, trainer.frontend.checksums(), where, finite=finite)
+        check = partial(agree_on_weights, groups.data, trainer.frontend.checksums(), where, finite=finite)
+        # Stages compare their weights apart, and stop together.
+        collectively(groups.world, check) if groups.links else check()

@@ -13,7 +13,8 @@ import torch
 
 from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
-from hvd_train.frontends.pytorch.model import lazy, native_shape
+from hvd_train.frontends.pytorch.blocks import joined
+from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.user_model import build_model, canonical_table
 
 
@@ -25,7 +26,7 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
     name, sizes = trained.config.model.name, {k: native_shape(field) for k, field in trained.sample.inputs.items()}
     options, restores = trained.config.model.options, trained.config.restores
     model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, native_shape, restores)
-    model = model.to("cpu", getattr(torch, dtype)).eval()
+    model = joined(model).to("cpu", getattr(torch, dtype)).eval()
     kinds = trained.inputs(dtype)
     example = {k: torch.zeros(2, *shape, dtype=getattr(torch, kinds[k])) for k, shape in sizes.items()}
     if lazy(model):

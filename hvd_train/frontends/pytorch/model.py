@@ -19,11 +19,13 @@ from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
+from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
 from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
+from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
@@ -46,17 +48,6 @@ UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueE
 IN_TRAINING = attrgetter("training")
 
 
-def native_shape(field: Field) -> tuple[int, ...]:
-    """Return an input's shape in PyTorch: (channels, height, width) for an image."""
-    return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
-
-
-def lazy(model: torch.nn.Module) -> list[str]:
-    """List the layers whose weights have no shape before the first forward pass."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return sorted({name.rpartition(".")[0] or name for name, x in named if torch.nn.parameter.is_lazy(x)})
-
-
 class PyTorchFrontEnd(StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
@@ -73,7 +64,8 @@ class PyTorchFrontEnd(StateTree):
         self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
         options = dict(config.model.options)
         model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
-        self.model, self._channels_last = model.to(self.device, self.dtype), False
+        self._module = module
+        self.model, self._channels_last = (model := joined(model)).to(self.device, self.dtype), False
         # Before batch normalization is prepared: a lazy one becomes another class.
         if lazy(model):
             self._take_shapes()

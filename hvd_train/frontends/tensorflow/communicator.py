@@ -26,6 +26,11 @@ class HorovodTensorFlow(HorovodCommunicator):
         super().__init__(expected_size)
         self._gathers: dict[str, Callable] = {}
 
+    def of_stage(self) -> HorovodCommunicator:
+        some = super().of_stage()
+        some._gathers = {}  # type: ignore[attr-defined]  # graphs hold the ranks that they are over
+        return some
+
     @guarded
     def allreduce_async(self, x, name, op="sum") -> tf.Tensor:
         if op == "average" and x.dtype != tf.float64:
@@ -35,15 +40,15 @@ class HorovodTensorFlow(HorovodCommunicator):
         return self._allreduce(x, name, ops[op])
 
     def _allreduce(self, x, name, op, **factor) -> tf.Tensor:
-        return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor)
+        return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor, **self._within)
 
     @guarded
     def allgather_async(self, x, name) -> tf.Tensor:
-        return self.hvd.allgather(x, name=name, ignore_name_scope=True)
+        return self.hvd.allgather(x, name=name, ignore_name_scope=True, **self._within)
 
     @guarded
     def alltoall_async(self, x, sizes, name) -> tf.Tensor:
-        return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True)[0]
+        return self.hvd.alltoall(x, tf.constant(sizes, tf.int32), name=name, ignore_name_scope=True, **self._within)[0]
 
     def synchronize(self, handle) -> tf.Tensor:
         # In a graph nobody but us knows how much was received.
@@ -51,19 +56,19 @@ class HorovodTensorFlow(HorovodCommunicator):
 
     @guarded
     def _broadcast(self, data, root, name) -> np.ndarray:
-        return self.hvd.broadcast(tf.constant(data), root, name=name).numpy()
+        return self.hvd.broadcast(tf.constant(data), root, name=name, **self._within).numpy()
 
     @guarded
     def _allgather(self, data, name) -> np.ndarray:
         # A graph, for outside of one TensorFlow drops the name.
         if name not in self._gathers:
-            gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True)
+            gather = functools.partial(self.hvd.allgather, name=name, ignore_name_scope=True, **self._within)
             self._gathers[name] = graph(gather).get_concrete_function(tf.TensorSpec([None], tf.uint8))
         return self._gathers[name](tf.constant(data)).numpy()
 
     @guarded
     def _alltoall(self, data, sizes, name) -> np.ndarray:
-        return self.hvd.alltoall(tf.constant(data), tf.constant(sizes, tf.int32), name=name)[0].numpy()
+        return self.hvd.alltoall(tf.constant(data), tf.constant(sizes, tf.int32), name=name, **self._within)[0].numpy()
 
 
 def make_communicator(expected_size: int) -> HorovodTensorFlow:

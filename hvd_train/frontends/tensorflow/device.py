@@ -1,4 +1,4 @@
-"""The device of a rank in TensorFlow."""
+"""The device of a rank in TensorFlow, and the types that it computes in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import tensorflow as tf
 from hvd_train.config import Config
 from hvd_train.frontends.devices import gpu_of
 from hvd_train.protocol import Communicator
+
+DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
+MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 def device_of(config: Config, communicator: Communicator) -> str:

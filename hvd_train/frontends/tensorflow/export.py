@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.plain import Exported, Trained, onnx_load, onnx_packages, shapes, unfit_for
+from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.user_model import build_model, canonical_table
 from hvd_train.protocol import one_or_all
 
@@ -27,6 +28,7 @@ def _model(trained: Trained, dtype: str) -> tuple[keras.Model, set[str], dict[st
     model, module, _ = build_model(
         TENSORFLOW.zoo, name, trained.config.model.options, sample, restores=trained.config.restores
     )
+    model = joined(model)
     zeros = {k: np.zeros((2, *field.shape), kinds[k]) for k, field in sample.inputs.items()}
     if not model.built and list(kinds.values()) == [dtype]:
         model.build((None, *sample.input_shape))

@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from hvd_train.protocol import Communicator, Packing
 
+# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
+CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
+
 
 def graph(function: Callable, **options: Any) -> Any:
     """Make a ``tf.function`` that is traced as it stands, as Keras traces a model."""
@@ -79,6 +82,12 @@ class BetweenSteps:
         self, start: Callable[..., Any], finish: Callable[[Any], Any]
     ) -> Callable[..., Callable[[], Any]]:
         return in_thread(graph(lambda *tensors: finish(start(*tensors))))
+
+
+def steps_per_call(seconds: float, batch: Sequence[tf.Tensor]) -> int:
+    """Return how many steps of ``seconds`` run in one call; as many batches as that fit into CALL_BYTES together."""
+    fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in batch)
+    return max(1, min(int(CALL_SECONDS / seconds), fits, CALL_STEPS))
 
 
 class Later:

@@ -22,11 +22,21 @@ from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm
-from hvd_train.frontends.tensorflow.device import device_of
-from hvd_train.frontends.tensorflow.graphs import BetweenSteps, Later, awaited, graph, packing, seconds_waited
+from hvd_train.frontends.tensorflow.blocks import joined
+from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, device_of
+from hvd_train.frontends.tensorflow.graphs import (
+    BetweenSteps,
+    Later,
+    awaited,
+    graph,
+    packing,
+    seconds_waited,
+    steps_per_call,
+)
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
+from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import (
@@ -42,11 +52,6 @@ from hvd_train.protocol import (
 )
 from hvd_train.task.task import Task
 from hvd_train.update.sharded import Sharded
-
-DTYPES = {"64": "float64"}  # of weights; all other precisions: float32
-# ``steps_per_execution: auto``: as many steps in a call as take this long or as much memory, at most.
-CALL_SECONDS, CALL_BYTES, CALL_STEPS = 0.1, 64 << 20, 32
-MIXED = {"16-mixed": "mixed_float16", "bf16-mixed": "mixed_bfloat16"}
 
 
 class TensorFlowFrontEnd(BetweenSteps, StateTree):
@@ -69,6 +74,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             self.model, module, _ = build_model(
                 TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores
             )
+            self.model, self._module = joined(self.model), module
             self._try_forward()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
@@ -147,7 +153,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
                 )
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
-                for v in (self._trainable.values() if self.config.accumulate_grad_batches > 1 else ())
+                for v in (self._trainable.values() if self.config.micro_batches > 1 else ())
             ]
         self._waits = seconds_waited()  # within steps
         self._accumulate = graph(self._traced_accumulate)
@@ -156,7 +162,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         steps = self.config.steps_per_execution
         # Micro-batches stand between steps, and whether a gradient was finite is asked after each. A GPU has work
         # while Python prepares more.
-        self._alone = self.config.accumulate_grad_batches > 1 or self.config.checks_gradients
+        self._alone = self.config.micro_batches > 1 or self.config.checks_gradients
         self._alone |= steps == 1 or (steps == "auto" and self._device != "/CPU:0")
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
@@ -230,9 +236,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         if self.config.steps_per_execution == "auto":
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
-            # As many batches as fit into CALL_BYTES together.
-            fits = CALL_BYTES // sum(x.shape.num_elements() * x.dtype.size for x in first if tf.is_tensor(x))
-            self._per_call = max(1, min(int(CALL_SECONDS / self._seconds), fits, CALL_STEPS))
+            self._per_call = steps_per_call(self._seconds, [x for x in first if tf.is_tensor(x)])
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def flat_weights(self) -> list[tf.Tensor]:
@@ -269,18 +273,10 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             variables = [v.value for v in self._trainable.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
-            loss += self._penalty(scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype))
+            share = scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype)
+            loss += penalty(self.model, share, f"model.name: {self.config.model.name}")
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(g) for g in gradients], sums
-
-    def _penalty(self, share) -> tf.Tensor | float:
-        """Return what the weights' regularizers add: the shares of a step, of all ranks and micro-batches, are one."""
-        penalties = self.model._get_regularization_losses()
-        if len(self.model.losses) > len(penalties):  # a sum or a mean, over padding too: nobody knows
-            what = "the model adds a loss of its own (add_loss, an activity regularizer), which cannot be shared out"
-            fix = "give what it is taken from as an output, and a loss of your own of all outputs"
-            raise ConfigError(what, where=f"model.name: {self.config.model.name}", fix=fix)
-        return tf.stop_gradient(share) * tf.cast(tf.add_n(penalties), self.dtype) if penalties else 0.0
 
     def _outputs(self, inputs, training: bool) -> Any:
         ready = {name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()}
@@ -315,9 +311,13 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             total.assign(tf.zeros_like(total))
         if self._common:
             gradients = after_reads(gradients, self._common.variables, sums)
+        return sums, self._traced_update(gradients, learning_rate, unscale)
+
+    def _traced_update(self, gradients, learning_rate, unscale) -> tf.Tensor:
+        """Exchange the gradients and move the weights; return on how many ranks a gradient is not finite."""
         if not self.config.checks_gradients:
             self._apply(gradients, learning_rate)
-            return sums, tf.zeros((1,))
+            return tf.zeros((1,))
         failures = self._awaited(gradients, lambda: self.update.failures(gradients))
 
         def update() -> tf.Tensor:
@@ -325,7 +325,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             return failures
 
         # All ranks take the same branch: the number of failures is joined over them.
-        return sums, tf.cond(failures[0] > 0, lambda: failures, update)
+        return tf.cond(failures[0] > 0, lambda: failures, update)
 
     def _traced_steps(self, *columns) -> tf.Tensor:
         """Take as many steps as the columns have rows, one after the other; return (steps, sums)."""

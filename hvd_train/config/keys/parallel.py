@@ -1,0 +1,37 @@
+"""The keys of ``parallel``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hvd_train.config.keys.section import Positive, Section, free, raise_problems
+
+PER_STAGE = 4  # micro-batches: with so many for each stage, a stage waits less than a fifth of the time
+
+
+class ParallelConfig(Section):
+    """The division of one model over several ranks. rank = replica x pipeline + stage."""
+
+    pipeline: Positive = free(
+        1, description="stages: each rank holds and trains one of so many parts of the model's blocks; 1: all of it"
+    )
+    microbatches: Positive | None = Field(
+        None,
+        description="parts of a step's batch that follow one another through the stages; default: 4 for each stage",
+    )
+    schedule: Literal["1f1b", "gpipe"] = free(
+        "1f1b", description="1f1b keeps few micro-batches in memory; gpipe takes all forward, then all backward"
+    )
+    split: Literal["auto"] | Annotated[list[Positive], Field(min_length=1)] = free(
+        "auto", description="blocks of each stage, as [3, 2]; auto: as even as possible by measured time and memory"
+    )
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ParallelConfig:
+        problems = []
+        if self.split != "auto" and self.pipeline > 1 and len(self.split) != self.pipeline:
+            problems.append(("split", f"{len(self.split)} numbers of blocks for {self.pipeline} stages"))
+        raise_problems(problems)
+        return self

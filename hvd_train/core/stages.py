@@ -1,0 +1,33 @@
+"""The state of a model in pipeline stages: each rank has a part of it, and rank 0 joins the parts of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hvd_train.checkpoint.arrays import pack, unpack, weights_sha256
+from hvd_train.protocol import FrontEnd, Tree
+
+
+def of_other_stages(frontend: FrontEnd, read: Callable[[], Tree], has: Mapping[str, object] = {}) -> Tree:
+    """Return, on rank 0, what ``read`` gives on the other stages of its replica and is not in ``has``; {} elsewhere.
+
+    All ranks call it. Replicas are equal, so one of them is read.
+    """
+    groups = frontend.groups
+    if groups.links is None or groups.world.rank >= groups.links.size:
+        return {}
+    others: Tree = {}
+    parts = groups.links.gather(pack(read()) if groups.links.stage else b"", "state of a stage")
+    del parts[:1]
+    while parts:  # no two copies of all of it
+        others |= {key: x for key, x in unpack(parts.pop(0)).items() if key not in has}
+    return others
+
+
+def model_sha256(frontend: FrontEnd) -> str:
+    """Return the hash of the whole model's weights and running statistics, equal on all ranks; all call it."""
+    local = frontend.state()
+    if frontend.groups.links is None:
+        return weights_sha256(local)
+    whole = local | of_other_stages(frontend, lambda: local, local)
+    return frontend.groups.world.broadcast_bytes(weights_sha256(whole).encode()).decode()

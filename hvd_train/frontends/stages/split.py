@@ -1,0 +1,75 @@
+"""Which blocks belong to which stage: as even as possible by measured time and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvd_train.report.tables import table
+
+
+class Cost(NamedTuple):
+    """What a block costs: ``seconds`` forward and backward of a micro-batch, ``weights`` and ``activations`` in bytes.
+
+    ``activations`` are what the block gives, of one micro-batch.
+    """
+
+    name: str
+    seconds: float
+    weights: int
+    activations: int
+
+
+def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
+    """Return how many consecutive blocks each stage takes, such that the largest stage is as small as possible.
+
+    A stage is as large as the largest of its shares: of all time, of all memory. Each stage takes at least one block,
+    and something of what the last column counts; of several best ways it is the one whose first stages take fewest.
+    Exact, by dynamic programming.
+    """
+    totals = [sum(column) or 1.0 for column in zip(*costs, strict=True)]
+    sums = [[0.0] * len(totals)]
+    for cost in costs:
+        sums.append([before + x / total for before, x, total in zip(sums[-1], cost, totals, strict=True)])
+
+    def size(first: int, last: int) -> float:
+        shares = [b - a for a, b in zip(sums[first], sums[last], strict=True)]
+        return max(shares) if shares[-1] or not sums[-1][-1] else math.inf
+
+    count = len(costs)
+    # best[s][k]: the largest stage of the best division of the blocks from k on into s stages, and its first stage.
+    best = [{count: (0.0, 0)}]
+    for left in range(1, stages + 1):
+        rows = {}
+        for k in range(count - left, -1, -1):
+            ends = [end for end in range(k + 1, count + 1) if end in best[-1]]
+            if ends:
+                rows[k] = min((max(size(k, end), best[-1][end][0]), end - k) for end in ends)
+        best.append(rows)
+    taken, at = [], 0
+    for left in range(stages, 0, -1):
+        taken.append(best[left][at][1])
+        at += taken[-1]
+    return taken
+
+
+def stage_of(split: Sequence[int]) -> list[int]:
+    """Return the stage of each block."""
+    return [stage for stage, count in enumerate(split) for _ in range(count)]
+
+
+def listed(costs: Sequence[Cost], split: Sequence[int]) -> str:
+    """Return the table of the stages, and the shares of their largest."""
+    rows, at = [], 0
+    seconds, weights = sum(c.seconds for c in costs), sum(c.weights for c in costs)
+    for stage, count in enumerate(split):
+        part = costs[at : at + count]
+        names = part[0].name if count == 1 else f"{part[0].name} to {part[-1].name}"
+        time, size = sum(c.seconds for c in part), sum(c.weights for c in part)
+        rows.append(
+            [str(stage), f"{count}: {names}", f"{1000 * time:.2f}", f"{time / (seconds or 1):.0%}"]
+            + [f"{size / 1e6:.2f}", f"{size / (weights or 1):.0%}"]
+        )
+        at += count
+    return table(["stage", "blocks", "ms a micro-batch", "of all", "MB of weights", "of all"], rows)

@@ -1,0 +1,248 @@
+"""A pipeline stage in Keras: forward passes and the update are graphs, and a tape keeps what backward needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.config import Config
+from hvd_train.errors import ConfigError, TrainError
+from hvd_train.frontends.stages.frontend import Micro, Staged, one_tensor, untakeable
+from hvd_train.frontends.stages.links import Message
+from hvd_train.frontends.stages.split import Cost
+from hvd_train.frontends.tensorflow.blocks import blocks_of
+from hvd_train.frontends.tensorflow.graphs import graph
+from hvd_train.frontends.tensorflow.model import TensorFlowFrontEnd
+from hvd_train.protocol import Batch, Groups, Sample, Update, made_up, one_or_all
+
+TURNS = 3  # of which the fastest counts
+UNTAKEN = (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError)
+
+
+class Kept(NamedTuple):
+    """What a backward pass needs: the record of the forward pass, and its input and output (the loss)."""
+
+    tape: tf.GradientTape
+    x: tf.Tensor | None
+    output: tf.Tensor
+
+
+class Sums:
+    """The sums of a micro-batch, (length,) float64."""
+
+    def __init__(self, length: int) -> None:
+        self.values: Any = np.zeros(length)
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self.values)
+
+
+class Chain:
+    """Some blocks, which run in turn."""
+
+    def __init__(self, blocks: Sequence[keras.layers.Layer]) -> None:
+        self.layers = list(blocks)
+
+    def __call__(self, x: Any, training: bool) -> Any:
+        for block in self.layers:
+            x = run(block, x, training)
+        return x
+
+    def _flatten_layers(self) -> list[keras.layers.Layer]:
+        return [layer for block in self.layers for layer in block._flatten_layers()]
+
+
+def run(block: keras.layers.Layer, x: Any, training: bool) -> Any:
+    takes = getattr(block, "_call_has_training_arg", False)
+    return block(x, training=training) if takes else block(x)
+
+
+class StagedTensorFlow(Staged, TensorFlowFrontEnd):
+    def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
+        super().__init__(config, groups, sample)
+        self._begin_stages(groups.links)
+        self._blocks = blocks_of(self.model, self._module, config.model.name)
+        if self.model.losses:
+            what = "the model adds losses of its own (regularizers, add_loss), which stages do not add up"
+            raise ConfigError(what, where=f"model.name: {config.model.name}", fix="take optim.weight_decay instead")
+        self._numbered = list(enumerate(self._seeds))  # a generator has the masks that it has in the whole model
+        self._link_error: TrainError | None = None
+
+    # ---- the blocks, once
+
+    def _names_of_blocks(self) -> list[set[str]]:
+        native = {id(v): path for path, v in (self._trainable | self._fixed).items()}
+        return [{native[id(v)] for v in block.variables if id(v) in native} for block in self._blocks]
+
+    def _in_turn(self, placed: Any, each: Callable[[int, Any, Any], Any]) -> None:
+        """Run the blocks in turn by ``each(number, block, input)``."""
+        where, x = f"model.name: {self.config.model.name}", self._inputs(placed[0])
+        for number, block in enumerate(self._blocks):
+            try:
+                x = each(number, block, x)
+            except UNTAKEN as error:
+                if number == 0:
+                    raise
+                raise untakeable(block.name, number, error, where) from error
+            if number == len(self._blocks) - 1:
+                return
+            one_tensor(x, block.name, number, where, [tf.Tensor], lambda x: x.dtype.is_floating)
+            if getattr(x, "_keras_mask", None) is not None:
+                what = f"block {number} ({block.name}) gives a mask beside its tensor"
+                raise ConfigError(what, where=where, fix="switch mask_zero off, or set parallel.pipeline: 1")
+
+    def _inputs(self, inputs: Any) -> Any:
+        """Return what the first block takes: a tensor, or several by name."""
+        return one_or_all({name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()})
+
+    def check_blocks(self) -> None:
+        self._in_turn(self.to_device(made_up(self._sample)), lambda number, block, x: run(block, x, training=False))
+
+    def costs(self, batch: Batch) -> list[Cost]:
+        best, given = [np.inf] * len(self._blocks), [0] * len(self._blocks)
+
+        def timed(number: int, block: Any, x: Any) -> Any:
+            variables = [v.value for v in block.trainable_variables]
+            sources = [*variables, *([x] if number else [])]
+            for _ in range(TURNS):
+                began = time.perf_counter()
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(sources)
+                    output = run(block, x, training=False)
+                outputs = tf.nest.flatten(output)
+                if sources:
+                    tape.gradient(outputs, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                best[number] = min(best[number], time.perf_counter() - began)
+            given[number] = sum(int(tf.size(one)) * one.dtype.size for one in outputs)
+            return output
+
+        self._in_turn(self.to_device(batch), timed)
+        weights = [sum(4 * int(np.prod(v.shape)) for v in block.trainable_variables) for block in self._blocks]
+        titles = [block.name for block in self._blocks]
+        return [Cost(*row) for row in zip(titles, best, weights, given, strict=True)]
+
+    def _cut(self, first: int, last: int) -> None:
+        mine = Chain(self._blocks[first:last])
+        here = {id(v) for block in mine.layers for v in block.variables}
+        self._numbered = [(i, v) for i, v in self._numbered if id(v) in here]
+        # Layers know their neighbours, so those of other stages stay: their variables must not.
+        for v in self.model.variables:
+            if id(v) not in here:
+                v._value = None
+        self.model, self._blocks = mine, []
+        self._score = graph(self._traced_evaluate)
+        self._forward, self._loss = graph(self._traced_forward), graph(self._traced_loss)
+
+    # ---- within a step
+
+    def connect(self, update: Update) -> Any:
+        optimizer = super().connect(update)
+        with tf.device(self._device):
+            variables = list(self._trainable.values())
+            if not self._accumulated:
+                self._accumulated = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+        self._add, self._move = graph(self._traced_add), graph(self._traced_move)
+        return optimizer
+
+    def _no_sums(self) -> Sums:
+        return Sums(self.task.length)
+
+    def _fill(self, sums: Sums, values: Any) -> None:
+        sums.values = values
+
+    def _begin_forward(self, weights: Any, seed: Any) -> None:
+        for i, variable in self._numbered:
+            pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
+            variable.value.assign(tf.cast(pair, variable.value.dtype))
+        self._batchnorm.weights = weights
+
+    def _traced_forward(self, x, weights, seed) -> tf.Tensor:
+        self._begin_forward(weights, seed)
+        return self.model(self._inputs(x) if self.first else x, training=True)
+
+    def _traced_loss(self, x, labels, weights, scale, seed) -> tuple[tf.Tensor, tf.Tensor]:
+        outputs = self._traced_forward(x, weights, seed)
+        return self.task(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights, scale)
+
+    def _forward_stage(self, micro: Micro, x: tf.Tensor | None) -> tuple[Any, Kept]:
+        inputs, labels, weights = micro.placed
+        seed = tf.constant(micro.seed, tf.int64)
+        # Not watched by itself, or the tape would record variables that are not trained.
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([v.value for v in self._trainable.values()])
+            if x is not None:
+                tape.watch(x)
+            given = inputs if x is None else x
+            if not self.last:
+                output = self._forward(given, weights, seed)
+                return output, Kept(tape, x, output)
+            loss, sums = self._loss(given, labels, weights, tf.constant(self._scales(micro.scale), self.dtype), seed)
+        return sums, Kept(tape, x, loss)
+
+    def _backward_stage(self, kept: Kept, gradient: tf.Tensor | None) -> tf.Tensor | None:
+        variables = [v.value for v in self._trainable.values()]
+        sources = [*variables, *([] if kept.x is None else [kept.x])]
+        unconnected = tf.UnconnectedGradients.ZERO
+        gradients = kept.tape.gradient(kept.output, sources, gradient, unconnected_gradients=unconnected)
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        self._add(gradients[: len(variables)])
+        return None if kept.x is None else gradients[-1]
+
+    def _traced_add(self, gradients) -> None:
+        for total, gradient in zip(self._accumulated, gradients, strict=True):
+            total.assign_add(gradient)
+
+    def _traced_move(self, learning_rate, unscale) -> tf.Tensor:
+        gradients = [tf.identity(total) for total in self._accumulated]
+        with tf.control_dependencies(gradients):
+            for total in self._accumulated:
+                total.assign(tf.zeros_like(total))
+        return self._traced_update(gradients, learning_rate, unscale)
+
+    def _finish_step(self, learning_rate: float, unscale: float) -> None:
+        numbers = (tf.constant(x, self.dtype) for x in (learning_rate, unscale))
+        try:
+            self._failures = self._move(*numbers)
+        except tf.errors.OpError:
+            if self._link_error:
+                raise self._link_error from None
+            raise
+
+    def _traced_evaluate(self, x, labels, weights) -> Any:
+        outputs = self.model(self._inputs(x) if self.first else x, training=False)
+        if not self.last:
+            return outputs
+        return self.task(tf.nest.map_structure(lambda y: tf.cast(y, self.dtype), outputs), labels, weights)[1]
+
+    def _evaluate_stage(self, placed: Any, x: tf.Tensor | None) -> Any:
+        return self._score(placed[0] if x is None else x, *placed[1:])
+
+    def _pack(self, x: tf.Tensor) -> Message:
+        array = np.ascontiguousarray(x.numpy())
+        return Message(x.dtype.name, tuple(x.shape), array.reshape(-1).view(np.uint8))
+
+    def _unpack(self, message: Message) -> tf.Tensor:
+        array = message.data.view(tf.as_dtype(message.kind).as_numpy_dtype).reshape(message.shape)
+        with tf.device(self._device):
+            return tf.constant(array)
+
+    def joined(self, x: tf.Tensor, stages: Sequence[int], word: str) -> tf.Tensor:
+        def join(array: np.ndarray) -> np.ndarray:
+            try:
+                return self.links.sum(array, stages, word)
+            except TrainError as error:
+                self._link_error = error  # TensorFlow makes an error of its own of it
+                raise
+
+        total = tf.numpy_function(join, [x], x.dtype)
+        total.set_shape(x.shape)
+        return total
+
+
+def open_frontend(config: Config, groups: Groups, sample: Sample) -> StagedTensorFlow:
+    return StagedTensorFlow(config, groups, sample)

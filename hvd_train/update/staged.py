@@ -1,0 +1,53 @@
+"""The exchange of one pipeline stage: weights that several stages use, and the norm of the whole gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from hvd_train.protocol import State, Tensor
+from hvd_train.update.exchange import Exchange, Started
+
+
+class StagedFrontEnd(Protocol):
+    """What the exchange asks of the front-end of a stage (frontends/stages/frontend.py)."""
+
+    stages: int
+    stage: int
+    ties: Sequence[tuple[int, tuple[int, ...]]]  # (index into specs, stages that hold the tensor)
+
+    def joined(self, x: Tensor, stages: Sequence[int], word: str) -> Tensor:
+        """Return the sum of ``x`` over some stages, in their order."""
+
+
+class StagedExchange(Exchange):
+    """An exchange of a part of the model over the replicas.
+
+    A tied weight's gradient is the sum of those of its stages, added in their order after the ranks of each have been
+    joined: all stages then move their copies by the same bits.
+    """
+
+    def __init__(self, *arguments: Any, frontend: StagedFrontEnd, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._frontend = frontend
+        self.clip = replace(self.clip, total=self._total)
+        self._counted_elsewhere: Any = 0.0
+
+    def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
+        gradients, states = super()._received(started)
+        ties = self._frontend.ties
+        if ties:
+            tensors = self.from_buckets(gradients)
+            for i, stages in ties:
+                tensors[i] = self._frontend.joined(tensors[i], stages, f"tied {self._specs[i].name}")
+            twice = [tensors[i] for i, stages in ties if stages[0] != self._frontend.stage]
+            self._counted_elsewhere = sum(self.ops.sum_of_squares(x) for x in twice)
+            gradients = self.to_buckets(tensors)
+        return gradients, states
+
+    def _total(self, squares: Tensor) -> Tensor:
+        """Return the sum of squares of the gradients of all stages, of which each tied one counts once."""
+        local = self.ops.reshape(squares - self._counted_elsewhere, (1,))
+        total = self._frontend.joined(local, range(self._frontend.stages), "gradient norm")
+        return self.ops.reshape(total, ())

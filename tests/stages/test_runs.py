@@ -1,0 +1,215 @@
+"""Trainings in stages through the command line: numbers of one process, checkpoints, mistakes, a killed rank."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hvd_train.launch.start import environment
+from tests.ranks.job import BIN, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
+
+FRAMEWORKS = ["pytorch", "tensorflow"]
+KEYS = ["precision=64", "threads=1", "tensorboard=false", "global_batch_size=47", "sync_batchnorm=true"]
+KEYS += ["optim.lr=0.02", "gradient_clip_val=0.5", "parallel.microbatches=3"]
+RESUME = ("--resume", "auto")
+
+
+def fit(folder: Path, framework: str, *words: str, sets: tuple[str, ...] = (), model: str = "") -> tuple[int, str]:
+    model = model or f"tests.stages.models:{framework}"
+    keys = [*KEYS, f"model={{name: '{model}'}}", f"code_dir={ROOT}", f"framework={framework}", *sets]
+    line = [str(BIN / "hvd-train"), "fit", "-c", str(TINY), "--run-dir", str(folder), *words]
+    line += [word for one in keys for word in ("--set", one)]
+    env = environment()
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def trained(folder: Path, *arguments, **options) -> dict[str, np.ndarray]:
+    code, text = fit(folder, *arguments, **options)
+    assert code == 0, text
+    return arrays(folder)
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    last = max((folder / "checkpoints").glob("step-*"))
+    return load_file(last / "weights.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys() and any(key.startswith("statistics/") for key in a)
+    for key, x in a.items():
+        np.testing.assert_allclose(x, b[key], rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+def stages(count: int, *sets: str) -> tuple[str, ...]:
+    return (f"parallel.pipeline={count}", "max_steps=33", *sets)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_stages_have_the_numbers_of_one_process(tmp_path, framework):
+    """Two epochs with their evaluation, batch normalization over micro-batches, and the norm of all stages' gradients.
+
+    The second run is two replicas of two stages, over Gloo; the third four stages.
+    """
+    one = trained(tmp_path / "one", framework, sets=("max_steps=33",))
+    for name, ranks, launcher, count, schedule in (("a", 2, "auto", 2, "1f1b"), ("b", 4, "horovodrun", 2, "gpipe")):
+        sets = stages(count, f"parallel.schedule={schedule}")
+        words = ("-np", str(ranks), "--launcher", launcher)
+        assert_same(one, trained(tmp_path / name, framework, *words, sets=sets))
+        for key in ("train_loss", "val_loss", "val_accuracy"):
+            assert summary(tmp_path / name)[key] == pytest.approx(summary(tmp_path / "one")[key], rel=1e-9)
+    if framework == "pytorch":
+        assert_same(one, trained(tmp_path / "c", framework, "-np", "4", sets=stages(4)))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_goes_on_with_stages_and_without(tmp_path, framework):
+    one, run = tmp_path / "one", tmp_path / "run"
+    trained(one, framework, sets=("max_steps=33",))
+    trained(run, framework, "-np", "2", sets=(*stages(2), "max_steps=9"))
+    trained(run, framework, *RESUME, sets=("max_steps=17",))
+    trained(run, framework, "-np", "4", *RESUME, sets=(*stages(2, "parallel.split=[1,3]"), "max_steps=24"))
+    assert_same(arrays(one), trained(run, framework, "-np", "2", *RESUME, sets=("max_steps=33",)))
+    line = [str(BIN / "hvd-train"), "eval", "--run-dir", str(run), "--trust"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0 and '"samples": 359' in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_resumed_run_has_the_bits_of_one_that_nobody_cut(tmp_path, framework):
+    """With residuals of each rank, statistics of each rank, and masks of dropout; the split is measured once."""
+    sets = (*stages(2), "sync_batchnorm=false", "model.dropout=0.2", "exchange={compression: topk, ratio: 0.1}")
+    sets += ("checkpoint.every_n_steps=8",)
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    trained(cut, framework, "-np", "4", sets=(*sets, "max_steps=8"))
+    assert "left behind" not in fit(cut, framework, "-np", "4", *RESUME, sets=sets)[1]
+    split = [line.strip() for line in (cut / "config.yaml").read_text().splitlines() if "split: [" in line]
+    trained(whole, framework, "-np", "4", sets=(*sets, "parallel." + split[0].replace(": ", "=")))
+    assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]
+
+
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("as in PyTorch"))])
+def test_a_stage_that_is_killed(tmp_path, framework):
+    """It is named, and the run goes on from its checkpoint to the bits of one that nobody killed."""
+    sets = ["parallel={pipeline: 2, split: [1, 1]}", f"framework={framework}", *LONG, OFTEN]
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    job = Job("-np", tmp_path, *settings(cut, *sets))
+    job.wait_for(lambda: lines_of(cut) >= 105)
+    job.ranks()[1].kill()
+    code, _, err = job.end()
+    assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in "), err
+    for folder, words in ((cut, ["--resume", "auto"]), (whole, [])):
+        code, _, err = Job("-np", tmp_path, *settings(folder, *sets), *words).end()
+        assert code == 0, err
+    assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "framework", "model", "sets", "told"),
+    [
+        (
+            "3",
+            "pytorch",
+            "",
+            ["parallel.pipeline=2"],
+            "2 stages do not divide 3 ranks; parallel.pipeline: 2; start 2, 4",
+        ),
+        (
+            "2",
+            "pytorch",
+            "mlp",
+            ["parallel.pipeline=2", "model.hidden=[]"],
+            "2 stages for 1 block; parallel.pipeline: 2",
+        ),
+        (
+            "2",
+            "pytorch",
+            "cnn",
+            ["parallel.pipeline=2", "data.image_size=16"],
+            "the model is not a list of blocks; model",
+        ),
+        (
+            "2",
+            "tensorflow",
+            "cnn",
+            ["parallel.pipeline=2", "data.image_size=16"],
+            "the model is not a list of blocks; m",
+        ),
+        (
+            "2",
+            "pytorch",
+            "",
+            ["parallel={pipeline: 2, split: [1, 1]}"],
+            "2 blocks, and the model has 4; parallel.split",
+        ),
+        (
+            "2",
+            "pytorch",
+            "",
+            ["parallel={pipeline: 2, split: [1, 2, 1]}"],
+            "parallel.split: 3 numbers of blocks for 2 st",
+        ),
+        (
+            "2",
+            "pytorch",
+            "tests.stages.models:pytorch_pair",
+            ["parallel.pipeline=2"],
+            "block 1 (Two) does not take the",
+        ),
+        (
+            "2",
+            "pytorch",
+            "tests.stages.models:pytorch_tuple",
+            ["parallel.pipeline=2"],
+            "block 0 (Two) gives tuple, and n",
+        ),
+        (
+            "2",
+            "tensorflow",
+            "tests.stages.models:keras_mask",
+            ["parallel.pipeline=2"],
+            "block 2 (masking) gives a mask be",
+        ),
+        (
+            "2",
+            "tensorflow",
+            "tests.stages.models:keras_regular",
+            ["parallel.pipeline=2"],
+            "the model adds losses of its ow",
+        ),
+        (
+            "2",
+            "pytorch",
+            "",
+            ["parallel.pipeline=2", "optim.sharded=true"],
+            "optim.sharded: pipeline stages do not go wit",
+        ),
+        (
+            "2",
+            "pytorch",
+            "",
+            ["parallel.pipeline=2", "exchange.mode=local_sgd"],
+            "exchange.mode: pipeline stages do not",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_first_step(tmp_path, ranks, framework, model, sets, told):
+    code, text = fit(tmp_path / "run", framework, "-np", ranks, sets=tuple(sets), model=model)
+    assert code == 2 and text.startswith("error") and told in text.replace(f"{TINY}", ""), text
+    assert text.count("\n") == 1 and not (tmp_path / "run" / "metrics.jsonl").exists(), text
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_rank_keeps_half_of_the_weights_gradients_and_slots(tmp_path, framework):
+    sets = ("max_steps=3", "model.sizes=[512, 512, 512, 512, 512]", "model.norm=false", "sync_batchnorm=false")
+    sets += ("optim={name: adam, lr: 0.001}", "hooks=['tests.stages.memory_hook:Memory']", "limit_val_batches=1")
+    for name, words, more in (("one", (), ()), ("two", ("-np", "2"), ("parallel={pipeline: 2, split: [3, 3]}",))):
+        code, text = fit(tmp_path / name, framework, *words, sets=(*sets, *more))
+        assert code == 0, text
+    (whole,) = (int(path.read_text()) for path in tmp_path.glob("one.bytes.*"))
+    parts = [int(path.read_text()) for path in tmp_path.glob("two.bytes.*")]
+    assert len(parts) == 2 and max(parts) <= 0.55 * whole, (parts, whole)

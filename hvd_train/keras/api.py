@@ -23,6 +23,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.keras import loop, losses, verify_mode
 from hvd_train.keras.backends import OnTensorFlow, OnTorch
 from hvd_train.keras.build import build_at_first, is_built
+from hvd_train.keras.elementwise import check_elementwise
 from hvd_train.keras.patches import MARK, Patches, optimizers_of, with_rates
 from hvd_train.keras.start import Start, scaled
 from hvd_train.script import main_rank
@@ -41,6 +42,7 @@ def distribute(
     lr_scaling: str = "none",
     seed: int = 0,
     compression: str = "none",
+    sharded: bool = False,
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
@@ -56,9 +58,11 @@ def distribute(
     comes back is the same on every rank. ``lr_scaling``: "linear" multiplies the learning rate by the number of ranks,
     once for an optimizer.
     ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, int4, topk,
-    threshold or powersgd, with the options of that name (``ratio=0.01``). Every ``agreement_every_n_steps`` (0: never),
-    at an epoch's end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
-    CommunicationError where they differ. Raises ConfigError on all ranks.
+    threshold or powersgd, with the options of that name (``ratio=0.01``). ``sharded``: each rank keeps the optimizers'
+    slots for its part of the weights, moves that part, and gets the others' (ZeRO, stage 1); for elementwise
+    optimizers, and with ``model.save`` on all ranks. Every ``agreement_every_n_steps`` (0: never), at an epoch's end
+    and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a CommunicationError
+    where they differ. Raises ConfigError on all ranks.
     """
     if keras.backend.backend() not in BACKENDS:
         raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
@@ -66,6 +70,8 @@ def distribute(
     communicator = open_session(backend.framework).communicator
     # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
+    if sharded:
+        collectively(communicator, lambda: check_elementwise([*given_optimizers, *optimizers_of(model)], WHERE))
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
     compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
@@ -82,6 +88,7 @@ def distribute(
     if communicator.size == 1 and not recording():
         return model
     arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
+    arguments["sharded"] = sharded
     arguments |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
     start = Start(model, optimizers, communicator, backend, compressor, patches, _slow, arguments, WHERE)
     if is_built(model):

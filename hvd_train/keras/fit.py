@@ -58,6 +58,7 @@ class DistributedFit:
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
         self._probed = False  # whether the user's losses and metrics were classified
         self._steps, self._slow = 0, slow
+        self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # in which savers act, with sharded optimizers
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, APART_FIX)
         # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
         reduction.stepped = lambda steps: self._looped(steps, "optimizer.apply")
@@ -102,7 +103,8 @@ class DistributedFit:
             )
             call["validation_data"] = keras.utils.pack_x_y_sample_weight(*eval_shard.data)
             call |= {"validation_batch_size": eval_shard.batch, "validation_steps": eval_shard.limit}
-        call["callbacks"] = callbacks_of(call["callbacks"], self.world.rank == 0, SyncCallback(self, call["x"]))
+        callbacks = self.turns(call["callbacks"])
+        call["callbacks"] = callbacks_of(callbacks, self.world.rank == 0, SyncCallback(self, call["x"]))
         if isinstance(call["x"], ArrayParts):
             call["x"] = call["x"].as_keras(keras.backend.backend() == "tensorflow", call["class_weight"] is not None)
         call["verbose"] = call["verbose"] if self.world.rank == 0 else 0

@@ -22,6 +22,7 @@ class ModelState:
     def __init__(self, model: Any, world: Communicator, ops: Ops) -> None:
         self._model, self._world, self._ops = model, world, ops
         self._layers = LayerStates(model, world)
+        self.sharded: list[Any] = []  # ShardedUpdate of optimizers
 
     def take_from_rank_0(self) -> None:
         """Give every rank rank 0's weights, statistics, slots of the optimizers and the epoch to begin with.
@@ -30,6 +31,8 @@ class ModelState:
         """
         slots = [v for optimizer in optimizers_of(self._model) for v in optimizer.variables]
         unique = {id(v): v for v in [*self._model.variables, *slots, *buffers_of(self._model)]}
+        for key in (key for update in self.sharded for key in update.slots):
+            unique.pop(key, None)  # each rank has another piece
         variables = unique.values()
         arrays = [to_numpy(v) for v in variables]
         head = {"epoch": self._model._initial_epoch}
@@ -44,6 +47,8 @@ class ModelState:
                 seed = (int(array[0]) + self._world.rank * 0x9E3779B9) % (1 << 32)
                 array[0] = np.uint32(seed).astype(array.dtype)  # int32 on PyTorch
             v.assign(array)
+        for update in self.sharded:
+            update.take_from_rank_0()
         self._layers.finalize()
 
     def share_layer_states(self, where: str) -> None:

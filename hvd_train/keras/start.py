@@ -15,6 +15,8 @@ from hvd_train.keras import layers, losses, metrics, verify_mode
 from hvd_train.keras.fit import DistributedFit
 from hvd_train.keras.gradients import Reduction, connect, count_samples
 from hvd_train.keras.patches import Patches, optimizers_of, with_rates
+from hvd_train.keras.sharded import ShardedUpdate
+from hvd_train.keras.sharded_saving import SharedSaving
 from hvd_train.protocol import Communicator, Compressor
 from hvd_train.script.record import recording
 from hvd_train.script.slow_rank import SlowRankReport
@@ -64,9 +66,13 @@ class Start:
             metrics.share_means(model, reduction, patches)
         every = self.arguments["agreement_every_n_steps"]
         options: Any = dict(shard=self.arguments["shard"], seed=self.arguments["seed"], every=every, slow=self.slow())
-        state = DistributedFit(model, communicator, reduction, patches, **options).state
+        fit = DistributedFit(model, communicator, reduction, patches, **options)
+        state = fit.state
         state.share_layer_states(self.where)
         state.take_from_rank_0()
+        if self.arguments["sharded"] and communicator.size > 1:
+            state.sharded = [ShardedUpdate(x, communicator, self.backend, patches) for x in self.optimizers]
+            fit.turns = SharedSaving(model, state.sharded, communicator, patches).turns
         if model.compiled:
             state.trace_again()
         if record := recording():

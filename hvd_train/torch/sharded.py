@@ -152,7 +152,10 @@ class ShardedStep:
         if closure is None:
             self._put_pieces(optimizer)
             return None
-        return (arguments[0], self._around(optimizer, closure)), {}
+        whole = self._around(optimizer, closure)
+        if "closure" in keywords:
+            return arguments, keywords | {"closure": whole}
+        return (arguments[0], whole, *arguments[2:]), keywords
 
     def _around(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that finds the user's parameters, whose gradients it makes, and leaves pieces."""
@@ -249,6 +252,8 @@ class ShardedStep:
 
     def _join(self, optimizer: torch.optim.Optimizer) -> None:
         """Put whole slots in the place of pieces, for ``state_dict``; on all ranks together."""
+        # Its name is what a user reads where a rank does not come.
+        self._communicator.allgather_bytes(b"", "slots_of_a_sharded_optimizer_which_all_ranks_must_save")
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         local = {
             k: optimizer.state[piece.tensor]

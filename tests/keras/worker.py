@@ -30,6 +30,7 @@ from tests.keras.cases.mistakes import apart, refused
 from tests.keras.cases.models import FOLDER, SGD, TENSORFLOW, WIDE, Adam, AdamW, cross_entropy, simple
 from tests.keras.cases.networks import batchnorm_and_dropout, fine_tuning, frozen, gan, loop_gan, unbuilt, vae
 from tests.keras.cases.scores import masked_scores, outputs
+from tests.keras.cases.sharded import CASES as SHARDED
 from tests.seconds import counted
 
 SECONDS = 240  # of one case: a hang ends with a traceback that says where
@@ -83,6 +84,7 @@ CASES = {
     "loop": loop(),
     "loop_gan": loop_gan,
     "main_rank": main_rank,
+    **SHARDED,
 }
 if hk.size() > 1:
     CASES |= {"refused": refused, "apart": apart}

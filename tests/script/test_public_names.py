@@ -8,7 +8,8 @@ TORCH = {
     "barrier": [],
     "device": [],
     "distribute": [
-        "model", "others", "compression", "overlap", "sync_batchnorm", "average", "agreement_every_n_steps", "options",
+        "model", "others", "compression", "overlap", "sync_batchnorm", "average", "sharded", "agreement_every_n_steps",
+        "options",
     ],
     "is_main": [],
     "load": ["path", "missing_ok", "parts"],
@@ -24,7 +25,8 @@ TORCH = {
 KERAS = {
     "barrier": [],
     "distribute": [
-        "model", "given_optimizers", "shard", "lr_scaling", "seed", "compression", "agreement_every_n_steps", "options",
+        "model", "given_optimizers", "shard", "lr_scaling", "seed", "compression", "sharded", "agreement_every_n_steps",
+        "options",
     ],
     "is_main": [],
     "print": ["values", "options"],

@@ -1,0 +1,68 @@
+"""Whether a Keras optimizer moves each entry by that entry's gradient and slots alone: known, or tried on parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.keras.model_state import to_numpy
+
+KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl", "Lion")
+STEPS = 12  # some formulas take another branch in their first steps, or in every tenth
+SCALES = (1e-3, 1.0, 1e3)  # of gradients: what clips by a norm shows with large ones alone
+SHAPES = ((3, 4), (5,), (2, 2, 3, 1))  # formulas treat matrices, vectors and kernels apart
+TOLERANCE = 1e-6  # of weights in 32 bits, of which a formula that is not elementwise moves the leading digits
+FIX = f"leave sharded=True out, or take one of {', '.join(KNOWN)}"
+# What joins tensors, and is done before the update over whole ones.
+BEFORE = {"clipnorm": None, "global_clipnorm": None, "use_ema": False, "gradient_accumulation_steps": None}
+
+
+def check_elementwise(optimizers: Sequence[Any], where: str) -> None:
+    """Raise ConfigError for an optimizer of which a step on parts of tensors is not that on the whole."""
+    for outer in optimizers:
+        optimizer = getattr(outer, "inner_optimizer", outer)
+        kind = type(optimizer).__name__
+        # On PyTorch Keras' classes have others of the same name behind them.
+        if kind in KNOWN and type(optimizer).__module__.startswith("keras."):
+            continue
+        try:
+            same = _same(optimizer)
+        except Exception as error:
+            what = f"{kind} cannot be divided: a step on parts of tensors fails ({' '.join(str(error).split())})"
+            raise ConfigError(what, where=where, fix=FIX) from error
+        if not same:
+            what = f"{kind} cannot be divided: a step on parts of tensors is not that on the whole"
+            raise ConfigError(f"{what}, so its formula is not elementwise", where=where, fix=FIX)
+
+
+def _same(optimizer: Any) -> bool:
+    # The first rank has the first tensor and a part of the second one, the other rank the rest.
+    whole = _trained(optimizer, [(k, 0, int(np.prod(shape)), shape) for k, shape in enumerate(SHAPES)])
+    first = _trained(optimizer, [(0, 0, 12, (12,)), (1, 0, 2, (2,))])
+    second = _trained(optimizer, [(1, 2, 5, (3,)), (2, 0, 12, (12,))])
+    return np.allclose(np.concatenate([first, second]), whole, rtol=TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _trained(optimizer: Any, cuts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> np.ndarray:
+    """Return (n,): weights after a few steps of a copy. ``cuts``: tensors as (number, first entry, last, shape)."""
+    config = optimizer.get_config()
+    config |= {name: value for name, value in BEFORE.items() if name in config}
+    if "learning_rate" in config:  # a warm-up may begin with 0, with which all formulas are equal
+        config["learning_rate"] = 0.01
+    copy = type(optimizer).from_config(config)
+    variables = [keras.Variable(_numbers(k, k)[a:b].reshape(shape), name=f"w{k}") for k, a, b, shape in cuts]
+    for step in range(STEPS):
+        scale = SCALES[step % len(SCALES)]
+        gradients = [scale * _numbers(k, 7 * step + k + 3)[a:b].reshape(shape) for k, a, b, shape in cuts]
+        copy.apply(
+            [keras.ops.convert_to_tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables
+        )
+    return np.concatenate([to_numpy(v).reshape(-1) for v in variables])
+
+
+def _numbers(k: int, seed: int) -> np.ndarray:
+    return np.sin(np.arange(1.0, np.prod(SHAPES[k]) + 1) * (seed + 1.5))

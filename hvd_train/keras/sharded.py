@@ -1,0 +1,287 @@
+"""A user's Keras optimizer divided over the ranks: each keeps the slots of its part of the weights (ZeRO, stage 1).
+
+Gradients are whole on all ranks, as without it: loss scaling, clipping, accumulation, moving averages and constraints
+stay as they are. Only ``update_step`` runs over flat pieces of the variables, and the ranks gather the new weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
+
+import keras
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.keras.model_state import to_numpy
+from hvd_train.keras.patches import Patches
+from hvd_train.protocol import Communicator, TensorSpec
+from hvd_train.script.broadcast import broadcast_parts
+from hvd_train.update.buckets import plan
+from hvd_train.update.sharded import part_sizes, pieces
+
+WIRE = ("float16", "float32", "float64")  # what Horovod gathers; other types travel as float32
+# Attributes that hold a variable for each weight and stay whole: copies of weights and of gradients.
+WHOLE = ("_variables", "_trainable_variables", "_accumulated_gradients", "_model_variables_moving_average")
+
+
+class Part(NamedTuple):
+    """The entries [first, last) of a flat variable that are this rank's to move, and where an optimizer moves them.
+
+    ``bounds``: of all ranks.
+    """
+
+    variable: Any
+    bounds: list[tuple[int, int]]
+    first: int
+    last: int
+    weight: Any  # (last - first,)
+
+    def cut(self, x: Any) -> Any:
+        return keras.ops.reshape(keras.ops.stop_gradient(keras.ops.convert_to_tensor(x)), (-1,))[self.first : self.last]
+
+
+class ShardedUpdate:
+    """The updates and the slots of ``optimizer``, the one that has them: the inner one of loss scaling.
+
+    The instance is changed, its class is not. It is divided when it is built, or at its first step.
+    """
+
+    _count: ClassVar = count()
+
+    def __init__(self, outer: Any, communicator: Communicator, backend: Any, patches: Patches) -> None:
+        self._outer, self.optimizer = outer, getattr(outer, "inner_optimizer", outer)
+        self._communicator, self._backend, self._patches = communicator, backend, patches
+        self._number = next(self._count)  # scripts distribute optimizers in one order on all ranks
+        self._parts: list[Part] = []
+        self._buckets: tuple[tuple[int, ...], ...] = ()
+        self._index: dict[Any, int] = {}  # by the key of a part's variable
+        self.slots: dict[int, tuple[Any, Part]] = {}  # by id: this rank's pieces
+        self._loaded: tuple[int, list[np.ndarray]] | None = None  # whole slots that rank 0 has read, and its steps then
+        self._held: list[np.ndarray] | None = None  # whole slots, while rank 0 saves
+        apply = outer.apply
+
+        def divided_first(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            if not self._parts:
+                with backend.lifted():  # out of the graph of the first step
+                    if not outer.built:
+                        outer.build(list(trainable_variables))
+                    self._divide()
+            return apply(grads, trainable_variables)
+
+        if outer.built:
+            self._divide()
+        patches.put(outer, "apply", backend.untouched(divided_first))
+
+    # ---- which entries are whose
+
+    def _divide(self) -> None:
+        """Keep this rank's pieces of whole slots."""
+        optimizer, size, rank = self.optimizer, self._communicator.size, self._communicator.rank
+        variables = list(optimizer._trainable_variables)
+        specs = [TensorSpec(v.path, tuple(v.shape), _wire(v)) for v in variables]
+        self._buckets = plan(specs, self._backend.packing(self._communicator))
+        bounds: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(variables))}
+        for members in self._buckets:
+            sizes = [specs[i].size for i in members]
+            parts = part_sizes(sum(sizes), size)
+            for other in range(size):
+                edges = pieces(sizes, sum(parts[:other]), sum(parts[: other + 1]))
+                for i, edge in zip(members, edges, strict=True):
+                    bounds[i].append(edge)
+        for i, v in enumerate(variables):
+            first, last = bounds[i][rank]
+            weight = keras.Variable(np.zeros(last - first), dtype=v.dtype, trainable=False, name=f"{v.name}_part")
+            self._parts.append(Part(v, bounds[i], first, last, weight))
+            self._index[optimizer._var_key(weight)] = i
+        for name, held in self._lists().items():
+            made = [x if x is None else self._piece(x, part) for x, part in zip(held, self._parts, strict=True)]
+            self._put(name, held, made)
+        self._check_rest()
+        self._patch()
+
+    def _check_rest(self) -> None:
+        """Raise ConfigError where slots are kept in another way than in lists, one for each variable."""
+        whole = {id(v) for name in WHOLE[1:] for v in getattr(self.optimizer, name, None) or ()}
+        rest = [v for v in self.optimizer._variables if id(v) not in self.slots and id(v) not in whole and len(v.shape)]
+        if rest:
+            kind = type(self.optimizer).__name__
+            what = f"{kind} keeps '{rest[0].name}', which is not in a list of a slot for each weight"
+            raise ConfigError(what, where="hk.distribute(sharded=True)", fix="leave sharded=True out", common=True)
+
+    def _lists(self) -> dict[str, list[Any]]:
+        """Return the optimizer's lists of slots, one for each variable or None, by attribute."""
+        shapes = [tuple(part.variable.shape) for part in self._parts]
+        lists = {name: x for name, x in vars(self.optimizer).items() if isinstance(x, list) and name not in WHOLE}
+        return {
+            name: list(held)
+            for name, held in lists.items()
+            if len(held) == len(shapes)
+            and any(x is not None for x in held)
+            and all(
+                x is None or (isinstance(x, keras.Variable) and tuple(x.shape) == shape)
+                for x, shape in zip(held, shapes, strict=True)
+            )
+        }
+
+    def _piece(self, slot: Any, part: Part) -> Any:
+        values = to_numpy(slot).reshape(-1)[part.first : part.last]
+        made = keras.Variable(values, dtype=slot.dtype, trainable=False, name=slot.name)
+        self.slots[id(made)] = made, part
+        return made
+
+    def _put(self, name: str, before: list[Any], after: list[Any]) -> None:
+        """Put other variables in the place of an attribute's, also among all of the optimizer's."""
+        tracked = {id(v): k for k, v in enumerate(self.optimizer._variables)}
+        for old, new in zip(before, after, strict=True):
+            if old is not None:
+                self.optimizer._variables[tracked[id(old)]] = new
+        # Past Keras' own __setattr__, which would track them once more.
+        object.__setattr__(self.optimizer, name, after)
+
+    def _patch(self) -> None:
+        optimizer, put = self.optimizer, self._patches.put
+        kind = type(optimizer)
+
+        def index(variable: Any) -> int:
+            i = self._index.get(optimizer._var_key(variable))
+            return kind._get_variable_index(optimizer, variable) if i is None else i
+
+        def use_weight_decay(variable: Any) -> bool:
+            i = self._index.get(optimizer._var_key(variable))
+            if i is not None:  # its name and what is excluded are the whole variable's
+                whole = self._parts[i].variable
+                variable = whole if isinstance(variable, keras.Variable) else whole.value
+            return kind._use_weight_decay(optimizer, variable)
+
+        self._patches.on_undo(self._undo)
+        put(optimizer, "_get_variable_index", index)
+        put(optimizer, "_use_weight_decay", use_weight_decay)
+        put(optimizer, "_apply_weight_decay", lambda variables: None)  # of parts, in the update
+        put(optimizer, "_backend_update_step", self._backend.untouched(self._update))
+        for owner in {id(x): x for x in (optimizer, self._outer)}.values():
+            put(owner, "save_own_variables", lambda store, owner=owner: self._save(owner, store))
+            put(owner, "load_own_variables", lambda store, owner=owner: self._load(owner, store))
+
+    # ---- a step
+
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        optimizer, kind = self.optimizer, type(self.optimizer)
+        positions = [optimizer._get_variable_index(v) for v in variables]
+        pairs = [(self._parts[i], g) for i, g in zip(positions, grads, strict=True)]
+        # Formulas with a number for all variables, as Nadam's, move it on every rank: one part at least, if empty.
+        pairs = [pair for pair in pairs if pair[0].last > pair[0].first] or pairs[:1]
+        weights = [part.weight for part, _ in pairs]
+        for part, _ in pairs:
+            part.weight.assign(part.cut(part.variable))
+        if any(optimizer._use_weight_decay(weight) for weight in weights):
+            kind._apply_weight_decay(optimizer, weights)
+        kind._backend_update_step(optimizer, [part.cut(g) for part, g in pairs], weights, learning_rate)
+        self._gather(set(positions))
+
+    def _gather(self, moved: set[int]) -> None:
+        """Collect the weights that the ranks have moved. ``moved``: of the step, the same on all ranks."""
+        started = []
+        for b, members in enumerate(self._buckets):
+            if moved.isdisjoint(members):
+                continue
+            parts = [self._parts[i] for i in members]
+            values = [
+                part.weight if i in moved else part.cut(part.variable) for i, part in zip(members, parts, strict=True)
+            ]
+            values = [keras.ops.cast(x, _wire(part.variable)) for x, part in zip(values, parts, strict=True)]
+            joined = keras.ops.concatenate(values) if len(values) > 1 else values[0]
+            name = f"optimizer{self._number}.weights{b}"
+            started.append((parts, self._communicator.allgather_async(keras.ops.stop_gradient(joined), name)))
+        for parts, handle in started:
+            sizes = [int(np.prod(part.variable.shape)) for part in parts]
+            whole = keras.ops.reshape(self._communicator.synchronize(handle), (sum(sizes),))
+            ends = np.cumsum(sizes).tolist()
+            for part, size, end in zip(parts, sizes, ends, strict=True):
+                value = keras.ops.reshape(whole[end - size : end], part.variable.shape)
+                part.variable.assign(keras.ops.cast(value, part.variable.dtype))
+
+    # ---- state
+
+    def whole(self, everywhere: bool) -> list[np.ndarray]:
+        """Return whole slots in the order of ``slots``, on rank 0 or on all ranks; on all ranks together."""
+        # Its name is what a user reads where a rank does not come.
+        self._communicator.allgather_bytes(b"", "slots_of_a_sharded_optimizer_which_all_ranks_must_save")
+        local = b"".join(np.ascontiguousarray(to_numpy(v)).tobytes() for v, _ in self.slots.values())
+        received = [memoryview(part) for part in self._communicator.gather_bytes(local)]
+        arrays = []
+        for slot, part in self.slots.values() if received else ():
+            kind, found = to_numpy(slot).dtype, []
+            for rank, (first, last) in enumerate(part.bounds):
+                length = (last - first) * kind.itemsize
+                found.append(np.frombuffer(received[rank][:length], kind))
+                received[rank] = received[rank][length:]
+            arrays.append(np.concatenate(found).reshape(tuple(part.variable.shape)))
+        return self._from_rank_0(arrays) if everywhere else arrays
+
+    def _from_rank_0(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+        _, parts = broadcast_parts(self._communicator, None, flat)
+        kinds = ((to_numpy(slot).dtype, tuple(part.variable.shape)) for slot, part in self.slots.values())
+        return [np.frombuffer(x, kind).reshape(shape) for x, (kind, shape) in zip(parts, kinds, strict=True)]
+
+    def hold(self) -> None:
+        """Collect whole slots for what rank 0 is about to save; on all ranks together."""
+        self._held = self.whole(everywhere=False)
+
+    def release(self) -> None:
+        self._held = None
+
+    def _save(self, owner: Any, store: Any) -> None:
+        held = self.whole(everywhere=True) if self._held is None else self._held
+        whole = dict(zip(self.slots, held, strict=True))
+        for i, variable in enumerate(owner.variables):
+            store[str(i)] = whole[id(variable)] if id(variable) in whole else to_numpy(variable)
+
+    def _load(self, owner: Any, store: Any) -> None:
+        if len(store.keys()) != len(owner.variables):
+            what = f"optimizer '{owner.name}' has {len(owner.variables)} variables, the saved one {len(store.keys())}"
+            warnings.warn(f"{what}: it is not loaded", stacklevel=2)
+            return
+        whole: dict[int, np.ndarray] = {}
+        for i, variable in enumerate(owner.variables):
+            if id(variable) in self.slots:
+                whole[id(variable)] = np.array(store[str(i)])
+            else:
+                variable.assign(store[str(i)])
+        arrays = [whole[key] for key in self.slots]
+        self._take(arrays)
+        if not self._communicator.rank:
+            self._loaded = int(to_numpy(self.optimizer._iterations)), arrays
+
+    def _take(self, arrays: Sequence[np.ndarray]) -> None:
+        for (slot, part), array in zip(self.slots.values(), arrays, strict=True):
+            slot.assign(array.reshape(-1)[part.first : part.last])
+
+    def take_from_rank_0(self) -> None:
+        """Give all ranks their pieces of what rank 0 alone may have loaded, as a backup; on all ranks together."""
+        steps, arrays = self._loaded or (-1, [])
+        self._loaded = None
+        # Steps since then have moved what was loaded.
+        new = bool(arrays) and steps == int(to_numpy(self.optimizer._iterations))
+        if self._communicator.broadcast_bytes(bytes([new])) == bytes([1]):
+            self._take(self._from_rank_0(arrays))
+
+    def _undo(self) -> None:
+        """Give the optimizer its whole slots back, before it is distributed anew; on all ranks together."""
+        whole = dict(zip(self.slots, self.whole(everywhere=True), strict=True))
+        for name, held in vars(self.optimizer).copy().items():
+            if isinstance(held, list) and name != "_variables" and any(id(x) in whole for x in held):
+                made = [
+                    keras.Variable(whole[id(x)], dtype=x.dtype, trainable=False, name=x.name) if id(x) in whole else x
+                    for x in held
+                ]
+                self._put(name, list(held), made)
+        self.slots, self._parts = {}, []
+
+
+def _wire(variable: Any) -> str:
+    kind = keras.backend.standardize_dtype(variable.dtype)
+    return kind if kind in WIRE else "float32"

@@ -122,5 +122,6 @@ class MpiWindow:
 
 
 def _no_windows(reason: str) -> ConfigError:
-    fix = "start with the mpirun of scripts/setup, or set another exchange.mode"
+    # Open MPI 4.1 has none over TCP for programs with threads: one-sided needs shared memory or RDMA there.
+    fix = "start all ranks on one host, or over a network with RDMA, or set exchange.mode: outer or local_sgd"
     return ConfigError(f"this MPI gives no memory that other ranks read and change: {reason}", fix=fix, common=True)

@@ -75,6 +75,14 @@ def test_gloo_is_refused_and_the_cure_works(tmp_path):
     assert code == 0 and ended(tmp_path / "run", 8), err
 
 
+def test_an_mpi_without_one_sided_memory_is_refused(tmp_path):
+    """As between hosts over TCP, where Open MPI 4.1 gives programs with threads none."""
+    sets = settings(tmp_path / "run", MODE)
+    code, _, err = Job("-np", tmp_path, *sets, OMPI_MCA_osc="pt2pt").end()
+    assert code == 2 and "this MPI gives no memory that other ranks read and change" in err, (code, err)
+    assert "Traceback" not in err and not (tmp_path / "run" / "summary.json").exists()
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_one_rank_needs_no_mpi(tmp_path, framework):
     sets = settings(tmp_path / "run", MODE, "max_epochs=6", f"framework={framework}")

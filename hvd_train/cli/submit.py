@@ -80,26 +80,21 @@ def submit(
     from hvd_train.launch import submit as slurm
     from hvd_train.sweep import array
     from hvd_train.sweep.plan import plan
-    from hvd_train.sweep.repeats import check_repeats, repeats
+    from hvd_train.sweep.repeats import repeats
 
-    if program and (path or sets or run_dir or resume or overwrite):
-        fix = "leave out -c, --set, --run-dir, --resume and --overwrite"
-        raise ConfigError("a script has no configuration", where="submit", fix=fix)
+    _check_script(program, path or sets or run_dir or resume or overwrite)
     config = None if program else load_config(path, sets, run_dir=run_dir)
     # The command line comes before the configuration.
-    settings = (config.slurm if config else SlurmConfig()).model_dump() | _set(settings) | _set({"modules": modules})
+    settings = (config.slurm if config else SlurmConfig()).model_dump() | _set(settings | {"modules": modules})
     slurm.check_requeue(settings["requeue"], resume, overwrite)
     seed, swept = options.seed_of_draws(draws, seed), bool(params or draws or at_once or folds or seeds)
     if swept:
         _check_sweep(program, output, follow, overwrite, resume)
-    title = next((word for word in program if word.endswith(".py")), path or "hvd-train")
-    batch = slurm.Batch(settings, job_name or Path(title).stem, output)
+    batch = slurm.Batch(settings, job_name or _title(program, path), output)
     if config is None:
         text = batch.script(program)
     elif swept:
-        folder = Path(config.run_dir)
-        again = repeats(folds, seeds, config.seed)
-        check_repeats(params, again, None)
+        folder, again = Path(config.run_dir), repeats(folds, seeds, config.seed, params)
         sweep = array.of(folder, plan(path, sets, params, draws, seed, folder, again), list(again))
         text = array.script(batch, sweep, at_once)
     else:
@@ -113,6 +108,17 @@ def submit(
     click.echo(job := array.submit(sweep, text, resume is not None) if swept else slurm.submit(text))
     if follow:
         sys.exit(slurm.follow(job))
+
+
+def _title(program: tuple[str, ...], path: Path | None) -> str:
+    """Return the name of the job: the script's, or the configuration's."""
+    return Path(next((word for word in program if word.endswith(".py")), path or "hvd-train")).stem
+
+
+def _check_script(program: tuple[str, ...], configured: Any) -> None:
+    if program and configured:
+        fix = "leave out -c, --set, --run-dir, --resume and --overwrite"
+        raise ConfigError("a script has no configuration", where="submit", fix=fix)
 
 
 def _set(settings: dict[str, Any]) -> dict[str, Any]:

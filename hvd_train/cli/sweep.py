@@ -61,7 +61,7 @@ def sweep(
     from hvd_train.launch.plan import starts_ranks
     from hvd_train.sweep.folder import Sweep, load
     from hvd_train.sweep.plan import plan
-    from hvd_train.sweep.repeats import check_repeats, repeats
+    from hvd_train.sweep.repeats import repeats
     from hvd_train.sweep.results import report
     from hvd_train.sweep.rungs import ladder
 
@@ -72,8 +72,7 @@ def sweep(
     if here.size > 1 and ranks_per_trial is None:
         what, fix = f"{here.size} ranks, and nothing says how many a trial gets", "give --ranks-per-trial N"
         raise ConfigError(what, where=here.launcher, fix=fix)
-    again = repeats(folds, seeds, load_config(path, sets).seed)
-    check_repeats(params, again, halving)
+    again = repeats(folds, seeds, load_config(path, sets).seed, params, halving)
     trials = plan(path, sets, params, draws, options.seed_of_draws(draws, seed), folder, again)
     whole = Sweep(folder, trials, ladder(trials, halving), list(again))
     alone = here.size == 1 and num_proc in (None, 1)  # one process trains one trial at a time

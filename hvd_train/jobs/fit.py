@@ -100,12 +100,7 @@ def train(
     # Before the weights, which a hook of the user may change: then ranks share no memory.
     of_config = collectively(communicator, lambda: hooks_of(config))
     snapshot = collectively(communicator, find)
-    # ``auto`` keeps the compression with which the run began: measured today, it could be another one.
-    compression: str = config.exchange.compression
-    if snapshot and compression == "auto":
-        compression = snapshot.meta.get("compression") or compression
-    compression = communicator.broadcast_bytes(compression.encode()).decode()
-    update, compression = connect(job, compression, user_hooks or bool(of_config))
+    update, compression = connect(job, _compression_of(job, snapshot), user_hooks or bool(of_config))
     data = job.data.train, job.data.val
     hooks = [*_thread_check(job), *hooks, *of_config]
     memory = snapshots.folder_of_rank()
@@ -136,6 +131,15 @@ def train(
         log.message(messages.end(summary, config))
     log.close()
     return summary
+
+
+def _compression_of(job: Job, snapshot: Snapshot | None) -> str:
+    """Return the compression to connect with, on all ranks; rank 0 has the snapshot."""
+    compression: str = job.config.exchange.compression
+    # ``auto`` keeps that with which the run began: measured today, it could be another one.
+    if snapshot and compression == "auto":
+        compression = snapshot.meta.get("compression") or compression
+    return job.communicator.broadcast_bytes(compression.encode()).decode()
 
 
 def _rank_check(job: Job) -> list[Hook]:

@@ -64,9 +64,7 @@ def distribute(
     and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a CommunicationError
     where they differ. Raises ConfigError on all ranks.
     """
-    if keras.backend.backend() not in BACKENDS:
-        raise _error(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
-    backend = BACKENDS[keras.backend.backend()]()
+    backend = _backend()
     communicator = open_session(backend.framework).communicator
     # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
@@ -87,8 +85,7 @@ def distribute(
     loop.follow(optimizers)
     if communicator.size == 1 and not recording():
         return model
-    arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression}
-    arguments["sharded"] = sharded
+    arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression, "sharded": sharded}
     arguments |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
     start = Start(model, optimizers, communicator, backend, compressor, patches, _slow, arguments, WHERE)
     if is_built(model):
@@ -98,6 +95,14 @@ def distribute(
         build_at_first(model, communicator, patches, start.begin)
     keep_memory()
     return model
+
+
+def _backend() -> Any:
+    """Return what carries the tensors of the framework that Keras runs on."""
+    name = keras.backend.backend()
+    if name not in BACKENDS:
+        raise _error(f"Keras runs on {name}", "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch")
+    return BACKENDS[name]()
 
 
 def shard(

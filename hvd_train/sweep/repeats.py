@@ -14,27 +14,28 @@ from hvd_train.sweep.folder import Sweep, state
 from hvd_train.sweep.plan import Trial
 
 FOLD, SEED = "data.fold", "seed"
+OPTIONS = {FOLD: "--folds", SEED: "--seeds"}
 
 
-def repeats(folds: int | None, seeds: int | None, seed: int) -> dict[str, list[Any]]:
-    """Return {key: its values} over which every combination is repeated; ``seed``: the first of the seeds."""
+def repeats(
+    folds: int | None, seeds: int | None, seed: int, params: Sequence[str] = (), halving: int | None = None
+) -> dict[str, list[Any]]:
+    """Return {key: its values} over which every combination is repeated; ``seed``: the first of the seeds.
+
+    Raises ConfigError with halving, and for a parameter that the sweep varies, too.
+    """
     spaces: dict[str, list[Any]] = {}
     if folds:
         spaces[FOLD] = [[part, folds] for part in range(folds)]
     if seeds:
         spaces[SEED] = [seed + k for k in range(seeds)]
-    return spaces
-
-
-def check_repeats(params: Sequence[str], spaces: Mapping[str, Any], halving: int | None) -> None:
-    """Refuse repeats with halving, or of a parameter that the sweep varies. Raises ConfigError."""
-    option = {FOLD: "--folds", SEED: "--seeds"}
     if spaces and halving:
         what = "goes on with the best trials, and repeats are compared by their mean at the end"
-        raise ConfigError(what, where="--halving", fix=f"leave out {option[next(iter(spaces))]}")
+        raise ConfigError(what, where="--halving", fix=f"leave out {OPTIONS[next(iter(spaces))]}")
     for key in spaces:
         if any(param.partition("=")[0].strip() == key for param in params):
-            raise ConfigError("the key is varied twice", where=f"--param {key}", fix=f"leave it out, or {option[key]}")
+            raise ConfigError("the key is varied twice", where=f"--param {key}", fix=f"leave it out, or {OPTIONS[key]}")
+    return spaces
 
 
 @dataclass(frozen=True)

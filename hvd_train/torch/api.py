@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,12 +128,10 @@ def distribute(
     with a CommunicationError where they differ. Raises ConfigError on all ranks.
     """
     communicator = registry.communicator()
-    further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
-    optimizers = others[len(further) :]
-    models = [unwrapped(x) for x in (model, *further)]
+    models, optimizers = _divide(model, others)
     # What one rank checks alone may fail on some ranks only: ``collectively`` raises on all of them.
     collectively(communicator, lambda: check_models(models, sync_batchnorm))
-    whole = torch.nn.ModuleList(models) if further else models[0]
+    whole = torch.nn.ModuleList(models) if len(models) > 1 else models[0]
     if record := recording():
         # Before types are checked and compared: all floats become 64 bits.
         verify_mode.prepare_models(models, record)
@@ -142,17 +140,12 @@ def distribute(
     exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
     parameters = trainable(whole)
     words = f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {agreement_every_n_steps} {options}"
-    # Before the first transfer: with other shapes the broadcast would fail on every rank but 0, and 0 would go on.
-    agree(communicator, facts(whole, optimizers) | {"options": words})
-    broadcast(communicator, whole, optimizers)
-    warn_of_plain_tensors(communicator, whole)
-    warn_of_hidden_layers(communicator, whole)
+    _synchronize_start(whole, optimizers, words)
     every = agreement_every_n_steps
     plan = ReducerPlan(communicator, models, whole, compression, exchange, average, sync_batchnorm, every)
     plan.start(parameters)
-    for optimizer, names in zip(optimizers, numbers, strict=False):
-        if communicator.size > 1 and optimizer not in registry.sharded:
-            registry.sharded[optimizer] = ShardedStep(optimizer, communicator, names)
+    if communicator.size > 1:
+        _shard(optimizers, numbers)
     if record:
         verify_mode.add(whole, record)
     # Last: until here all ranks have drawn the same numbers, for data and first weights.
@@ -160,6 +153,29 @@ def distribute(
     registry.optimizers.update(optimizers)
     keep_memory()
     return (model, *others) if others else model
+
+
+def _divide(model: torch.nn.Module, others: Sequence[Any]) -> tuple[list[torch.nn.Module], Sequence[Any]]:
+    """Return the models, and what stands behind them: the optimizers."""
+    further = list(itertools.takewhile(lambda x: isinstance(x, torch.nn.Module), others))
+    return [unwrapped(x) for x in (model, *further)], others[len(further) :]
+
+
+def _synchronize_start(whole: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: str) -> None:
+    """Compare models, optimizers and options over the ranks, and give all of them rank 0's weights and state."""
+    communicator = registry.communicator()
+    # Before the first transfer: with other shapes the broadcast would fail on every rank but 0, and 0 would go on.
+    agree(communicator, facts(whole, optimizers) | {"options": options})
+    broadcast(communicator, whole, optimizers)
+    warn_of_plain_tensors(communicator, whole)
+    warn_of_hidden_layers(communicator, whole)
+
+
+def _shard(optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Any]) -> None:
+    """Let each of these optimizers keep the slots for a part of the weights, if it does not yet."""
+    for optimizer, names in zip(optimizers, numbers, strict=False):
+        if optimizer not in registry.sharded:
+            registry.sharded[optimizer] = ShardedStep(optimizer, registry.communicator(), names)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
+from keras.src.utils.tracking import DotNotTrackScope
 
 from hvd_train.errors import ConfigError
 from hvd_train.keras.model_state import to_numpy
@@ -138,8 +139,12 @@ class ShardedUpdate:
         for old, new in zip(before, after, strict=True):
             if old is not None:
                 self.optimizer._variables[tracked[id(old)]] = new
-        # Past Keras' own __setattr__, which would track them once more.
-        object.__setattr__(self.optimizer, name, after)
+        if hasattr(self.optimizer._variables, "_last_wrapped_list_snapshot"):
+            # TensorFlow's list keeps what was in it before the first change, and so the memory of whole slots.
+            self.optimizer._variables._last_wrapped_list_snapshot = list(self.optimizer._variables)
+        # Keras must not track them once more, and TensorFlow must: it keeps what an attribute held before.
+        with DotNotTrackScope():
+            setattr(self.optimizer, name, after)
 
     def _patch(self) -> None:
         optimizer, put = self.optimizer, self._patches.put

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.keras.cases.models import BATCH, FOLDER, TENSORFLOW, compiled, cross_
 from tests.keras.cases.networks import descent, gan
 
 OPTIM = keras.optimizers
+SLOTS = ("momentums", "_momentums", "_velocities")  # attributes of some optimizers
 HIDDEN = 37  # entries that no number of ranks divides
 
 
@@ -76,7 +79,16 @@ def compared(names):
         for name in names:
             for sharded in (False, True):
                 keras.utils.set_random_seed(3)
-                model = hk.distribute(compiled(limited(), OPTIMIZERS[name]()), sharded=sharded)
+                model = compiled(limited(), OPTIMIZERS[name]())
+                model.optimizer.build(model.trainable_variables)
+                inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+                lists = [x for key, x in vars(inner).items() if isinstance(x, list) and key in SLOTS]
+                whole = [weakref.ref(v) for x in lists for v in x]
+                del lists
+                hk.distribute(model, sharded=sharded)
+                gc.collect()
+                freed = sharded and hk.size() > 1
+                assert all((v() is None) == freed for v in whole), f"{name}: whole slots stay in memory"
                 fit(model, *digits())
                 key = f"{name}{' divided' * sharded}"
                 values = trained(model)

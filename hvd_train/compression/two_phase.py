@@ -65,7 +65,8 @@ class TwoPhase:
         received = yield Wire("alltoall", encoded)
         # What a rank sent to itself has the lengths of what came from each other rank.
         parts = [ops.split(x, [y.shape[0] // self.size] * self.size) for x, y in zip(received, encoded, strict=True)]
-        # In rank order: the sum must not depend on how it travelled.
+        # In rank order: the sum must not depend on how it travelled. (In a graph of TensorFlow its optimizer may choose
+        # another order, on the one rank that adds up a part.)
         sums = self.decode(tuple(x[0] for x in parts), (count, entries), wide, ops)
         for rank in range(1, self.size):
             sums = sums + self.decode(tuple(x[rank] for x in parts), (count, entries), wide, ops)

@@ -188,7 +188,9 @@ def two_phase(case, module, communicator, folder):
     for name, kind, length in itertools.product(("bf16", "int8", "int4"), ("float32", "float64"), (1, 7, 1001, 4096)):
         expected = run_ranks(size, lambda c: exchanged(c, NumpyOps(), name, kind, length))[rank]  # noqa: B023
         found = exchanged(communicator, module.cpu_ops(), name, kind, length, case["traced"])
-        if not all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True)):
+        # TensorFlow adds three terms and more of a graph in an order of its own, on the rank that adds them up for all.
+        limit = (1e-5 if kind == "float32" else 1e-13) if case["traced"] and size > 2 else 0
+        if not all(np.allclose(a, b, rtol=0, atol=limit) for a, b in zip(expected, found, strict=True)):
             wrong.append(f"{name} {kind} {length}")
     return {"wrong": wrong}
 

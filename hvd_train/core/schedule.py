@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def by_step(self) -> bool:
-        """Whether rates follow the number of the step alone, and nothing happens at the end of an epoch."""
+        """Return whether rates follow the number of the step alone, and nothing happens at the end of an epoch."""
         row = row_of(self.optim.schedule)
         return self.optim.schedule_unit == "steps" or not row.units
 

@@ -168,7 +168,7 @@ class Arrays:
         return self._hold_out(bounds)
 
     def _hold_out(self, bounds: Callable[[int, int], tuple[int, int]]) -> tuple[Arrays, Arrays]:
-        """Hold out of each class, in an order of its own, what lies within ``bounds(label, number of samples)``."""
+        """Hold out of each class, shuffled by itself, the samples within ``bounds(label, number of samples)``."""
         if not self._labels:
             fix = "take --split all"
             raise DataError("without labels nothing is held out, so there is no such split", where=self.where, fix=fix)

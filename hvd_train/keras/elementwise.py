@@ -1,4 +1,4 @@
-"""Whether a Keras optimizer moves each entry by that entry's gradient and slots alone: known, or tried on parts."""
+"""The check that a Keras optimizer moves each entry by that entry's gradient and slots alone: known, or tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer moves each entry by that entry's gradient and slots alone. A copy of it is tried on parts."""
+"""The check that an optimizer moves each entry by that entry's gradient and slots alone: a copy is tried on parts."""
 
 from __future__ import annotations
 

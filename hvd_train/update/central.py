@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hvd_train.protocol import Exchange, FrontEnd, Placement, TensorSpec
-from hvd_train.update.averaging import Averaging
-from hvd_train.update.state import weight_names, weights
+from hvd_train.protocol import Exchange, FrontEnd, Placement
+from hvd_train.update.apart import Apart
+from hvd_train.update.state import weight_names
 
 
-class Central(Averaging):
+class Central(Apart):
     """Ranks train apart and join their weights with the centre, which is what the training stands for.
 
     No rank takes part in what another one does. A checkpoint holds the centre as the weights, and each rank's weights
@@ -46,22 +46,20 @@ class Central(Averaging):
 
     def after_step(self, step: int, samples: int) -> None:
         self._steps += 1
-        if self.due(self.frontend.specs(), self._steps):
+        if self.due(self._steps):
             self._read()
             self._join()
             self._write()
 
-    def due(self, specs: Sequence[TensorSpec], step: int) -> list[str]:
-        """Return the names of all weights where they are joined after this rank's ``step``-th step."""
-        return [spec.name for spec in specs]
+    def due(self, step: int) -> bool:
+        """Return whether this rank joins its weights after its ``step``-th step."""
+        return True
 
-    def take_global_weights(self) -> None:
-        self._local = weights(self.frontend)
+    def _give_common_weights(self) -> None:
         self._ranks.barrier()  # else another rank's weights could still be joined
         for rank, place in self._places:
             self._window.read(rank, self._flat[place])
         self._write()
-        self.diverged = False
         self._ranks.barrier()  # else another rank could train on before this one has read all
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:

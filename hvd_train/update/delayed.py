@@ -8,12 +8,13 @@ Descent with Delay Compensation") and w_t are the weights that g_t was computed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hvd_train.protocol import UNDER_WAY, Cell, Entry, Exchange, FrontEnd, Placement, State, Tensor
+from hvd_train.update.flat_state import FlatState
 from hvd_train.update.replicated import Replicated
 
 STEPS = UNDER_WAY + "steps"  # the entry with the number of gradients under way
@@ -39,6 +40,7 @@ class Delayed(Replicated):
         self.delay, self.compensation = delay, compensation
         super().__init__(frontend, exchange)
         ops, specs = frontend.ops, frontend.specs()
+        self._flat = FlatState(frontend, self.buckets)
 
         def kept() -> list[list[Cell]]:
             """Return [steps ago - 1][bucket]: (n,)."""
@@ -124,42 +126,22 @@ class Delayed(Replicated):
         if STEPS in tree:
             self._taken.write(int(tree[STEPS]))
             self._local.write(0)
-        ops, specs = self.frontend.ops, self.frontend.specs()
-        for prefix, cell, places in self._places():
-            there = {i: place for i, place in places.items() if prefix + specs[i].name in tree}
-            if there:
-                flat = ops.to_numpy(cell.read())
-                for i, place in there.items():
-                    stored = self.frontend.to_stored(specs[i].name, tree[prefix + specs[i].name])
-                    flat[place] = stored.reshape(-1)
-                cell.write(ops.from_numpy(flat))
+        for prefix, bucket, cell in self._named_cells():
+            self._flat.load(prefix, bucket, cell, tree)
 
     def _under_way(self) -> Iterator[Entry]:
         if not self.delay:
             return
-        ops, specs = self.frontend.ops, self.frontend.specs()
         yield Entry(STEPS, Placement.REPLICATED, lambda: np.array(min(int(self._taken.read()), self.delay), np.int64))
-        for prefix, cell, places in self._places():
-            # Copied once, for all tensors of a bucket.
-            flat = cache(lambda cell=cell: ops.to_numpy(cell.read()))
-            for i, place in places.items():
-                read = partial(self._canonical, i, flat, place)
-                yield Entry(prefix + specs[i].name, Placement.REPLICATED, read)
+        for prefix, bucket, cell in self._named_cells():
+            yield from self._flat.entries(prefix, bucket, cell.read)
 
-    def _canonical(self, i: int, flat: Callable[[], np.ndarray], place: slice) -> np.ndarray:
-        spec = self.frontend.specs()[i]
-        return self.frontend.to_canonical(spec.name, flat()[place].reshape(spec.shape))
-
-    def _places(self) -> Iterator[tuple[str, Cell, dict[int, slice]]]:
-        """Yield (prefix of the names, cell, {index into the specs: its entries}) for each bucket that is kept."""
-        specs = self.frontend.specs()
+    def _named_cells(self) -> Iterator[tuple[str, int, Cell]]:
+        """Yield (prefix of the names, bucket, cell) for each flat tensor that is kept."""
         for kind, kept in (("gradient", self._gradients), ("weights", self._weights)):
             for ago, cells in enumerate(kept, 1):
-                for cell, members in zip(cells, self.buckets, strict=True):
-                    stops = np.cumsum([specs[i].size for i in members]).tolist()
-                    starts = [0, *stops[:-1]]
-                    places = map(slice, starts, stops)
-                    yield f"{UNDER_WAY}{kind}{ago}/", cell, dict(zip(members, places, strict=True))
+                for bucket, cell in enumerate(cells):
+                    yield f"{UNDER_WAY}{kind}{ago}/", bucket, cell
 
 
 def _write(kept: Sequence[Sequence[Cell]], values: Sequence[Sequence[Tensor]]) -> None:

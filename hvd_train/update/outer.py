@@ -6,20 +6,20 @@ DiLoCo (Douillard et al. 2023). SlowMo, post-local SGD and local SGD are special
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.protocol import OF_EXCHANGE, Cell, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor, TensorSpec
+from hvd_train.protocol import OF_EXCHANGE, Communicator, Entry, Exchange, FrontEnd, Placement, Tensor
 from hvd_train.update.apart import Apart
+from hvd_train.update.flat_state import FlatState
 
 MOMENTUM, SAMPLES = f"{OF_EXCHANGE}outer_momentum/", f"{OF_EXCHANGE}samples"
 
 
 class Outer(Apart):
-    """With G the global weights, w those of a rank, n its samples since the last join:
+    """Move the global weights G by what the ranks have learned, with w those of a rank and n its samples since then:
 
     d = sum of n (G - w) / sum of n;  v = momentum (v + d);  G -= rate (d + v);  w = G
 
@@ -49,8 +49,7 @@ class Outer(Apart):
         # The same buckets for gradients, so that the weights of a bucket are those of a delta.
         self._apart = exchange.uncompressed(alone)
         super().__init__(frontend, self._apart)
-        specs = frontend.specs()
-        self._members = [[specs[i] for i in members] for members in self.buckets]
+        self._flat = FlatState(frontend, self.buckets)
         self._fragments = [[b for b, members in enumerate(self.buckets) if members[0] in part] for part in fragments]
         self._errors = self._saved = self._cells(self._joint)
         first = [frontend.ops.to_numpy(x) for x in frontend.flat_weights()]
@@ -157,43 +156,15 @@ class Outer(Apart):
         samples = Entry(SAMPLES, Placement.PER_RANK, lambda: self._samples)
         entries = [*super().state(), samples]
         for b, cell in enumerate(self._velocity):
-            entries += self._entries(MOMENTUM, b, cell.read)
+            entries += self._flat.entries(MOMENTUM, b, cell.read)
         return entries
-
-    def _entries(self, prefix: str, bucket: int, read: Callable[[], Tensor]) -> list[Entry]:
-        """List the tensors of a flat bucket, which is the same on all ranks, by canonical names."""
-        frontend, ops = self.frontend, self.frontend.ops
-
-        def array(spec: TensorSpec, start: int) -> np.ndarray:
-            x = ops.to_numpy(read()[start : start + spec.size]).reshape(spec.shape)
-            return frontend.to_canonical(spec.name, x)
-
-        places = self._places(bucket)
-        return [Entry(prefix + one.name, Placement.REPLICATED, partial(array, one, start)) for one, start in places]
-
-    def _places(self, bucket: int) -> Iterator[tuple[TensorSpec, int]]:
-        """Yield each tensor of a bucket, and where it begins there."""
-        start = 0
-        for spec in self._members[bucket]:
-            yield spec, start
-            start += spec.size
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         if placement is Placement.REPLICATED:
             for b, cell in enumerate(self._velocity):
-                self._write(cell, b, MOMENTUM, tree)
+                self._flat.load(MOMENTUM, b, cell, tree)
         else:
             # The model has the checkpoint's weights, and gets this rank's below.
             self._take_as_global()
             self._samples = np.array(tree.get(SAMPLES, np.zeros_like(self._samples)))
         super().load(tree, placement)
-
-    def _write(self, cell: Cell, bucket: int, prefix: str, tree: Mapping[str, np.ndarray]) -> None:
-        """Put the tensors of a bucket that ``tree`` has into a flat cell."""
-        there = [(spec, start) for spec, start in self._places(bucket) if prefix + spec.name in tree]
-        if there:
-            flat = self.frontend.ops.to_numpy(cell.read())
-            for spec, start in there:
-                x = self.frontend.to_stored(spec.name, tree[prefix + spec.name])
-                flat[start : start + spec.size] = x.reshape(-1)
-            cell.write(self.frontend.ops.from_numpy(flat))

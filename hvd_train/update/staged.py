@@ -11,7 +11,7 @@ from hvd_train.update.exchange import Exchange, Started
 
 
 class StagedFrontEnd(Protocol):
-    """What the exchange asks of the front-end of a stage (frontends/stages/frontend.py)."""
+    """The front-end of a stage as the exchange calls it (frontends/stages/frontend.py)."""
 
     stages: int
     stage: int

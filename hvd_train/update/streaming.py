@@ -105,7 +105,7 @@ class Streaming(Outer):
         if self._under_way:
             fragment, wait = self._under_way
             for b, delta in zip(self._fragments[fragment], wait(), strict=True):
-                entries += self._entries(PART, b, lambda delta=delta: delta)  # type: ignore[misc]
+                entries += self._flat.entries(PART, b, lambda delta=delta: delta)  # type: ignore[misc]
         return entries
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
@@ -114,12 +114,7 @@ class Streaming(Outer):
         else:
             self._under_way, received, self._received = None, self._received, {}
             for fragment, part in enumerate(self._fragments):
-                names = [PART + spec.name for b in part for spec in self._members[b]]
+                names = [name for b in part for name in self._flat.names(PART, b)]
                 if received.keys() == set(names):  # else the fragments were others
-                    self._under_way = fragment, _result([self._flat(b, received) for b in part])
+                    self._under_way = fragment, _result([self._flat.flat(PART, b, received) for b in part])
         super().load(tree, placement)
-
-    def _flat(self, bucket: int, tree: Mapping[str, np.ndarray]) -> Tensor:
-        names = [spec.name for spec in self._members[bucket]]
-        parts = [self.frontend.to_stored(name, tree[PART + name]).reshape(-1) for name in names]
-        return self.frontend.ops.from_numpy(np.concatenate(parts))

@@ -155,7 +155,8 @@ def test_feedback_keeps_what_was_left_out(compression):
             order = [f"weights/{frontend.specs()[i].name}" for members in update.buckets for i in members]
             flat = [np.concatenate([tree[n].reshape(-1) for n in order]) for tree in (before, apart, after)]
             new = kept(update)
-            sizes = [sum(spec.size for spec in members) for members in update._members]
+            specs = frontend.specs()
+            sizes = [sum(specs[i].size for i in members) for members in update.buckets]
             e = [np.concatenate([np.broadcast_to(x, n) for x, n in zip(of, sizes, strict=True)]) for of in (old, new)]
             rows.append(((flat[0] - flat[1]) / size, *e, flat[0] - flat[2]))
         return rows

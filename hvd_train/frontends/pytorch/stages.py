@@ -22,7 +22,7 @@ TURNS = 3  # of which the fastest counts
 
 
 class Kept(NamedTuple):
-    """What a backward pass needs: the stage's input, and its output or, on the last stage, the loss."""
+    """The record of a forward pass for backward: the stage's input, and its output or, on the last stage, the loss."""
 
     x: torch.Tensor | None
     output: torch.Tensor

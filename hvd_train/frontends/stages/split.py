@@ -10,9 +10,9 @@ from hvd_train.report.tables import table
 
 
 class Cost(NamedTuple):
-    """What a block costs: ``seconds`` forward and backward of a micro-batch, ``weights`` and ``activations`` in bytes.
+    """The cost of a block: ``seconds`` forward and backward of a micro-batch, and bytes.
 
-    ``activations`` are what the block gives, of one micro-batch.
+    ``weights``: bytes of its trainable weights; ``activations``: of its output for one micro-batch.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the regularizers of Keras' layers add to the loss."""
+"""The terms that the regularizers of Keras' layers add to the loss."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ UNTAKEN = (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArg
 
 
 class Kept(NamedTuple):
-    """What a backward pass needs: the record of the forward pass, and its input and output (the loss)."""
+    """The record of a forward pass for backward: the tape, the stage's input, and its output or the loss."""
 
     tape: tf.GradientTape
     x: tf.Tensor | None

@@ -1,0 +1,56 @@
+"""State that lies in flat buckets and is equal on all ranks, by the canonical names of the tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+
+import numpy as np
+
+from hvd_train.protocol import Cell, Entry, FrontEnd, Placement, Tensor, TensorSpec
+
+
+class FlatState:
+    """Entries of flat buckets for a checkpoint, and flat buckets from a checkpoint's arrays.
+
+    ``buckets``: indices into the front-end's specs. A tensor's entry is called ``prefix`` and its canonical name.
+    """
+
+    def __init__(self, frontend: FrontEnd, buckets: Iterable[Sequence[int]]) -> None:
+        self._frontend, specs = frontend, frontend.specs()
+        self._places: list[list[tuple[TensorSpec, slice]]] = []
+        for members in buckets:
+            stops = np.cumsum([specs[i].size for i in members]).tolist()
+            places = map(slice, [0, *stops[:-1]], stops)
+            self._places.append([(specs[i], place) for i, place in zip(members, places, strict=True)])
+
+    def names(self, prefix: str, bucket: int) -> list[str]:
+        return [prefix + spec.name for spec, _ in self._places[bucket]]
+
+    def entries(self, prefix: str, bucket: int, read: Callable[[], Tensor]) -> list[Entry]:
+        """List the tensors of a bucket; ``read`` gives it, (n,)."""
+        # Copied once, for all tensors of the bucket.
+        flat = cache(lambda: self._frontend.ops.to_numpy(read()))
+
+        def array(spec: TensorSpec, place: slice) -> np.ndarray:
+            return self._frontend.to_canonical(spec.name, flat()[place].reshape(spec.shape))
+
+        return [
+            Entry(prefix + spec.name, Placement.REPLICATED, partial(array, spec, place))
+            for spec, place in self._places[bucket]
+        ]
+
+    def load(self, prefix: str, bucket: int, cell: Cell, tree: Mapping[str, np.ndarray]) -> None:
+        """Put the tensors of a bucket that ``tree`` has into a flat cell; others stay as they are."""
+        there = [(spec, place) for spec, place in self._places[bucket] if prefix + spec.name in tree]
+        if there:
+            flat = self._frontend.ops.to_numpy(cell.read())
+            for spec, place in there:
+                flat[place] = self._frontend.to_stored(spec.name, tree[prefix + spec.name]).reshape(-1)
+            cell.write(self._frontend.ops.from_numpy(flat))
+
+    def flat(self, prefix: str, bucket: int, tree: Mapping[str, np.ndarray]) -> Tensor:
+        """Return a bucket (n,), of which ``tree`` has all tensors."""
+        named = [(spec.name, tree[prefix + spec.name]) for spec, _ in self._places[bucket]]
+        parts = [self._frontend.to_stored(name, x).reshape(-1) for name, x in named]
+        return self._frontend.ops.from_numpy(np.concatenate(parts))

@@ -10,11 +10,9 @@ import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.keras.model_state import to_numpy
+from hvd_train.script.elementwise import SCALES, SHAPES, STEPS
 
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl", "Lion")
-STEPS = 12  # some formulas take another branch in their first steps, or in every tenth
-SCALES = (1e-3, 1.0, 1e3)  # of gradients: what clips by a norm shows with large ones alone
-SHAPES = ((3, 4), (5,), (2, 2, 3, 1))  # formulas treat matrices, vectors and kernels apart
 TOLERANCE = 1e-6  # of weights in 32 bits, of which a formula that is not elementwise moves the leading digits
 FIX = f"leave sharded=True out, or take one of {', '.join(KNOWN)}"
 # What joins tensors, and is done before the update over whole ones.

@@ -30,15 +30,18 @@ def rank_tag(ranks: Sequence[int] = ()) -> str:
     return f"[rank {number}]" if here.launcher else ""
 
 
-def print_error(text: str, lines: Sequence[str], code: int) -> None:
-    """Print the lines of the error ``text``, unless rank 0 prints the same error."""
+def print_error(text: str, lines: Sequence[str], code: int, common: bool = False) -> None:
+    """Print the lines of the error ``text``, unless rank 0 prints the same error; ``common``: all ranks raised it."""
     # Rank 0 prints at once. Another rank waits: if rank 0 has the same error, the launcher ends this rank meanwhile.
-    # Some launchers end nobody, so rank 0 is asked.
+    # Some launchers end nobody, so rank 0 is asked. A rank that left at once would end rank 0 before it has printed:
+    # mpirun ends all ranks when one of them fails.
     others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
         if others is None:
             time.sleep(SPEAK_SECONDS)
         elif same := others.report_exit(text, code, SPEAK_SECONDS):
+            return
+        if common:
             return
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     if others is not None and same is None:
@@ -64,10 +67,7 @@ def exit_with_error(error: BaseException) -> None:
     if isinstance(error, LostRankError):
         _exit_after_lost(error)
     if isinstance(error, TrainError):
-        if error.common and rank_tag() in ("", "[rank 0]"):
-            print(*_lines(error), sep="\n", file=sys.stderr)
-        elif not error.common:
-            print_error(str(error), _lines(error), error.exit_code)
+        print_error(str(error), _lines(error), error.exit_code, error.common)
         exit_rank(error.exit_code)
     print(f"error{rank_tag()}: {summary}", file=sys.stderr)
     traceback.print_exception(error)

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from hvd_train.errors import ConfigError
+from hvd_train.script.elementwise import SCALES, SHAPES, STEPS
 
-STEPS = 12  # some formulas take another branch in their first steps, or in every tenth
-SCALES = (1e-3, 1.0, 1e3)  # of gradients: what clips by a norm shows with large ones alone
-SHAPES = ((3, 4), (5,), (2, 2, 3, 1))  # formulas treat matrices, vectors and kernels apart
 TOLERANCE = 1e-11  # relative, in float64
 FIX = "leave sharded=True out, or take an elementwise optimizer, such as SGD, Adam, AdamW, RMSprop or Adagrad"
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -64,6 +64,12 @@ class NumpyStages(Staged):
     def costs(self, batch):
         return []
 
+    def _title(self, block):
+        return block.kernel
+
+    def _check_between(self, x, block, where):
+        pass
+
     def _names_of_blocks(self):
         return [block.tensors for block in self.blocks]
 

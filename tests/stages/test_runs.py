@@ -111,13 +111,12 @@ def test_a_stage_that_is_killed(tmp_path, framework):
 @pytest.mark.parametrize(
     ("ranks", "framework", "model", "sets", "told"),
     [
-        pytest.param(
+        (
             "3",
             "pytorch",
             "",
             ["parallel.pipeline=2"],
             "2 stages do not divide 3 ranks; parallel.pipeline: 2; start 2, 4",
-            marks=pytest.mark.long("it failed once of three times beside other tests, and why is not known"),
         ),
         (
             "2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +13,10 @@ import torch
 from hvd_train.config import Config
 from hvd_train.frontends.pytorch.blocks import blocks_of
 from hvd_train.frontends.pytorch.model import IN_TRAINING, UNTAKEN, PyTorchFrontEnd
-from hvd_train.frontends.stages.frontend import Micro, Staged, one_tensor, untakeable
+from hvd_train.frontends.stages.frontend import TURNS, Micro, Staged, one_tensor
 from hvd_train.frontends.stages.links import Message
 from hvd_train.frontends.stages.split import Cost
 from hvd_train.protocol import Batch, Groups, Sample, made_up
-
-TURNS = 3  # of which the fastest counts
 
 
 class Kept(NamedTuple):
@@ -34,6 +32,8 @@ def block_seed(seed: int, number: int) -> int:
 
 
 class StagedPyTorch(Staged, PyTorchFrontEnd):
+    UNTAKEN = UNTAKEN
+
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
@@ -49,28 +49,17 @@ class StagedPyTorch(Staged, PyTorchFrontEnd):
     def _names_of_blocks(self) -> list[set[str]]:
         return [{self._name_of[id(x)] for x in (*block.parameters(), *block.buffers())} for block in self._blocks]
 
-    def _in_turn(self, placed: Any, each: Callable[[int, torch.nn.Module, Any], Any]) -> Any:
-        """Run the blocks in turn by ``each(number, block, input)``; return the output of the last."""
-        inputs, where = placed[0], f"model.name: {self.config.model.name}"
-        x: Any = None
-        for number, block in enumerate(self._blocks):
-            name = type(block).__name__
-            try:
-                x = each(number, block, inputs if number == 0 else x)
-            except UNTAKEN as error:
-                if number == 0:
-                    raise
-                raise untakeable(name, number, error, where) from error
-            if number < len(self._blocks) - 1:
-                one_tensor(x, name, number, where, [torch.Tensor], torch.is_floating_point)
-        return x
+    def _title(self, block: torch.nn.Module) -> str:
+        return type(block).__name__
+
+    def _check_between(self, x: Any, block: str, where: str) -> None:
+        one_tensor(x, block, where, torch.Tensor, torch.is_floating_point)
 
     @torch.no_grad()
     def check_blocks(self) -> None:
         self.model.eval()
-        self._in_turn(
-            self.to_device(made_up(self._sample)), lambda number, block, x: self._run_block(block, x, number == 0)
-        )
+        inputs = self.to_device(made_up(self._sample))[0]
+        self._in_turn(inputs, lambda number, block, x: self._run_block(block, x, number == 0))
 
     def _run_block(self, block: torch.nn.Module, x: Any, first: bool) -> Any:
         with self._mixed:
@@ -79,10 +68,9 @@ class StagedPyTorch(Staged, PyTorchFrontEnd):
             return block(*x.values()) if len(x) == 1 else block(**x)
 
     def costs(self, batch: Batch) -> list[Cost]:
-        placed = self.to_device(batch)
+        inputs = self.to_device(batch)[0]
         self.model.eval()  # running statistics stay as they are
-        best = [np.inf] * len(self._blocks)
-        given = [0] * len(self._blocks)
+        best, activations = [np.inf] * len(self._blocks), [0] * len(self._blocks)
 
         def timed(number: int, block: torch.nn.Module, x: Any) -> Any:
             if number:
@@ -94,15 +82,14 @@ class StagedPyTorch(Staged, PyTorchFrontEnd):
             torch.autograd.backward(tensors, [torch.ones_like(one) for one in tensors])
             self._wait()
             best[number] = min(best[number], time.perf_counter() - began)
-            given[number] = sum(one.nbytes for one in tensors)
+            activations[number] = sum(one.nbytes for one in tensors)
             return output
 
         for _ in range(TURNS):
-            self._in_turn(placed, timed)
+            self._in_turn(inputs, timed)
         self.model.zero_grad(set_to_none=True)
         weights = [sum(x.nbytes for x in block.parameters()) for block in self._blocks]
-        titles = [f"{type(block).__name__} {number}" for number, block in enumerate(self._blocks)]
-        return [Cost(*row) for row in zip(titles, best, weights, given, strict=True)]
+        return self._costs(best, weights, activations)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from hvd_train.frontends.stages.links import Message
 from hvd_train.frontends.stages.schedule import turns
 from hvd_train.frontends.stages.split import Cost, balanced, listed, stage_of
 from hvd_train.protocol import Batch, Sample, Scale, StageLinks, Tree, made_up
+
+TURNS = 3  # of a block that is measured; the fastest counts
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Staged(StateTree):
     """
 
     config: Config
+    UNTAKEN: tuple[type[Exception], ...]  # what a block raises that does not take its input
+    _blocks: Sequence[Any]
     stage_table = ""
     # (index into specs, stages that hold the tensor) of weights that several stages use.
     ties: Sequence[tuple[int, tuple[int, ...]]] = ()
@@ -62,6 +66,35 @@ class Staged(StateTree):
     @abstractmethod
     def check_blocks(self) -> None:
         """Raise ConfigError if a block takes or gives anything but one tensor of numbers."""
+
+    @abstractmethod
+    def _title(self, block: Any) -> str:
+        """Return the name of a block for messages."""
+
+    @abstractmethod
+    def _check_between(self, x: Any, block: str, where: str) -> None:
+        """Raise ConfigError if ``x``, the output of ``block``, is not one tensor of floating-point numbers."""
+
+    def _in_turn(self, x: Any, each: Callable[[int, Any, Any], Any]) -> None:
+        """Run the blocks in turn by ``each(number, block, input)``; ``x``: the input of the first."""
+        where = f"model.name: {self.config.model.name}"
+        for number, block in enumerate(self._blocks):
+            title = f"block {number} ({self._title(block)})"
+            try:
+                x = each(number, block, x)
+            except self.UNTAKEN as error:
+                if number == 0:
+                    raise
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                what = f"{title} does not take the one tensor of the block before it: {reason}"
+                fix = "let each block take one tensor, the output of the one before it"
+                raise ConfigError(what, where=where, fix=fix) from error
+            if number < len(self._blocks) - 1:
+                self._check_between(x, title, where)
+
+    def _costs(self, seconds: Sequence[float], weights: Sequence[int], activations: Sequence[int]) -> list[Cost]:
+        titles = [f"{self._title(block)} {number}" for number, block in enumerate(self._blocks)]
+        return [Cost(*row) for row in zip(titles, seconds, weights, activations, strict=True)]
 
     @abstractmethod
     def costs(self, batch: Batch) -> list[Cost]:
@@ -242,18 +275,12 @@ def tiled(batch: Batch, rows: int) -> Batch:
     )
 
 
-def one_tensor(x: Any, name: str, number: int, where: str, kinds: Collection[type], is_number: Any) -> None:
-    """Refuse what a block gives, unless it is one tensor of floating-point numbers."""
-    if not isinstance(x, tuple(kinds)):
-        what = f"block {number} ({name}) gives {type(x).__name__}, and not one tensor"
-    elif not is_number(x):
-        what = f"block {number} ({name}) gives whole numbers, through which no gradient flows"
+def one_tensor(x: Any, block: str, where: str, kind: type, is_floating: Callable[[Any], bool]) -> None:
+    """Raise ConfigError if the output of ``block`` is not one tensor of floating-point numbers."""
+    if not isinstance(x, kind):
+        what = f"{block} gives {type(x).__name__}, and not one tensor"
+    elif not is_floating(x):
+        what = f"{block} gives whole numbers, through which no gradient flows"
     else:
         return
     raise ConfigError(what, where=where, fix="let each block but the last give one tensor of floating-point numbers")
-
-
-def untakeable(name: str, number: int, error: Exception, where: str) -> ConfigError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    what = f"block {number} ({name}) does not take the one tensor of the block before it: {reason}"
-    return ConfigError(what, where=where, fix="let each block take one tensor, the output of the one before it")

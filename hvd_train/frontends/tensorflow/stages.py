@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -12,16 +12,13 @@ import tensorflow as tf
 
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError, TrainError
-from hvd_train.frontends.stages.frontend import Micro, Staged, one_tensor, untakeable
+from hvd_train.frontends.stages.frontend import TURNS, Micro, Staged, one_tensor
 from hvd_train.frontends.stages.links import Message
 from hvd_train.frontends.stages.split import Cost
 from hvd_train.frontends.tensorflow.blocks import blocks_of
 from hvd_train.frontends.tensorflow.graphs import graph
 from hvd_train.frontends.tensorflow.model import TensorFlowFrontEnd
 from hvd_train.protocol import Batch, Groups, Sample, Update, made_up, one_or_all
-
-TURNS = 3  # of which the fastest counts
-UNTAKEN = (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError)
 
 
 class Kept(NamedTuple):
@@ -63,6 +60,8 @@ def run(block: keras.layers.Layer, x: Any, training: bool) -> Any:
 
 
 class StagedTensorFlow(Staged, TensorFlowFrontEnd):
+    UNTAKEN = (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError)
+
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
@@ -79,32 +78,25 @@ class StagedTensorFlow(Staged, TensorFlowFrontEnd):
         native = {id(v): path for path, v in (self._trainable | self._fixed).items()}
         return [{native[id(v)] for v in block.variables if id(v) in native} for block in self._blocks]
 
-    def _in_turn(self, placed: Any, each: Callable[[int, Any, Any], Any]) -> None:
-        """Run the blocks in turn by ``each(number, block, input)``."""
-        where, x = f"model.name: {self.config.model.name}", self._inputs(placed[0])
-        for number, block in enumerate(self._blocks):
-            try:
-                x = each(number, block, x)
-            except UNTAKEN as error:
-                if number == 0:
-                    raise
-                raise untakeable(block.name, number, error, where) from error
-            if number == len(self._blocks) - 1:
-                return
-            one_tensor(x, block.name, number, where, [tf.Tensor], lambda x: x.dtype.is_floating)
-            if getattr(x, "_keras_mask", None) is not None:
-                what = f"block {number} ({block.name}) gives a mask beside its tensor"
-                raise ConfigError(what, where=where, fix="switch mask_zero off, or set parallel.pipeline: 1")
+    def _title(self, block: keras.layers.Layer) -> str:
+        return block.name
+
+    def _check_between(self, x: Any, block: str, where: str) -> None:
+        one_tensor(x, block, where, tf.Tensor, lambda x: x.dtype.is_floating)
+        if getattr(x, "_keras_mask", None) is not None:
+            what = f"{block} gives a mask beside its tensor"
+            raise ConfigError(what, where=where, fix="switch mask_zero off, or set parallel.pipeline: 1")
 
     def _inputs(self, inputs: Any) -> Any:
         """Return what the first block takes: a tensor, or several by name."""
         return one_or_all({name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()})
 
     def check_blocks(self) -> None:
-        self._in_turn(self.to_device(made_up(self._sample)), lambda number, block, x: run(block, x, training=False))
+        inputs = self._inputs(self.to_device(made_up(self._sample))[0])
+        self._in_turn(inputs, lambda number, block, x: run(block, x, training=False))
 
     def costs(self, batch: Batch) -> list[Cost]:
-        best, given = [np.inf] * len(self._blocks), [0] * len(self._blocks)
+        best, activations = [np.inf] * len(self._blocks), [0] * len(self._blocks)
 
         def timed(number: int, block: Any, x: Any) -> Any:
             variables = [v.value for v in block.trainable_variables]
@@ -118,13 +110,12 @@ class StagedTensorFlow(Staged, TensorFlowFrontEnd):
                 if sources:
                     tape.gradient(outputs, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
                 best[number] = min(best[number], time.perf_counter() - began)
-            given[number] = sum(int(tf.size(one)) * one.dtype.size for one in outputs)
+            activations[number] = sum(int(tf.size(one)) * one.dtype.size for one in outputs)
             return output
 
-        self._in_turn(self.to_device(batch), timed)
+        self._in_turn(self._inputs(self.to_device(batch)[0]), timed)
         weights = [sum(4 * int(np.prod(v.shape)) for v in block.trainable_variables) for block in self._blocks]
-        titles = [block.name for block in self._blocks]
-        return [Cost(*row) for row in zip(titles, best, weights, given, strict=True)]
+        return self._costs(best, weights, activations)
 
     def _cut(self, first: int, last: int) -> None:
         mine = Chain(self._blocks[first:last])
@@ -177,11 +168,11 @@ class StagedTensorFlow(Staged, TensorFlowFrontEnd):
             tape.watch([v.value for v in self._trainable.values()])
             if x is not None:
                 tape.watch(x)
-            given = inputs if x is None else x
+            source = inputs if x is None else x
             if not self.last:
-                output = self._forward(given, weights, seed)
+                output = self._forward(source, weights, seed)
                 return output, Kept(tape, x, output)
-            loss, sums = self._loss(given, labels, weights, tf.constant(self._scales(micro.scale), self.dtype), seed)
+            loss, sums = self._loss(source, labels, weights, tf.constant(self._scales(micro.scale), self.dtype), seed)
         return sums, Kept(tape, x, loss)
 
     def _backward_stage(self, kept: Kept, gradient: tf.Tensor | None) -> tf.Tensor | None:

@@ -1,4 +1,4 @@
-"""Memory that all ranks share because they run on one host: gradients do not travel, and the weights lie there once.
+"""Memory that the ranks of a host share: gradients do not travel between them, and the weights lie there once.
 
 Each rank has a region (memfd, so no file is left whoever is killed) that the others can read, and a socket to each of
 them. Messages over the sockets say which part of a region may be read. A message is a system call, so what was written
@@ -25,7 +25,8 @@ from hvd_train.errors import SOME_RANK, LostRankError
 from hvd_train.launch.status import host_key
 from hvd_train.protocol import Communicator, Tensor
 
-VARIABLE = "HVD_TRAIN_HOST_MEMORY"  # 0: ranks of one host exchange as those of several do
+# 0: ranks of one host exchange as those of several do. K > 1: each K ranks that follow one another are a host.
+VARIABLE = "HVD_TRAIN_HOST_MEMORY"
 # Of a model whose changes would be made once by each rank.
 CHANGES = "the model changes its own weights, which ranks of one host share"
 APART = f"set {VARIABLE}=0 in the environment"
@@ -34,15 +35,20 @@ ALIGN = 64  # bytes; where each array begins
 MESSAGE = struct.Struct("<I")
 CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, user, group
 
+Pieces = Sequence[tuple[int, int]]  # (first entry, the one behind the last) of each, without those of other ranks
 # (memory, dtype of this tensor, entries, first byte) -> a flat tensor that lies there.
 View = Callable[[mmap.mmap, Any, int, int], Tensor]
 
 
 class HostMemory:
-    """Regions of all ranks of a host, and the messages between these ranks. All of them must call the same."""
+    """Regions of all ranks of a host, and the messages between these ranks. All of them must call the same.
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], view: View) -> None:
+    ``hosts``: the ranks of each host, in order; ``rank`` is the place of this one among those of its host.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], view: View, hosts: Sequence[Sequence[int]]) -> None:
         self.rank, self.size, self._peers, self._view = rank, len(peers) + 1, peers, view
+        self.hosts = hosts
         self.waited = 0.0  # seconds
         self._received = {peer: Counter[int]() for peer in peers}
         self._sent = Counter[int]()
@@ -50,9 +56,9 @@ class HostMemory:
 
     @classmethod
     def of(cls, communicator: Communicator, view: View, usable: bool = True) -> HostMemory | None:
-        """Connect the ranks of ``communicator``, which all call this; None where they cannot share memory.
+        """Connect the ranks of each host; None where one cannot share memory, or hosts have unequal numbers of ranks.
 
-        ``usable``: this rank's tensors lie in the memory of the host.
+        All ranks of ``communicator`` call this. ``usable``: this rank's tensors lie in the memory of the host.
         """
         if communicator.size == 1:
             return None
@@ -61,16 +67,17 @@ class HostMemory:
             listener.bind(address)
             listener.listen(communicator.size)
             listener.settimeout(CONNECT_SECONDS)
-            usable = usable and os.environ.get(VARIABLE) != "0"
-            offer = [host_key() if usable else address, address, os.getpid()]
+            offer = [_memory_key(communicator.rank) if usable else "", address, os.getpid()]
             offers = [json.loads(one) for one in communicator.allgather_bytes(json.dumps(offer).encode(), "host")]
-            peers: dict[int, socket.socket] = {}
-            if len({key for key, _, _ in offers}) == 1:
+            hosts = _hosts([key for key, *_ in offers])
+            mine = next((ranks for ranks in hosts if communicator.rank in ranks), [communicator.rank])
+            place, peers = mine.index(communicator.rank), dict[int, socket.socket]()
+            if hosts:
                 with suppress(OSError, struct.error):
-                    peers = _connect(communicator.rank, listener, [(place, pid) for _, place, pid in offers])
-        met = len(peers) == communicator.size - 1
+                    peers = _connect(place, listener, [(offers[rank][1], offers[rank][2]) for rank in mine])
+        met = bool(hosts) and len(peers) == len(mine) - 1
         if all(one == b"\1" for one in communicator.allgather_bytes(bytes([met]), "host")):
-            return cls(communicator.rank, peers, view)
+            return cls(place, peers, view, hosts)
         for one in peers.values():
             one.close()
         return None
@@ -165,29 +172,38 @@ class HostMemory:
 
 
 class HostSums:
-    """Sums of flat tensors, of which each rank receives its part. A rank publishes what is of other ranks' parts."""
+    """Sums of flat tensors over the ranks of this host. A rank publishes what the others are to receive."""
 
     def __init__(self, host: HostMemory, regions: Sequence[mmap.mmap], starts: Sequence[int], view: View) -> None:
         self._host, self._regions, self._starts, self._view = host, regions, starts, view
 
-    def start(self, place: int, x: Tensor, sizes: Sequence[int]) -> Callable[[], Tensor]:
-        """Publish ``x``, whose k-th part of ``sizes[k]`` entries is rank k's; nothing waits for its sum here.
+    def start(self, place: int, x: Tensor, pieces: Sequence[Pieces]) -> Callable[[], Tensor]:
+        """Publish ``x``, of which the k-th rank of the host receives ``pieces[k]``; nothing waits for its sum here.
 
-        Returns the function that waits, and gives the sum of this rank's part, added in rank order.
+        Returns the function that waits, and gives the sum of this rank's pieces, one behind the other; added in rank
+        order.
         """
         host, rank = self._host, self._host.rank
         host.wait(f"{place} read")  # of the sum before this one
-        first = sum(sizes[:rank])
-        last = first + sizes[rank]
-        of_ranks = [self._view(region, x.dtype, sum(sizes), self._starts[place]) for region in self._regions]
-        of_ranks[rank][:first] = x[:first]
-        of_ranks[rank][last:] = x[last:]
+        of_ranks = [self._view(region, x.dtype, len(x), self._starts[place]) for region in self._regions]
+        # In a region the pieces of a rank lie side by side, so that they are added as one.
+        starts = [0]
+        for of_rank in pieces:
+            offset = starts[-1]
+            for first, last in of_rank:
+                # What is in one piece is read where it is by its own rank.
+                if len(starts) - 1 != rank or len(of_rank) > 1:
+                    of_ranks[rank][offset : offset + last - first] = x[first:last]
+                offset += last - first
+            starts.append(offset)
         host.send(f"{place} written")
 
         def finish() -> Tensor:
             host.wait(f"{place} written")
-            part_here = x[first:last]
-            parts = [part_here if k == rank else one[first:last] for k, one in enumerate(of_ranks)]
+            parts = [one[starts[rank] : starts[rank + 1]] for one in of_ranks]
+            if len(pieces[rank]) == 1:
+                ((first, last),) = pieces[rank]
+                parts[rank] = x[first:last]
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
@@ -203,6 +219,22 @@ def offsets(lengths: Sequence[int]) -> list[int]:
     for length in lengths:
         starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
     return starts
+
+
+def _memory_key(rank: int) -> str:
+    """Return what the ranks that share memory have in common; "": this one shares none."""
+    wanted = os.environ.get(VARIABLE, "1")
+    if wanted == "0":
+        return ""
+    return f"{host_key()} {rank // int(wanted)}" if wanted.isdecimal() and int(wanted) > 1 else host_key()
+
+
+def _hosts(keys: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host; [] if one shares no memory or has another number of ranks than the others."""
+    hosts = [[rank for rank, one in enumerate(keys) if one == key] for key in dict.fromkeys(keys)]
+    if "" in keys or len(hosts[0]) == 1 or len({len(ranks) for ranks in hosts}) > 1:
+        return []
+    return hosts
 
 
 def _connect(rank: int, listener: socket.socket, places: Sequence[tuple[str, int]]) -> dict[int, socket.socket]:

@@ -119,8 +119,8 @@ class ShardedOptimizer(Protocol):
     def part(self, bucket: int) -> Tensor:
         """Return (n,): the weights of this rank's part."""
 
-    def take(self, bucket: int, weights: Tensor) -> None:
-        """Take (n,): all weights of a bucket."""
+    def take(self, bucket: int, bounds: tuple[int, int], weights: Tensor) -> None:
+        """Take (n,): the weights of a bucket from its entry ``bounds[0]`` up to ``bounds[1]``."""
 
     def entries(self) -> Sequence[Entry]: ...
 
@@ -129,14 +129,23 @@ class ShardedOptimizer(Protocol):
 
 
 class HostSums(Protocol):
-    """Sums of flat tensors over ranks that share memory."""
+    """Sums of flat tensors over the ranks of a host."""
 
-    def start(self, place: int, x: Tensor, sizes: Sequence[int]) -> Callable[[], Tensor]:
-        """Start the sum of ``x``; the function that comes back gives this rank's part, ``sizes[rank]`` entries."""
+    def start(self, place: int, x: Tensor, pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[], Tensor]:
+        """Start the sum of ``x``; the function that comes back gives this rank's pieces, one behind the other.
+
+        ``pieces``: of each rank of this host, as [first entry, the one behind the last).
+        """
 
 
 class HostMemory(Protocol):
-    """Memory of the ranks of one host. All of them must call the same, in the same order."""
+    """Memory of the ranks of one host. All of them must call the same, in the same order.
+
+    ``hosts``: the ranks of each host, in order; ``rank``: the place of this one among those of its host.
+    """
+
+    rank: int
+    hosts: Sequence[Sequence[int]]
 
     def barrier(self, name: str) -> None:
         """Wait until all ranks are here. What one wrote before it, the others read after it."""

@@ -4,19 +4,33 @@ Each rank receives the summed gradient of its part of every bucket, moves that p
 slots, and the ranks gather the new weights. The numbers are those of ``Replicated``, up to the order of sums.
 
 Ranks of one host gather nothing: they share the memory of the weights, in which each moves its part while all wait.
+Between hosts a rank exchanges with those that have its place on their hosts: the sum over its host of their parts, and
+the weights of these parts. So a host sends and receives what one rank would, whatever number of ranks it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
 import numpy as np
 
 from hvd_train.compression.two_phase import TwoPhase
-from hvd_train.protocol import Entry, FrontEnd, Handle, HostSums, Rounds, ShardedOptimizer, State, Tensor, Wire
+from hvd_train.protocol import (
+    Entry,
+    FrontEnd,
+    Handle,
+    HostMemory,
+    HostSums,
+    Rounds,
+    ShardedOptimizer,
+    State,
+    Tensor,
+    Wire,
+)
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
 from hvd_train.update.replicated import Replicated
@@ -37,12 +51,33 @@ def pieces(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]
     return bounds
 
 
+class HostTransfer:
+    """The sum of a bucket over ranks that share memory, and then over the hosts. ``result`` waits for both.
+
+    ``between`` starts the transfer between the hosts with what was summed here, and returns the function that waits.
+    """
+
+    def __init__(self, here: Callable[[], Tensor], between: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        self._here, self._between = here, between
+        self._result: Callable[[], Tensor] | None = None
+
+    def go_on(self) -> None:
+        """Wait for the ranks of this host, and start the transfer between the hosts."""
+        if self._result is None:
+            self._result = self._between(self._here())
+
+    def result(self) -> Tensor:
+        self.go_on()
+        return cast(Callable[[], Tensor], self._result)()
+
+
 class ShardedExchange(Exchange):
     """An exchange of which each rank receives its part of every bucket."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.sums: HostSums | None = None  # of ranks that share memory
+        self._mates: Sequence[int] = ()  # the ranks that have this one's place on their hosts; of all hosts
         self.clip = replace(self.clip, total=self._total)
         self.parts = [
             part_sizes(sum(self._specs[i].size for i in members), self.communicator.size) for members in self.buckets
@@ -50,8 +85,21 @@ class ShardedExchange(Exchange):
 
     def bounds(self, bucket: int) -> tuple[int, int]:
         """Return the first entry of this rank's part of a bucket, and the one behind its last."""
-        sizes, rank = self.parts[bucket], self.communicator.rank
+        return self._bounds(bucket, self.communicator.rank)
+
+    def _bounds(self, bucket: int, rank: int) -> tuple[int, int]:
+        sizes = self.parts[bucket]
         return sum(sizes[:rank]), sum(sizes[: rank + 1])
+
+    def share(self, host: HostMemory) -> None:
+        """Sum over ranks that share memory from here on."""
+        self.sums = host.sums(self.lengths())
+        self._mates = [ranks[host.rank] for ranks in host.hosts]
+        # What each rank of this host receives is for all that have its place.
+        self._pieces = [
+            [[self._bounds(b, ranks[place]) for ranks in host.hosts] for place in range(len(host.hosts[0]))]
+            for b in range(len(self.buckets))
+        ]
 
     def lengths(self) -> list[int]:
         """Return the bytes of each bucket."""
@@ -83,14 +131,52 @@ class ShardedExchange(Exchange):
         (x,) = wire.tensors
         flat, name = self.ops.reshape(x, (-1,)), f"bucket{bucket}.{turn}.part"
         if self.sums:
-            return Started(bucket, rounds, wire, (self.sums.start(bucket, flat, self.parts[bucket]),))
+            here = self.sums.start(bucket, flat, self._pieces[bucket])
+            return Started(bucket, rounds, wire, (HostTransfer(here, partial(self._between, bucket, name)),))
         return Started(bucket, rounds, wire, (self.communicator.reduce_scatter_async(flat, self.parts[bucket], name),))
 
+    def _between(self, bucket: int, name: str, x: Tensor) -> Callable[[], Tensor]:
+        """Start the sum over the hosts of ``x``, the parts of this rank's mates; return the function that waits."""
+        if len(self._mates) == 1:
+            return lambda: x
+        sizes, own = self.parts[bucket], self.parts[bucket][self.communicator.rank]
+        handle = self.communicator.alltoall_async(x, self._only_mates(sizes), name)
+
+        def finish() -> Tensor:
+            parts = self.ops.split(self.communicator.synchronize(handle), [own] * len(self._mates))
+            return sum(parts[1:], start=parts[0])  # in the order of hosts
+
+        return finish
+
+    def _only_mates(self, sizes: Sequence[int]) -> list[int]:
+        """Return ``sizes`` of all ranks, with 0 for those that this one exchanges nothing with."""
+        return [size if rank in self._mates else 0 for rank, size in enumerate(sizes)]
+
+    def gather(self, bucket: int, part: Tensor) -> Handle:
+        """Start to collect the weights of a bucket, of which ``part`` is this rank's: those of ``gathered``."""
+        name = f"weights{bucket}"
+        if not self.sums:
+            return self.communicator.allgather_async(part, name)
+        own = [self.parts[bucket][self.communicator.rank]] * self.communicator.size
+        parts = self.ops.concat([part] * len(self._mates))
+        return self.communicator.alltoall_async(parts, self._only_mates(own), name)
+
+    def gathered(self, bucket: int) -> list[tuple[int, int]]:
+        """Return the bounds of what ``gather`` collects: the whole bucket, or where ranks share memory those of all
+        mates."""
+        if not self.sums:
+            return [(0, sum(self.parts[bucket]))]
+        return [self._bounds(bucket, rank) for rank in self._mates]
+
     def _wait(self, handle: Handle) -> Tensor:
-        return handle() if callable(handle) else super()._wait(handle)
+        return handle.result() if isinstance(handle, HostTransfer) else super()._wait(handle)
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         """Cut this rank's part out of what came whole: most compressors that are not elementwise decode all of it."""
+        # All that this host adds up is under way before the first of it is waited for.
+        for handle in (handle for item in started for handle in item.handles):
+            if isinstance(handle, HostTransfer):
+                handle.go_on()
         gradients, states = super()._received(started)
         for b, sizes in enumerate(self.parts):
             if not self._sums_parts(b) and not getattr(self._compressors[b], "elementwise", False):
@@ -104,7 +190,7 @@ class Sharded(Replicated):
     def __init__(self, frontend: FrontEnd, exchange: ShardedExchange, share_memory: bool = True) -> None:
         self._parts, self.host = exchange, frontend.host_memory() if share_memory else None
         if self.host:
-            exchange.sums = self.host.sums(exchange.lengths())
+            exchange.share(self.host)
         super().__init__(frontend, exchange)
         self._sharded = cast(ShardedOptimizer, self.optimizer)
 
@@ -119,18 +205,26 @@ class Sharded(Replicated):
             return
         self.host.barrier("backward")  # none reads the weights any more
         self.optimizer.step(gradients, learning_rate)
+        if len(self.host.hosts) > 1:
+            self._gather()
         self.host.barrier("weights")
 
     def _gather(self) -> None:
-        """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied: all at
+        """Collect the weights that other ranks have moved. One bucket travels while the one before it is copied: all at
         once would hold the weights twice."""
-        communicator, before = self.exchange.communicator, None
+        before = None
         for bucket in range(len(self.buckets)):
-            handle = communicator.allgather_async(self._sharded.part(bucket), f"weights{bucket}")
+            handle = self._parts.gather(bucket, self._sharded.part(bucket))
             if before is not None:
-                self._sharded.take(bucket - 1, communicator.synchronize(before))
+                self._take(bucket - 1, before)
             before = handle
-        self._sharded.take(len(self.buckets) - 1, communicator.synchronize(before))
+        self._take(len(self.buckets) - 1, before)
+
+    def _take(self, bucket: int, handle: Handle) -> None:
+        weights, bounds = self.exchange.communicator.synchronize(handle), self._parts.gathered(bucket)
+        parts = self.frontend.ops.split(weights, [last - first for first, last in bounds])
+        for one, part in zip(bounds, parts, strict=True):
+            self._sharded.take(bucket, one, part)
 
     def total(self, squares: list[Tensor]) -> Sequence[Tensor]:
         """Join the sums of squares of parts of tensors over the ranks. All ranks must call it, in the same order."""

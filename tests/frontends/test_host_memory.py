@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from itertools import pairwise
 from multiprocessing import get_context
 
 import numpy as np
@@ -28,6 +29,11 @@ def connected(communicator) -> HostMemory:
     return host
 
 
+def one_piece_each(entries: int, ranks: int) -> list[list[tuple[int, int]]]:
+    ends = np.cumsum([0, *part_sizes(entries, ranks)]).tolist()
+    return [[cut] for cut in pairwise(ends)]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_in_rank_order_step_after_step(size):
     """Also where a rank is late, several tensors are under way, and a part or a tensor is small or empty."""
@@ -43,7 +49,7 @@ def test_sums_in_rank_order_step_after_step(size):
             started = []
             for k, tensor in enumerate(step):
                 time.sleep(pauses.choice([0, 0, 0.002]))
-                started.append(sums.start(k, tensor[host.rank].copy(), part_sizes(tensor.shape[1], size)))
+                started.append(sums.start(k, tensor[host.rank].copy(), one_piece_each(tensor.shape[1], size)))
             results.append([finish() for finish in started])
             host.barrier("step")
         return results
@@ -57,13 +63,40 @@ def test_sums_in_rank_order_step_after_step(size):
             np.testing.assert_array_equal(np.concatenate([results[number][k] for results in of_ranks]), total)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "together", "hosts"),
+    [(4, 2, [[0, 1], [2, 3]]), (6, 3, [[0, 1, 2], [3, 4, 5]]), (4, 4, [[0, 1, 2, 3]]), (3, 2, None), (4, 3, None)],
+)
+def test_hosts_of_equal_numbers_of_ranks(monkeypatch, ranks, together, hosts):
+    monkeypatch.setenv(VARIABLE, str(together))
+
+    def work(communicator):
+        host = HostMemory.of(communicator, in_memory)
+        if host is None:
+            return None
+        x, pieces = np.arange(10.0) + communicator.rank, [[(0, 2), (7, 10)], [(2, 3), (3, 7)], []][: host.size]
+        total = host.sums([80]).start(0, x, [*pieces, *[[]] * (host.size - len(pieces))])()
+        host.barrier("end")
+        return host.rank, host.hosts, total.tolist()
+
+    results = run_ranks(ranks, work)
+    if hosts is None:
+        assert results == [None] * ranks
+        return
+    for rank, (place, known, total) in enumerate(results):
+        mates = next(one for one in hosts if rank in one)
+        assert known == hosts and mates[place] == rank
+        entries = [[0, 1, 7, 8, 9], [2, 3, 4, 5, 6], [], []][place]
+        assert total == [sum(entry + one for one in mates) for entry in entries]
+
+
 def test_half_the_type_takes_half_the_memory():
     """A compressor may send fewer bytes than the gradient has."""
 
     def work(communicator):
         host = connected(communicator)
         x = np.full(10, 1 + host.rank, np.float16)
-        total = host.sums([40]).start(0, x, [5, 5])()
+        total = host.sums([40]).start(0, x, one_piece_each(10, 2))()
         host.barrier("end")
         return total
 
@@ -142,7 +175,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once(place):
     other.join(10)
     with pytest.raises(LostRankError, match="was lost"):
         if place == "sum":
-            sums.start(0, np.zeros(10), [5, 5])()
+            sums.start(0, np.zeros(10), one_piece_each(10, 2))()
         elif place == "barrier":
             host.barrier("step")
         else:

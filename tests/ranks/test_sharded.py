@@ -42,6 +42,18 @@ def test_ranks_that_share_memory_have_the_bits_of_those_that_do_not(tmp_path):
         np.testing.assert_array_equal(x, apart[key], err_msg=key)
 
 
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=SAME)])
+def test_hosts_exchange_what_their_ranks_have_in_common(tmp_path, framework):
+    """Two pairs of ranks stand for two hosts: numbers are those of one process, and slots those of the whole."""
+    sets = ("max_steps=12", f"framework={framework}", "optim.sharded=true", "gradient_clip_val=0.05")
+    fit(tmp_path / "one", sets=sets)
+    fit(tmp_path / "hosts", "-np", "4", sets=sets, HVD_TRAIN_HOST_MEMORY="2")
+    one, hosts = arrays(tmp_path / "one"), arrays(tmp_path / "hosts")
+    assert one.keys() == hosts.keys()
+    for key, x in one.items():
+        np.testing.assert_allclose(hosts[key], x, rtol=1e-8, atol=1e-12, err_msg=key)
+
+
 def test_a_sharded_run_goes_on_whole_in_the_other_framework_on_other_ranks(tmp_path):
     fit(tmp_path / "one", sets=("max_steps=12",))
     first = ("max_steps=5", "optim.sharded=true")

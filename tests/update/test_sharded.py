@@ -7,10 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.host_memory import VARIABLE, HostMemory
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Packing, TensorSpec
 from hvd_train.update.optimizers import lamb, lars, side_by_side, whole
-from hvd_train.update.sharded import part_sizes, pieces
+from hvd_train.update.sharded import ShardedExchange, part_sizes, pieces
 from tests.numpy_frontend import NumpyOps, run_ranks
 
 SHAPES = [(5, 3), (7,), (1, 1), (4, 2), (2,)]
@@ -63,6 +67,50 @@ def test_layerwise_formulas_over_parts_give_what_they_give_over_whole_tensors(na
         for i, result in enumerate(results):
             joined = np.concatenate([rank[k][i].reshape(-1) for rank in of_ranks]).reshape(result.shape)
             np.testing.assert_allclose(joined, result, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(4, 2), (6, 2), (6, 3), (3, 3)])
+def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, ranks, together):
+    """Each rank receives its part of the sum over all, and the weights of those that have its place."""
+    monkeypatch.setenv(VARIABLE, str(together))
+    specs = [TensorSpec(str(i), shape, "float64") for i, shape in enumerate([(50, 3), (70,), (1,), (40, 2), (2,)])]
+    rng = np.random.default_rng(0)
+    gradients = [[rng.standard_normal(spec.shape) for spec in specs] for _ in range(ranks)]
+    sent = []  # (entries to others, entries in all) of each transfer of rank 0
+
+    def work(communicator):
+        exchange = ShardedExchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), communicator, NumpyOps())
+        host = HostMemory.of(communicator, lambda memory, *where: np.frombuffer(memory, *where))
+        exchange.share(host)
+        alltoall = communicator.alltoall_async
+
+        def counted(x, sizes, name):
+            if communicator.rank == 0:
+                sent.append((sum(sizes) - sizes[0], len(x)))
+            return alltoall(x, sizes, name)
+
+        communicator.alltoall_async = counted
+        flats = exchange.to_buckets(gradients[communicator.rank])
+        parts, _ = exchange.reduce(flats, exchange.init_state())
+        came = [communicator.synchronize(exchange.gather(b, part)) for b, part in enumerate(parts)]
+        host.barrier("end")
+        return parts, came, [exchange.gathered(b) for b in range(len(flats))]
+
+    of_ranks = run_ranks(ranks, work)
+    whole_exchange = ShardedExchange(specs, Packing(1 << 10, 1 << 9), Uncompressed(), Serial(), NumpyOps())
+    flats = whole_exchange.to_buckets([sum(of_rank) for of_rank in zip(*gradients, strict=True)])
+    for b, total in enumerate(flats):
+        np.testing.assert_allclose(np.concatenate([parts[b] for parts, *_ in of_ranks]), total, rtol=1e-12)
+        for parts, came, bounds in of_ranks:
+            assert len(bounds[b]) == ranks // together
+            expected = np.concatenate([total[first:last] for first, last in bounds[b]])
+            np.testing.assert_allclose(came[b], expected, rtol=1e-12)
+    entries = sum(map(len, flats))
+    if ranks == together:
+        assert all(out == 0 for out, _ in sent)
+    else:
+        hosts = ranks // together
+        assert sum(out for out, _ in sent) <= 2 * (hosts - 1) * (entries / ranks + len(flats))
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,12 @@ class ShardedOptimizer(ShardedSlots):
         return torch.cat([w.view(-1) for w in self._weights[bucket]])
 
     @torch.no_grad()
-    def take(self, bucket: int, weights: torch.Tensor) -> None:
-        """Take (n,): the weights of a bucket, of all ranks."""
+    def take(self, bucket: int, bounds: tuple[int, int], weights: torch.Tensor) -> None:
+        """Take (n,): the weights of a bucket between ``bounds``."""
         flat = self._flats[bucket]
-        torch._foreach_copy_(flat.parts(flat.weight), list(torch.split(weights, flat.sizes)))
+        cuts = pieces(flat.sizes, *bounds)
+        parts = [part[first:last] for part, (first, last) in zip(flat.parts(flat.weight), cuts, strict=True)]
+        torch._foreach_copy_(parts, list(torch.split(weights, [last - first for first, last in cuts])))
 
     # ---- state
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.errors import ConfigError, LostRankError
-from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory
+from hvd_train.frontends.host_memory import APART, CHANGES, HostMemory, Pieces
 from hvd_train.frontends.tensorflow.optimizers import view
 from hvd_train.protocol import HostSums
 
@@ -30,7 +30,7 @@ class GraphMemory:
     def __init__(self, host: HostMemory) -> None:
         self._host = host
         self.lost: LostRankError | None = None
-        self.rank = host.rank
+        self.rank, self.hosts = host.rank, host.hosts
 
     def share(self, tensors: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return self._host.share(tensors)
@@ -73,15 +73,15 @@ class GraphSums:
         self._memory, self._sums = memory, sums
         self._started: dict[int, Callable[[], np.ndarray]] = {}
 
-    def start(self, place: int, x: tf.Tensor, sizes: Sequence[int]) -> Callable[[], tf.Tensor]:
+    def start(self, place: int, x: tf.Tensor, pieces: Sequence[Pieces]) -> Callable[[], tf.Tensor]:
         def begin(array: np.ndarray) -> None:
-            self._started[place] = self._sums.start(place, array, sizes)
+            self._started[place] = self._sums.start(place, array, pieces)
 
         self._memory.call(begin, x)
 
         def finish() -> tf.Tensor:
             total = self._memory.call(lambda: self._started.pop(place)(), gives=x.dtype)
-            total.set_shape([sizes[self._memory.rank]])
+            total.set_shape([sum(last - first for first, last in pieces[self._memory.rank])])
             return total
 
         return finish

@@ -104,11 +104,15 @@ class ShardedOptimizer(ShardedSlots):
         """Return (n,): the weights of a bucket that this rank has moved."""
         return tf.concat([tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]], 0)
 
-    def take(self, bucket: int, weights: tf.Tensor) -> None:
-        """Take (n,): the weights of a bucket, of all ranks."""
-        sizes = [int(np.prod(piece.variable.shape)) for piece in self._buckets[bucket]]
-        for piece, part in zip(self._buckets[bucket], tf.split(weights, sizes), strict=True):
-            variable = piece.variable
+    def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
+        """Take (n,): the weights of a bucket between ``bounds``, which are those of all ranks without common memory."""
+        variables = [piece.variable for piece in self._buckets[bucket]]
+        cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
+        parts = tf.split(weights, [last - first for first, last in cuts])
+        if self._common:
+            self._common.write([(v, *cut, part) for v, cut, part in zip(variables, cuts, parts, strict=True)])
+            return
+        for variable, part in zip(variables, parts, strict=True):
             variable.assign(tf.reshape(part, variable.shape))
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))

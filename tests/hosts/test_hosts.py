@@ -106,6 +106,21 @@ def test_two_hosts_give_the_weights_of_one(network, expected, tmp_path, name, fr
     assert not network.left()
 
 
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=LONG)])
+def test_a_sharded_optimizer_over_hosts_of_two_ranks(network, tmp_path, framework):
+    """Bits are those of one host whose ranks share memory in pairs."""
+    a, b, _ = network.hosts
+    start = [str(BIN / "hvd-train"), "fit", "-np", "4"]
+    sharded = ["optim.sharded=true", "optim.name=adam", "optim.momentum=0", "optim.lr=0.01"]
+    done = network.run([*start, "-H", f"{a}:2,{b}:2", *words(tmp_path / "hosts", framework, *sharded)], **ROOTED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = environment() | {"HVD_TRAIN_HOST_MEMORY": "2"}
+    pairs = [*start, *words(tmp_path / "pairs", framework, *sharded)]
+    subprocess.run(pairs, env=one, check=True, capture_output=True, timeout=120)
+    assert weights(tmp_path / "hosts") == weights(tmp_path / "pairs")
+    assert not network.left()
+
+
 @pytest.mark.parametrize(
     ("framework", "name", "mib"),
     [

@@ -101,7 +101,7 @@ def test_hosts_send_each_other_what_their_ranks_have_in_common(monkeypatch, rank
     flats = whole_exchange.to_buckets([sum(of_rank) for of_rank in zip(*gradients, strict=True)])
     for b, total in enumerate(flats):
         np.testing.assert_allclose(np.concatenate([parts[b] for parts, *_ in of_ranks]), total, rtol=1e-12)
-        for parts, came, bounds in of_ranks:
+        for _, came, bounds in of_ranks:
             assert len(bounds[b]) == ranks // together
             expected = np.concatenate([total[first:last] for first, last in bounds[b]])
             np.testing.assert_allclose(came[b], expected, rtol=1e-12)

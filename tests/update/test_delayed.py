@@ -98,15 +98,25 @@ def test_without_a_delay_it_is_synchronous_bit_for_bit(ranks, compression):
 @pytest.mark.parametrize("delay", [0, 1, 2, 3])
 def test_it_converges_below_the_rate_that_theory_gives_and_not_above(delay):
     """On a w^2 / 2, w -= eta a w_{t-d} converges iff eta a < 2 sin(pi / (4 d + 2)): 2, 1, 0.618, 0.445."""
-    limit, curvature = 2 * math.sin(math.pi / (4 * delay + 2)), 3.0
+    limit = 2 * math.sin(math.pi / (4 * delay + 2))
+    assert last(delay, 0.98 * limit) < 1e-3 and last(delay, 1.02 * limit) > 1e3
 
-    def last(share):
-        _, frontend = connected(momentum=0.0, mode="delayed", delay=delay)
-        for _ in range(2000):
-            frontend.step({n: curvature * x for n, x in frontend.w.items()}, share * limit / curvature)
-        return max(np.abs(x).max() for x in frontend.w.values())
 
-    assert last(0.98) < 1e-3 and last(1.02) > 1e3
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_momentum_lowers_the_rate_below_which_a_delay_of_one_converges(momentum):
+    """z^2 - (1 + m) z + m + eta a has both roots within the unit circle iff eta a < 1 - m; without delay 2 (1 + m)."""
+    limit = 1 - momentum
+    assert last(1, 0.95 * limit, momentum) < 1e-3 and last(1, 1.05 * limit, momentum) > 1e3
+    assert last(0, 0.98 * 2 * (1 + momentum), momentum) < 1e-3
+
+
+def last(delay, rate, momentum=0.0):
+    """Return the largest weight after 4000 steps on a w^2 / 2 with ``rate`` / a."""
+    _, frontend = connected(momentum=momentum, mode="delayed", delay=delay)
+    curvature = 3.0
+    for _ in range(4000):
+        frontend.step({n: curvature * x for n, x in frontend.w.items()}, rate / curvature)
+    return max(np.abs(x).max() for x in frontend.w.values())
 
 
 def test_the_first_steps_apply_nothing():

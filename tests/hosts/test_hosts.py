@@ -154,6 +154,29 @@ def test_sums_of_parts_are_right_over_a_slow_link(network, tmp_path, framework, 
         assert json.loads((tmp_path / f"shards.{rank}.json").read_text()) == {"wrong": [], "tensors": len(tensors)}
 
 
+@pytest.mark.long("2 minutes over a slow link")
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_thousand_steps_of_a_sharded_optimizer_over_a_slow_link(network, tmp_path, framework):
+    """Over Gloo, whose buffers of one step may still travel in the next; 1.2 MB of weights in 64 bits."""
+    a, b, _ = network.hosts
+    keys = ["optim.sharded=true", "model={name: mlp, hidden: [2048]}", "max_epochs=1000", "max_steps=1000"]
+    for host in (a, b):
+        network.slow(host)
+    try:
+        start = [str(BIN / "hvd-train"), "fit", "-np", "2", "--launcher", "horovodrun"]
+        line = [*start, "-H", f"{a}:1,{b}:1", *words(tmp_path / "hosts", framework, *keys)]
+        done = network.run(line, seconds=600, **ROOTED)
+    finally:
+        for host in (a, b):
+            network.fast(host)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = environment() | {"HVD_TRAIN_HOST_MEMORY": "0"}
+    subprocess.run(
+        [*start, *words(tmp_path / "one", framework, *keys)], env=one, check=True, capture_output=True, timeout=300
+    )
+    assert weights(tmp_path / "hosts") == weights(tmp_path / "one")
+
+
 @pytest.mark.long("Gloo and Open MPI need 40 seconds to give a silent host up")
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(network, tmp_path, launcher):

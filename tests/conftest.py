@@ -15,11 +15,16 @@ SHOWN = 20
 LONGEST = [
     "ranks/test_worlds",
     "tests/keras/test_keras",
+    "tests/torch/test_sharded",
+    "stages/test_runs",
     "tests/torch/test_worlds",
+    "tests/keras/test_sharded",
     "verify/test_verify",
     "ranks/test_lost_ranks",
     "ranks/test_launchers",
     "ranks/test_signals",
+    "cli/test_guide",
+    "ranks/test_async",
 ]
 
 

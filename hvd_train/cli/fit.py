@@ -70,6 +70,7 @@ starting = options.together(
     "--check", is_flag=True, help="Open data and model, take one step and one validation batch; write nothing."
 )
 @options.verbose
+@options.quiet
 def fit(
     path: Path | None,
     sets: tuple[str, ...],
@@ -92,6 +93,7 @@ def fit(
     dry_run: bool,
     check: bool,
     verbose: bool,
+    quiet: bool,
 ) -> None:
     """Train a model.
 
@@ -129,7 +131,7 @@ def fit(
         from hvd_train.jobs.fit import fit as train
 
         open_rendezvous()
-        sys.exit(train(config, resume, allow_change, overwrite, verbose, listen(), until_epoch))
+        sys.exit(train(config, resume, allow_change, overwrite, verbose, listen(), until_epoch, quiet))
 
 
 def _as_one_rank(config: Config) -> str:

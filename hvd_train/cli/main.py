@@ -26,6 +26,7 @@ COMMANDS = {
     "record": "verify.record",
     "export": "export.export",
     "compare": "compare.compare",
+    "watch": "watch.watch",
     "doctor": "doctor.doctor",
     "probe": "doctor.probe",
     "config": "config.config",

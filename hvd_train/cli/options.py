@@ -60,6 +60,8 @@ verbose = click.option(
     "-v", "--verbose", is_flag=True, help="Show the launcher's command and the frameworks' own logs."
 )
 
+quiet = click.option("-q", "--quiet", is_flag=True, help="Print warnings, errors and the last line alone.")
+
 trained_run = click.option(
     "--run-dir",
     type=click.Path(file_okay=False),

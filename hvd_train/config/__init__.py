@@ -12,7 +12,7 @@ from hvd_train.config.keys.task import TaskConfig
 from hvd_train.config.keys.transforms import TransformConfig
 from hvd_train.config.names import did_you_mean
 from hvd_train.config.reading import explained, load_config
-from hvd_train.config.writing import changed, digest, explain, resolved_yaml
+from hvd_train.config.writing import changed, digest, explain, leaves, resolved_yaml
 
 __all__ = [
     "CheckpointConfig",
@@ -31,6 +31,7 @@ __all__ = [
     "digest",
     "explain",
     "explained",
+    "leaves",
     "load_config",
     "resolved_yaml",
 ]

@@ -81,7 +81,7 @@ def digest(config: Config) -> str:
 def changed(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of the differences that would change the numbers of a resumed run."""
     free = set(free_keys(row_of(new.optim.schedule).to_end))
-    before, after = dict(_leaves(_dump(old))), dict(_leaves(_dump(new)))
+    before, after = dict(leaves(_dump(old))), dict(leaves(_dump(new)))
     return [
         (key, before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
@@ -100,10 +100,11 @@ def free_keys(to_end: bool, section: type[BaseModel] = Config, prefix: str = "")
             yield from free_keys(to_end, kind, f"{prefix}{name}.")
 
 
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key with dots, value) of nested sections."""
     for key, value in data.items():
         if isinstance(value, dict):  # an empty section has no leaves: {} equals a missing key
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

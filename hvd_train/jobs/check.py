@@ -19,6 +19,7 @@ from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.launch.environment import world
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.log import NullLog, WordLog
+from hvd_train.run_folder.trackers import load
 
 
 def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
@@ -40,6 +41,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
                 check_tree(job.frontend.whole or job.frontend.state(), snapshot.model)
             return snapshot
 
+        collectively(communicator, lambda: load(config.loggers if first else []))
         snapshot = collectively(communicator, find)
         update, _ = connect(job, config.exchange.compression)
         # One step and one batch; no checkpoint is kept and nothing stops early.

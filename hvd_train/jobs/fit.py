@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_train import faults
 from hvd_train.checkpoint.store import Snapshot
-from hvd_train.config import Config, resolved_yaml
+from hvd_train.config import Config, leaves, resolved_yaml
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
 from hvd_train.core.control_sync import StopSource
@@ -28,6 +28,10 @@ from hvd_train.launch.signals import SignalListener
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.log import NullLog, RunLog
+from hvd_train.run_folder.terminal import long_step
+from hvd_train.run_folder.trackers import load
+from hvd_train.run_folder.trackers.calls import Trackers
+from hvd_train.run_folder.trackers.tracker import TrackedRun
 
 
 def fit(
@@ -38,18 +42,21 @@ def fit(
     verbose: bool,
     listener: SignalListener,
     until: int | None = None,
+    quiet: bool = False,
 ) -> int:
-    """Train, and leave a run folder on rank 0; return the exit code."""
+    """Train, and leave a run folder on rank 0; return the exit code. ``quiet``: print the last line alone."""
     code, listener.run_dir = 0, Path(config.run_dir)
     faults.arm(world().rank)
-    with locked_run_folder(config, resume, overwrite) as lock, opened_job(config, verbose, resume) as job:
+    opening = opened_job(config, verbose, resume, progress=not quiet)
+    with locked_run_folder(config, resume, overwrite) as lock, opening as job:
         if not listener.is_watched:
             listener.peer_slot = job.session.watch(config.watchdog_s, "--resume auto goes on")
         if lock:
             listener.last_calls.append(lock.release)
         listener.last_calls.append(snapshots.remove_if_orphaned)
         try:
-            train(job, resume, allow_change, overwrite, lock, _rank_check(job), stop_source=listener, until=until)
+            hooks = _rank_check(job)
+            train(job, resume, allow_change, overwrite, lock, hooks, stop_source=listener, until=until, quiet=quiet)
         except Interrupted as error:
             code = error.exit_code
         # From here on signals are ignored: ranks end one by one, and launchers send signals to the last ones.
@@ -81,6 +88,7 @@ def train(
     user_hooks: bool = False,
     stop_source: StopSource | None = None,
     until: int | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train an opened job, to its end or to epoch ``until``; return the summary, equal on all ranks.
 
@@ -88,24 +96,26 @@ def train(
     ``hooks`` some are the user's. Raises Interrupted.
     """
     config, communicator, run_dir = job.config, job.communicator, Path(job.config.run_dir)
-    log: RunLog | NullLog = NullLog()
-    if communicator.rank == 0:
-        log = RunLog(run_dir, tensorboard=config.tensorboard, total_epochs=config.max_epochs, lock=lock)
+    log = _log_of(job, lock, quiet)
 
     def find() -> Snapshot | None:
         if communicator.rank:
             return None
         return find_checkpoint(config, job.user_config, job.data, resume, allow_change)
 
-    # Before the weights, which a hook of the user may change: then ranks share no memory.
-    of_config = collectively(communicator, lambda: hooks_of(config))
-    snapshot = collectively(communicator, find)
-    update, compression = connect(job, _compression_of(job, snapshot), user_hooks or bool(of_config))
-    data = job.data.train, job.data.val
-    hooks = [*_thread_check(job), *hooks, *of_config]
-    memory = snapshots.folder_of_rank()
-    trainer = Trainer(config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory)
-    notes = trainer.restore(snapshot)
+    with long_step("preparing the training", communicator.rank == 0 and not quiet):
+        trackers = collectively(communicator, lambda: load(config.loggers if communicator.rank == 0 else []))
+        # Before the weights, which a hook of the user may change: then ranks share no memory.
+        of_config = collectively(communicator, lambda: hooks_of(config))
+        snapshot = collectively(communicator, find)
+        update, compression = connect(job, _compression_of(job, snapshot), user_hooks or bool(of_config))
+        data = job.data.train, job.data.val
+        hooks = [*_thread_check(job), *hooks, *of_config]
+        memory = snapshots.folder_of_rank()
+        trainer = Trainer(
+            config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
+        )
+        notes = trainer.restore(snapshot)
     notes = [*config.notes, *trainer.schedule.notes(), *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
@@ -113,23 +123,43 @@ def train(
         messages.warn_of_softmax(job, log)
     keeps_memory = keep_memory()  # not before: what setting up frees is to go back to the kernel
     if isinstance(log, RunLog):
+        log.trackers = Trackers(trackers, TrackedRun(run_dir, dict(leaves(config.resolved().model_dump(mode="json")))))
         log.files = _files(job, compression, keeps_memory)
         log.resumed_at = None if resume is None else trainer.progress.step
         log.evaluates_again = trainer.progress.ending
         log.replace = overwrite and not layout.goes_on(run_dir, resume)
     faults.at("start")
+    summary = _run(trainer, log)
+    if communicator.rank == 0:
+        log.last_message(messages.end(summary, config))
+    log.close()
+    return summary
+
+
+def _log_of(job: Job, lock: Lock | None, quiet: bool) -> RunLog | NullLog:
+    config = job.config
+    if job.communicator.rank:
+        return NullLog()
+    events = config.tensorboard or "tensorboard" in config.loggers
+    return RunLog(Path(config.run_dir), tensorboard=events, total_epochs=config.max_epochs, lock=lock, quiet=quiet)
+
+
+def _run(trainer: Trainer, log: RunLog | NullLog) -> dict[str, Any]:
+    """Train, and write the end of the run; return the summary. Raises Interrupted."""
+    communicator = trainer.communicator
+    log.waits_for("the first step")
     try:
         summary = trainer.fit()
     except Interrupted as error:
-        log.message(str(error))
+        log.last_message(str(error))
         collectively(communicator, lambda: log.close(trainer.progress.step))
         trainer.close()
         raise
+    except Exception:
+        log.failed()
+        raise
     collectively(communicator, lambda: log.summary(summary))
     trainer.close()
-    if communicator.rank == 0:
-        log.message(messages.end(summary, config))
-    log.close()
     return summary
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from hvd_train import __version__
@@ -17,8 +17,10 @@ from hvd_train.data.loader import Loader
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
 from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
+from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.rank.session import Session
+from hvd_train.run_folder.terminal import long_step
 
 
 @dataclass
@@ -50,17 +52,27 @@ class Job:
 
 
 @contextmanager
-def opened_job(config: Config, verbose: bool, resume: str | None = None) -> Iterator[Job]:
-    """Open data, framework, world and model, in this order, and close the world after the block."""
+def opened_job(config: Config, verbose: bool, resume: str | None = None, progress: bool = False) -> Iterator[Job]:
+    """Open data, framework, world and model, in this order, and close the world after the block.
+
+    ``progress``: rank 0 shows which of them is under way, where one takes long.
+    """
     # A mistake in the path of the data shows in a fraction of a second, while a framework takes seconds to load.
     look_in(config.code_dir)
-    data = open_data(config.data, config.task)
-    session = Session.prepare(config.framework, config.threads, verbose)
-    with session.opened(config.parallel.pipeline) as communicator:
-        data = data_as_before(config, communicator, data, resume)
-        config = split_as_before(config, communicator, resume)
-        config = config.restoring() if resumes(config, communicator, resume) else config
-        yield build_job(config, session, data)
+    shown = progress and world().rank == 0
+    with long_step("opening the data", shown):
+        data = open_data(config.data, config.task)
+    with long_step(f"loading {config.framework}", shown):
+        session = Session.prepare(config.framework, config.threads, verbose)
+    with ExitStack() as stack:
+        with long_step("waiting for all ranks", shown):
+            communicator = stack.enter_context(session.opened(config.parallel.pipeline))
+        with long_step("building the model", shown):
+            data = data_as_before(config, communicator, data, resume)
+            config = split_as_before(config, communicator, resume)
+            config = config.restoring() if resumes(config, communicator, resume) else config
+            job = build_job(config, session, data)
+        yield job
 
 
 def build_job(config: Config, session: Session, data: DataSet, split: str = "val") -> Job:

@@ -17,8 +17,8 @@ from hvd_train.errors import ConfigError
 REQUEUED = "requeued.json"  # at which step a job was started again
 VOCABULARY = "vocabulary.json"  # of a text whose words are numbered
 RUN = (
-    "checkpoints", "tensorboard", "metrics.jsonl", "summary.json", "config.yaml", "environment.json", VOCABULARY,
-    REQUEUED,
+    "checkpoints", "tensorboard", "loggers", "metrics.jsonl", "metrics.csv", "summary.json", "config.yaml",
+    "environment.json", VOCABULARY, REQUEUED,
 )  # fmt: skip
 
 

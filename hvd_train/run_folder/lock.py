@@ -14,6 +14,7 @@ import platform
 import secrets
 import signal
 import threading
+import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -227,6 +228,26 @@ def _dead(holder: Holder, path: Path, ticket: Path) -> bool:
         return ticket.stat().st_mtime - path.stat().st_mtime > OLD_SECONDS
     except FileNotFoundError:
         return False
+
+
+def state(run_dir: Path) -> str:
+    """Return whether a run folder is ``free``, ``held``, or its holder ``dead``; nothing is written.
+
+    A holder on another host counts as dead when it has not touched its lock for ``OLD_SECONDS``.
+    """
+    path = run_dir / NAME
+    try:
+        holder = _read(path)
+        if holder is None:
+            return "free"
+        if holder.place == _place():
+            return "held" if ticks(holder.pid) == holder.ticks else "dead"
+        # The clocks of two hosts may differ by minutes.
+        return "held" if time.time() - path.stat().st_mtime < 2 * OLD_SECONDS else "dead"
+    except FileNotFoundError:
+        return "free"
+    except OSError:  # a network file system that does not answer
+        return "held"
 
 
 def _in_use(path: Path, holder: Holder) -> CheckpointError:

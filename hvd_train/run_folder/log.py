@@ -1,4 +1,4 @@
-"""The log of a run: the terminal, metrics.jsonl, summary.json and TensorBoard events. Rank 0 alone writes."""
+"""The log of a run: the terminal, metrics.jsonl, summary.json, TensorBoard events, trackers. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hvd_train.run_folder import jsonl, layout
 from hvd_train.run_folder.jsonl import MetricsFile
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.tensorboard import Events
-from hvd_train.run_folder.terminal import Terminal, on_terminal, warn
+from hvd_train.run_folder.terminal import LongStep, Terminal, on_terminal, warn
+from hvd_train.run_folder.trackers.calls import Trackers
 
 PLAIN_SECONDS = 10.0  # between two progress lines where there is no terminal
 REFRESH_SECONDS = 0.1
@@ -30,7 +31,10 @@ class NullLog:
     def progress(self, *args: Any) -> None: ...
     def epoch_line(self, **row: Any) -> None: ...
     def message(self, text: str) -> None: ...
+    def last_message(self, text: str) -> None: ...
     def warning(self, text: str) -> None: ...
+    def waits_for(self, name: str) -> None: ...
+    def failed(self) -> None: ...
     def summary(self, values: dict[str, Any]) -> None: ...
     def compression_error(self, *args: Any) -> None: ...
     def straggler(self, *args: Any) -> None: ...
@@ -62,15 +66,24 @@ def _cell(value: float | None, width: int) -> str:
 
 
 class RunLog:
-    """The log of rank 0. ``total_epochs`` None: training is bounded by steps.
+    """The log of rank 0. ``total_epochs`` None: training is bounded by steps; ``quiet``: prints its last line alone.
 
     Nothing of the run folder is touched before ``begin``, which a training calls when its first step has been taken:
     it then writes ``files`` (name -> text or JSON), sets an old run aside (``replace``) or drops the lines after
     ``resumed_at`` and sets later checkpoints aside, for a resumed run repeats the steps after its checkpoint.
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, total_epochs: int | None, lock: Lock | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        tensorboard: bool,
+        total_epochs: int | None,
+        lock: Lock | None = None,
+        quiet: bool = False,
+    ) -> None:
         self.run_dir, self._epochs, self._tensorboard, self._lock = run_dir, total_epochs, tensorboard, lock
+        self._quiet = quiet
         self.files: dict[str, Any] = {}
         self.resumed_at: int | None = None
         self.evaluates_again = False  # the resumed run stopped within an evaluation
@@ -78,6 +91,8 @@ class RunLog:
         self._metrics: MetricsFile | None = None
         self._early: list[Callable[[], None]] = []  # what came before begin
         self._events: Events | None = None
+        self.trackers: Trackers | None = None
+        self._long_step: LongStep | None = None
         self._terminal = Terminal() if on_terminal() else None
         self._header_shown, self._last, self._started = False, time.monotonic(), time.monotonic()
 
@@ -98,6 +113,8 @@ class RunLog:
             if self._tensorboard:
                 self._open_events()
             self._metrics = MetricsFile(self.run_dir)
+            if self.trackers:
+                self.trackers.begin()
             if replaced:
                 layout.drop(replaced)
             if left:
@@ -128,6 +145,8 @@ class RunLog:
     def _write(self, row: dict[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.write(row)
+        if self.trackers:
+            self.trackers.row(row)
 
     def _open_events(self) -> None:
         try:
@@ -135,13 +154,25 @@ class RunLog:
         except OSError as error:
             self._without_events(error)
 
-    def _show(self, step: int, scalars: dict[str, float]) -> None:
-        """Write to TensorBoard as long as its events can be written: metrics.jsonl has the same numbers."""
+    def _show(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
+        """Write to TensorBoard and trackers as long as they take it: metrics.jsonl has the same numbers."""
+        if self.trackers:
+            self.trackers.scalars(epoch + 1, step, scalars)
+            self._report_trackers()
         try:
             if self._events:
                 self._events.scalars(step, scalars)
         except OSError as error:
             self._without_events(error)
+
+    def _report_trackers(self) -> None:
+        for failure in self.trackers.failures() if self.trackers else []:
+            self.warning(failure)
+
+    def _end_trackers(self, finished: bool, summary: Mapping[str, Any]) -> None:
+        if self.trackers:
+            self.trackers.end(finished, summary)
+            self._report_trackers()
 
     def _without_events(self, error: OSError) -> None:
         where = self.run_dir / "tensorboard"
@@ -169,7 +200,7 @@ class RunLog:
         scalars = {f"{name}/{event}": value for name, value in results.items() if name != "samples"}
         if event == "train":
             scalars |= {"lr": lr, "samples_per_second": speed}
-        self._show(step, scalars)
+        self._show(epoch, step, scalars)
 
     def compression_error(self, epoch: int, step: int, cosine: float, sent: float, plain: float) -> None:
         """Log the error of compression: the cosine with the exact gradient, this rank's bytes with and without."""
@@ -180,7 +211,7 @@ class RunLog:
         row |= {"bytes": round(sent), "bytes_plain": round(plain)}
         self._write(row)
         self.message(f"step {step}: compressed gradient: cosine {cosine:.4f}, {sent / plain:.1%} of {plain:,.0f} bytes")
-        self._show(step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
+        self._show(epoch, step, {"compression/cosine": cosine, "compression/share_of_bytes": sent / plain})
 
     def straggler(self, epoch: int, step: int, row: Mapping[str, Any]) -> None:
         self._write({"event": "straggler", "epoch": epoch + 1, "step": step, **row})
@@ -208,6 +239,7 @@ class RunLog:
             fix = "make room: the run is saved, and --resume auto ends it again"
             raise CheckpointError(what, where=str(path), fix=fix) from error
         self._close_metrics(values["steps"])
+        self._end_trackers(not values.get("paused_at"), values)
 
     def _close_metrics(self, step: int) -> None:
         if self._metrics is not None:
@@ -217,6 +249,10 @@ class RunLog:
 
     def progress(self, epoch: int, done: int, total: int, speed: Callable[[], float]) -> None:
         """Show the progress, a few times a second at most; ask for the speed only then. Called after every step."""
+        if self._long_step:
+            self._end_long_step()
+        if self._quiet:
+            return
         now = time.monotonic()
         if now - self._last < (REFRESH_SECONDS if self._terminal else PLAIN_SECONDS):
             return
@@ -256,22 +292,49 @@ class RunLog:
         self.message(f"{row}  {note}" if note else row)
 
     def message(self, text: str) -> None:
-        if self._terminal:
-            self._terminal.clear()
+        if not self._quiet:
+            self._print(text)
+
+    def last_message(self, text: str) -> None:
+        """Print how the training ended, which a quiet log prints as well."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._clear()
         print(text, flush=True)
 
     def warning(self, text: str) -> None:
+        self._clear()
+        warn(text)
+
+    def waits_for(self, name: str) -> None:
+        """Show what is under way until the next line or progress, should it take long."""
+        self._end_long_step()
+        if not self._quiet:
+            self._long_step = LongStep(name).start()
+
+    def _end_long_step(self) -> None:
+        if self._long_step:
+            self._long_step.stop()
+        self._long_step = None
+
+    def _clear(self) -> None:
+        self._end_long_step()
         if self._terminal:
             self._terminal.clear()
-        warn(text)
+
+    def failed(self) -> None:
+        """Close the trackers of a run that ends with an error, which comes after this."""
+        self._clear()
+        self._end_trackers(False, {})
 
     def close(self, step: int = 0) -> None:
         """Close all files of a run saved at ``step``. Raises CheckpointError where lines could not be written."""
-        if self._terminal:
-            self._terminal.clear()
+        self._clear()
         self._close_metrics(step)
         if self._events:
             self._events.close()
+        self._end_trackers(False, {})
 
 
 def _speed(path: Path, values: dict[str, Any]) -> dict[str, float]:

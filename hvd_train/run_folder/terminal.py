@@ -1,9 +1,16 @@
-"""The terminal: whether there is one, warnings, and a progress bar."""
+"""The terminal: whether there is one, warnings, a progress bar, and the time of steps that take long."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LONG_SECONDS = 1.0  # after which a terminal shows what is under way
+PLAIN_LONG_SECONDS = 60.0  # between two lines where there is no terminal
 
 
 def on_terminal() -> bool:
@@ -49,3 +56,43 @@ class Terminal:
             sys.stdout.write("\r\x1b[2K")
             sys.stdout.flush()
         self._shown = False
+
+
+class LongStep:
+    """What is under way and for how long: on the last line of a terminal, elsewhere a line each minute."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._began, self._ended = name, time.monotonic(), threading.Event()
+        self._terminal = on_terminal()
+        self._thread = threading.Thread(target=self._show, name="long step", daemon=True)
+
+    def start(self) -> LongStep:
+        self._thread.start()
+        return self
+
+    def _show(self) -> None:
+        shown = False
+        while not self._ended.wait(LONG_SECONDS if self._terminal else PLAIN_LONG_SECONDS):
+            text = f"{self._name} ({time.monotonic() - self._began:.0f} s)"
+            sys.stdout.write(f"\r\x1b[2K{text}" if self._terminal else f"{text}\n")
+            sys.stdout.flush()
+            shown = True
+        if shown and self._terminal:
+            sys.stdout.write("\r\x1b[2K")
+            sys.stdout.flush()
+
+    def stop(self) -> None:
+        """Wipe the line from the terminal."""
+        self._ended.set()
+        self._thread.join()
+
+
+@contextmanager
+def long_step(name: str, shown: bool = True) -> Iterator[None]:
+    """Show what is under way for the time of a block, should it take long."""
+    step = LongStep(name).start() if shown else None
+    try:
+        yield
+    finally:
+        if step:
+            step.stop()

@@ -22,6 +22,7 @@ COMMANDS = [
     "verify",
     "export",
     "compare",
+    "watch",
     "doctor",
     "config",
     "models",

@@ -230,6 +230,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "code_dir",
         "log_every_n_steps",
         "tensorboard",
+        "loggers",
         "checkpoint",
         "check_val_every_n_epoch",
         "limit_val_batches",

@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from hvd_train.errors import CheckpointError
 from hvd_train.run_folder import log as module
+from hvd_train.run_folder import terminal
 from hvd_train.run_folder.log import NullLog, RunLog
 
 
@@ -93,6 +95,44 @@ def test_on_a_terminal_progress_stays_on_one_line_that_is_wiped(made, capsys, mo
     out = capsys.readouterr().out
     assert "epoch 1/2" in out and "719/1,438" in out and "0:07 left" in out
     assert out.count("\n") == 1 and out.endswith("\r\x1b[2Kwords\n")
+
+
+@pytest.mark.parametrize("width", ["80", "0"])
+def test_a_long_step_is_shown_until_it_ends(monkeypatch, capsys, width):
+    monkeypatch.setenv("HVD_TRAIN_TERMINAL", width)
+    monkeypatch.setattr(terminal, "LONG_SECONDS" if width == "80" else "PLAIN_LONG_SECONDS", 0.05)
+    with terminal.long_step("opening the data"):
+        time.sleep(0.3)
+    out = capsys.readouterr().out
+    assert "opening the data (0 s)" in out
+    assert out.endswith("\r\x1b[2K") if width == "80" else out.endswith("(0 s)\n")
+    with terminal.long_step("a quiet one", shown=False):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_message_ends_the_long_step(made, capsys):
+    log = made("80")
+    for end in (lambda: log.message("words"), lambda: log.warning("words"), lambda: log.progress(0, 1, 2, float)):
+        log.waits_for("the first step")
+        thread = log._long_step._thread
+        end()
+        assert not thread.is_alive() and log._long_step is None
+
+
+def test_a_quiet_log_prints_warnings_and_its_last_line(tmp_path, capsys):
+    log = RunLog(tmp_path / "run", tensorboard=False, total_epochs=2, quiet=True)
+    log.begin(0)
+    log.waits_for("the first step")
+    log.message("words")
+    log.epoch_line(**line())
+    log._last = -1e9
+    log.progress(0, 1, 2, float)
+    log.warning("look")
+    log.last_message("done")
+    log.close()
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("done\n", "warning: look\n")
 
 
 def test_warnings_go_to_stderr(made, capsys):

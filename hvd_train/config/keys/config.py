@@ -89,6 +89,9 @@ class Config(Section):
     hooks: list[str] = free([], description="your hooks: package.module:Class of each, derived from hvd_train.Hook")
     log_every_n_steps: Positive = free(50, description="steps between two lines of metrics.jsonl")
     tensorboard: bool = free(True, description="write TensorBoard events")
+    loggers: list[Literal["tensorboard", "csv", "mlflow", "wandb", "aim"]] = free(
+        [], description="where the numbers go as well, from rank 0 alone; into the run folder, without a network"
+    )
     slurm: SlurmConfig = free(SlurmConfig(), description="what 'hvd-train submit' asks for where its options do not")
     # Private: not part of the configuration, so not written, compared or counted in its digest.
     _notes: list[str] = PrivateAttr(default_factory=list)

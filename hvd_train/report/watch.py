@@ -1,0 +1,158 @@
+"""A run that goes on, from the files of its folder alone: its curves, where it stands, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvd_train.errors import CheckpointError, printable
+from hvd_train.report.braille import Canvas
+from hvd_train.report.plots import steps
+from hvd_train.run_folder import jsonl, lock
+
+FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # other names of a line are metrics
+EVENTS = ("train", "val")
+CURVE_ROWS, MOST_CURVES = 8, 4
+# A run that restarts after a lost rank leaves its folder for some seconds.
+GRACE_SECONDS = {"free": 3.0, "dead": 30.0}
+
+
+class WatchedRun:
+    """The rows of a run, read again where the file has changed. It may lie on another host's file system."""
+
+    def __init__(self, run_dir: Path) -> None:
+        if not run_dir.is_dir():
+            raise CheckpointError("there is no such run folder", where=str(run_dir))
+        self.run_dir = run_dir
+        self.rows: list[dict[str, Any]] = []
+        self.config = self._yaml("config.yaml")
+        self._stamp: tuple[int, ...] = ()
+        self._ended_since: tuple[str, float] | None = None
+
+    def _yaml(self, name: str) -> dict[str, Any]:
+        with suppress(OSError, yaml.YAMLError, RecursionError):
+            read = yaml.safe_load((self.run_dir / name).read_text(encoding="utf-8"))
+            return read if isinstance(read, dict) else {}
+        return {}
+
+    def update(self) -> bool:
+        """Read what is new; return whether there was any."""
+        try:
+            found = os.stat(self.run_dir / jsonl.NAME)
+        except OSError:
+            return False
+        stamp = found.st_ino, found.st_size, found.st_mtime_ns
+        if stamp == self._stamp:
+            return False
+        with suppress(CheckpointError):  # removed just now, or the file system does not answer
+            self.rows, self._stamp = jsonl.read(self.run_dir)[0], stamp
+            self.config = self.config or self._yaml("config.yaml")
+            return True
+        return False
+
+    def end(self) -> str:
+        """Return how the run ended, or an empty text as long as it goes on."""
+        state = lock.state(self.run_dir)
+        if state == "held":
+            self._ended_since = None
+            return ""
+        if self._ended_since is None or self._ended_since[0] != state:
+            self._ended_since = state, time.monotonic()
+        finished = self._finished()
+        if not finished and time.monotonic() - self._ended_since[1] < GRACE_SECONDS[state]:
+            return ""
+        return finished or self.state_words(state)
+
+    def state_words(self, state: str = "") -> str:
+        """Describe where the run stands."""
+        state = state or lock.state(self.run_dir)
+        step = self.rows[-1]["step"] if self.rows else 0
+        if state == "held":
+            return "goes on"
+        if state == "dead":
+            return f"its process is gone, after step {step} or later; --resume auto goes on from its last checkpoint"
+        return self._finished() or f"stopped after step {step} or later; --resume auto goes on"
+
+    def _finished(self) -> str:
+        """Return the result in words, where the summary is of the run's last step."""
+        with suppress(OSError, ValueError, RecursionError):
+            summary = json.loads((self.run_dir / "summary.json").read_bytes())
+            if lock.state(self.run_dir) == "free" and summary["steps"] >= (self.rows[-1]["step"] if self.rows else 0):
+                numbers = {name: x for name, x in summary.items() if name.startswith("val_") and name != "val_samples"}
+                listed = ", ".join(f"{n.replace('_', ' ')} {x:.4f}" for n, x in numbers.items() if _number(x))
+                at = summary.get("paused_at")
+                return f"left after epoch {at}: {listed}" if at else f"done: {listed or 'no evaluation'}"
+        return ""
+
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics, the loss first."""
+        named = (key for row in self.rows if row["event"] in EVENTS for key in row if key not in FIXED)
+        return [*dict.fromkeys(["loss", *named])]
+
+    def title(self) -> str:
+        model = self.config.get("model")
+        name = model.get("name") if isinstance(model, dict) else None
+        words = [str(x) for x in (self.config.get("framework"), name) if x]
+        return printable(": ".join(filter(None, [str(self.run_dir), ", ".join(words)])))
+
+    def place(self) -> str:
+        """Describe the last line of the log."""
+        row = next((row for row in reversed(self.rows) if row["event"] in EVENTS), None)
+        if row is None:
+            return "no line of the log yet"
+        epochs, most = self.config.get("max_epochs"), self.config.get("max_steps")
+        words = [f"epoch {row['epoch']}" + (f"/{epochs}" if epochs else "")]
+        words.append(f"step {row['step']:,}" + (f" of at most {most:,}" if isinstance(most, int) else ""))
+        if _number(row.get("samples_per_second")):
+            words.append(f"{row['samples_per_second']:,.0f} samples/s")
+        if _number(row.get("lr")):
+            words.append(f"lr {row['lr']:.3g}")
+        return ", ".join(words)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def frame(run: WatchedRun, width: int, height: int) -> str:
+    """Return the run as text of at most ``height`` lines: title, place and a curve for each metric."""
+    lines = [run.title(), f"{run.place()} (dots: train, line: val)"]
+    room = max((height - len(lines) - 2) // (CURVE_ROWS + 2), 1)
+    for name in run.metrics()[: min(room, MOST_CURVES)]:
+        lines += ["", *curve(run, name, width)]
+    return "\n".join(lines)
+
+
+def curve(run: WatchedRun, name: str, width: int) -> list[str]:
+    """Return the curve of a metric over steps: training as dots, validation as a line."""
+    series = {event: [*zip(*steps(run.rows, event, name), strict=True)] for event in EVENTS}
+    shown = [f"{event} {points[-1][1]:.4g}" for event, points in series.items() if points]
+    title = f"{printable(name)}: {', '.join(shown) or 'no number yet'}"
+    points = [*series["train"], *series["val"]]
+    if not points:
+        return [title]
+    canvas = Canvas(max(width - 14, 20), CURVE_ROWS, points)
+    canvas.dots(series["train"])
+    canvas.line(series["val"])
+    first, last = (f"{x:,.0f}" for x in (canvas.low_x, canvas.high_x))
+    if len(points) == 1 or canvas.low_x == canvas.high_x:
+        first = last = f"{points[0][0]:,.0f}"
+    rows = canvas.rows()
+    indent = rows[0].index("|")
+    axis = f"{'':{indent}} {first}{last:>{canvas.width - len(first)}} steps"
+    return [title, *rows, axis]
+
+
+def news(run: WatchedRun, seen: int) -> Iterator[str]:
+    """Yield a line for each evaluation among the rows from number ``seen`` on."""
+    for row in run.rows[seen:]:
+        if row["event"] == "val":
+            listed = (f"{name} {row[name]:.4f}" for name in row if name not in FIXED and _number(row[name]))
+            yield printable(f"epoch {row['epoch']}, step {row['step']:,}: validation {', '.join(listed)}")

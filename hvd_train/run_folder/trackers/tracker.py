@@ -1,0 +1,58 @@
+"""What a tracker is, and what it learns of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_train import files
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run that begins or goes on. ``config``: {key with dots: value}."""
+
+    run_dir: Path
+    config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.resolve().name
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the trackers' files."""
+        return self.run_dir / "loggers"
+
+    def old_id(self, tracker: str) -> str | None:
+        """Return the name that ``tracker`` gave this run when it began; None: it begins now."""
+        try:
+            return (self.folder / f"{tracker}.id").read_text().strip() or None
+        except FileNotFoundError:
+            return None
+
+    def keep_id(self, tracker: str, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.put(self.folder / f"{tracker}.id", name.encode())
+
+
+class Tracker:
+    """Made when the run folder is written for the first time. It may raise anything: training goes on without it."""
+
+    def __init__(self, run: TrackedRun) -> None: ...
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl."""
+
+    def scalars(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers by their names, as ``loss/train``; ``epoch`` counts from 1."""
+
+    def close(self, finished: bool, summary: Mapping[str, Any]) -> None:
+        """Write all that is left. ``finished``: the run has come to its end, and ``summary`` is its result."""
+
+
+def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries of a summary that are numbers."""
+    return {name: float(x) for name, x in summary.items() if isinstance(x, int | float) and not isinstance(x, bool)}

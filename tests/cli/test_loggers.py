@@ -1,0 +1,34 @@
+"""Trackers, ``watch`` and ``--quiet`` through the command line."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+
+import pytest
+
+from tests.cli.running import run
+
+TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "max_epochs=2")
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_quiet_run_with_trackers(tmp_path, framework):
+    sets = (*TINY, "--set", "loggers=[tensorboard, csv]", "--set", "tensorboard=false")
+    done = run("fit", "-np", "2", "-q", "--set", f"framework={framework}", *sets, "--run-dir", "run", cwd=tmp_path)
+    assert done.stdout.startswith("done: ") and done.stdout.count("\n") == 1 and not done.stderr
+    with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["event"] == "val"]
+    assert [row["epoch"] for row in rows] == ["1", "2"] and list((tmp_path / "run" / "tensorboard").iterdir())
+    shown = run("watch", "run", "--once", cwd=tmp_path).stdout
+    assert shown.startswith(f"run: {framework}, mlp\n") and "loss: train" in shown and "\ndone: val loss" in shown
+    lines = run("watch", "run", cwd=tmp_path).stdout.splitlines()  # follows to the end, which is there
+    assert len(lines) == 4 and lines[1].startswith("epoch 1, step ") and lines[3].startswith("done: val loss")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="MLflow is installed")
+@pytest.mark.parametrize("how", [("-np", "2"), ("--check",)], ids=" ".join)
+def test_a_tracker_that_is_not_installed(tmp_path, how):
+    done = run("fit", *how, *TINY, "--set", "loggers=[csv, mlflow]", "--run-dir", "run", cwd=tmp_path, code=2)
+    assert "mlflow is not installed; loggers: mlflow; pip install mlflow on the host of rank 0" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()

@@ -303,7 +303,7 @@ def test_global_batch(size, accumulate):
 def test_example_files_are_valid():
     from pathlib import Path
 
-    names = ["autoencoder", "bert", "demo", "fashion_mnist", "pyramidnet", "regression", "resnet50", "tiny"]
+    names = ["autoencoder", "bert", "demo", "fashion_mnist", "mnist", "pyramidnet", "regression", "resnet50", "tiny"]
     files = sorted(Path("scripts/configs").glob("*.yaml"))
     assert [file.stem for file in files] == names
     for file in files:

@@ -57,6 +57,7 @@ class Progress:
     rate_factor: Annotated[float, Field(ge=0, le=1)] = 1.0  # what plateaus have made of the learning rate
     plateau_best: float | None = None
     plateau_waited: Annotated[int, Field(ge=-(1 << 53), le=1 << 53)] = 0  # below 0: of the cooldown
+    phase: Count = 0  # the epoch since which the same weights are trained (optim.groups)
 
 
 class _Part(BaseModel):

@@ -12,9 +12,9 @@ from hvd_train.errors import ConfigError
 
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
-    "first-run", "model-and-data", "images", "tables", "learning-rate", "own-loss", "resume", "results", "verify",
-    "sweep", "packing", "python-api", "own-script", "pytorch-script", "keras-script", "migrate", "clusters", "hosts",
-    "slurm", "containers", "parallel", "performance", "errors", "measurements", "glossary", "how-it-is-built",
+    "first-run", "model-and-data", "images", "tables", "learning-rate", "fine-tuning", "own-loss", "resume", "results",
+    "verify", "sweep", "packing", "python-api", "own-script", "pytorch-script", "keras-script", "migrate", "clusters",
+    "hosts", "slurm", "containers", "parallel", "performance", "errors", "measurements", "glossary", "how-it-is-built",
     "extending",
 )  # fmt: skip
 

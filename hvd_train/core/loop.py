@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +76,7 @@ class Trainer(Training):
         if not update.lockstep:
             self._pace = Stretches(self, rules)
             loss_log.board, self._sync.meet_soon = self._pace.board, self._pace.meet_soon
+        self.before_epoch: Callable[[Training], None] = lambda training: None  # called before the steps of an epoch
         self._begun = False  # whether the run folder is written
 
     def restore(self, snapshot: Snapshot | None) -> list[str]:
@@ -133,6 +134,7 @@ class Trainer(Training):
             self._end_epoch(self.learning_rate(steps_done - 1, p.step - 1), 0.0, 0, self._at_end(steps_done))
             return
         self.stop_source.at("training", p.step)
+        self.before_epoch(self)
         self._sync.turns.begin()
         with closing(self._pace.steps()) as steps:
             clock = time.perf_counter()

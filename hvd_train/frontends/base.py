@@ -42,6 +42,20 @@ class StateTree(NamedArrays):
     groups: Groups
     queued: Sequence[Any] = ()
     whole: Tree = {}  # of a model in stages
+    frozen: Collection[str] = ()  # canonical names
+    _trainable: Mapping[str, Any]  # by native names
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Leave the trainable tensors of these canonical names as they are from the next ``connect`` on.
+
+        ``specs`` has the others. A later call takes the place of an earlier one.
+        """
+        self.frozen = frozenset(names)
+
+    @property
+    def _moved(self) -> dict[str, Any]:
+        """Trainable tensors by native names, without those that are frozen."""
+        return {name: x for name, x in self._trainable.items() if self.layouts[name].name not in self.frozen}
 
     def run_queued(self) -> None:
         """Run queued steps; most front-ends queue none."""

@@ -8,23 +8,28 @@ from typing import cast
 
 from hvd_train.compression import make
 from hvd_train.config.modes import MODES
-from hvd_train.errors import ConfigError
+from hvd_train.core.training import Training
+from hvd_train.errors import ConfigError, amount
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.job import Job
-from hvd_train.protocol import Communicator, Compressor, Update
+from hvd_train.protocol import Communicator, Compressor, FrontEnd, Placement, Update
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.parameter_groups import ParameterGroups, Rule
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.sharded import Sharded, ShardedExchange
+from hvd_train.update.state import read
 
 
-def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Update, str]:
+def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0) -> tuple[Update, str]:
     """Build the update and connect it to the front-end; return it and the compression, measured where ``auto``.
 
-    ``user_hooks``: code of the user is called between steps, and may change weights.
+    ``user_hooks``: code of the user is called between steps, and may change weights; ``epoch``: the one (from 0) that
+    says which weights are frozen.
     """
     config, frontend, groups = job.config, job.frontend, job.frontend.groups
+    rules = _freeze(job, epoch) if config.optim.groups else []
     options, specs = config.exchange, frontend.specs()
 
     def compressor(name: str) -> Compressor:
@@ -53,6 +58,7 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
             frontend.ops,
             Clip(config.gradient_clip_val, config.gradient_clip_algorithm),
             op="adasum" if options.op == "adasum" else "sum",
+            rules=rules,
             world=groups.world,
         )
 
@@ -66,6 +72,41 @@ def connect(job: Job, compression: str, user_hooks: bool = False) -> tuple[Updat
         sharded = cast(ShardedExchange, build(groups.data, ShardedExchange))
         return Sharded(frontend, sharded, share_memory=not user_hooks), compression
     return make_update(options, frontend, build, Serial()), compression
+
+
+def _freeze(job: Job, epoch: int) -> list[Rule]:
+    """Freeze the weights that are not trained in this epoch; return the rules of the others, in their order."""
+    frontend = job.frontend
+    if job.parameter_groups is None:
+        job.parameter_groups = ParameterGroups(job.config.optim, frontend.specs())
+    frontend.freeze(job.parameter_groups.frozen(epoch))
+    return [job.parameter_groups.rules[spec.name] for spec in frontend.specs()]
+
+
+def unfreeze(job: Job, trainer: Training, user_hooks: bool) -> None:
+    """Train further weights from this epoch on, where ``optim.groups`` says so; slots and residuals of others go on."""
+    groups, progress = job.parameter_groups, trainer.progress
+    if groups is None or groups.phase(progress.epoch) == progress.phase:
+        return
+    frontend, before = trainer.frontend, trainer.update
+    frontend.run_queued()
+    slots, residuals = (read(before.state(), kind) for kind in (Placement.REPLICATED, Placement.PER_RANK))
+    old = _bucket_names(frontend, before)
+    trainer.update, _ = connect(job, trainer.compression, user_hooks, progress.epoch)
+    # The buckets of a rule are the same, whatever others there are, but have other numbers.
+    places = {names: b for b, names in enumerate(_bucket_names(frontend, trainer.update))}
+    trainer.update.load(slots, Placement.REPLICATED)
+    split = {key: key.split("/") for key in residuals}
+    kept = {f"{places[old[int(b)]]}/{k}": residuals[key] for key, (b, k) in split.items()}
+    trainer.update.load(kept, Placement.PER_RANK)
+    progress.phase = groups.phase(progress.epoch)
+    count = amount(len(frontend.specs()), "tensor")
+    trainer.log.message(f"epoch {progress.epoch + 1}: {count} of {len(groups.rules)} are trained from here on")
+
+
+def _bucket_names(frontend: FrontEnd, update: Update) -> list[tuple[str, ...]]:
+    specs = frontend.specs()
+    return [tuple(specs[i].name for i in members) for members in update.buckets]
 
 
 def _check_adasum(communicator: Communicator) -> None:

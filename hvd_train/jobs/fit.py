@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hvd_train.core.loop import Trainer
 from hvd_train.errors import Interrupted
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import messages
-from hvd_train.jobs.connect import connect
+from hvd_train.jobs.connect import connect, unfreeze
 from hvd_train.jobs.job import Job, opened_job, versions
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
@@ -108,13 +109,15 @@ def train(
         # Before the weights, which a hook of the user may change: then ranks share no memory.
         of_config = collectively(communicator, lambda: hooks_of(config))
         snapshot = collectively(communicator, find)
-        update, compression = connect(job, _compression_of(job, snapshot), user_hooks or bool(of_config))
+        user_hooks = user_hooks or bool(of_config)
+        update, compression = connect(job, _compression_of(job, snapshot), user_hooks, _phase_of(job, snapshot))
         data = job.data.train, job.data.val
         hooks = [*_thread_check(job), *hooks, *of_config]
         memory = snapshots.folder_of_rank()
         trainer = Trainer(
             config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
         )
+        trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
     notes = [*config.notes, *trainer.schedule.notes(), *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
@@ -170,6 +173,12 @@ def _compression_of(job: Job, snapshot: Snapshot | None) -> str:
     if snapshot and compression == "auto":
         compression = snapshot.meta.get("compression") or compression
     return job.communicator.broadcast_bytes(compression.encode()).decode()
+
+
+def _phase_of(job: Job, snapshot: Snapshot | None) -> int:
+    """Return the epoch since which the weights are trained whose slots the snapshot has; rank 0 has it."""
+    phase = snapshot.progress.phase if snapshot else 0
+    return int(job.communicator.broadcast_bytes(str(phase).encode()))
 
 
 def _rank_check(job: Job) -> list[Hook]:

@@ -21,6 +21,7 @@ from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
 from hvd_train.rank.session import Session
 from hvd_train.run_folder.terminal import long_step
+from hvd_train.update.parameter_groups import ParameterGroups
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Job:
     frontend: FrontEnd
     user_config: Config  # the configuration without what the data added
     split: str = "val"  # the part that eval and predict read
+    parameter_groups: ParameterGroups | None = None  # of a training with optim.groups
 
     @property
     def communicator(self) -> Communicator:

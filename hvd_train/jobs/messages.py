@@ -23,7 +23,8 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     """Describe the model, the data, the world and, where a run goes on, the place it goes on from."""
     c, size = job.config, job.communicator.size
     count = sum(x.size for key, x in job.frontend.whole.items() if key.startswith("weights/"))
-    count = count or sum(spec.size for spec in job.frontend.specs())
+    groups = job.parameter_groups
+    count = count or sum(spec.size for spec in (groups.specs if groups else job.frontend.specs()))
     steps = f"{trainer.steps_per_epoch} steps per epoch"
     if trainer.limit < trainer.steps_per_epoch:
         samples = f"{trainer.epoch_size:,} of {trainer.train_size:,} samples"
@@ -45,11 +46,17 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
-    lines += [*_classes(job.data.sample), *job.data.remarks]
+    lines += [*_classes(job.data.sample), *job.data.remarks, *(groups.table() if groups else [])]
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
     return "\n".join(lines)
+
+
+def weight_names(job: Job) -> str:
+    """List the names that patterns of ``optim.groups`` are compared with: those of checkpoints."""
+    specs = job.parameter_groups.specs if job.parameter_groups else job.frontend.specs()
+    return f"names for optim.groups: {', '.join(spec.name for spec in specs)}"
 
 
 def _inputs(job: Job) -> str:

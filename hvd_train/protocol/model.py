@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +38,10 @@ class FrontEnd(Protocol):
         """Steps that were handed in and have not run: they do when enough are there."""
 
     def specs(self) -> list[TensorSpec]:
-        """Trainable tensors of this rank, in the same order on every rank of ``groups.data``."""
+        """Trainable tensors of this rank, in the same order on every rank of ``groups.data``; none that is frozen."""
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Leave the trainable tensors of these names as they are from the next ``connect`` on, and no others."""
 
     def without_dropout(self) -> None:
         """Set the rate of every dropout layer to 0; before ``connect``."""

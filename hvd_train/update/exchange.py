@@ -6,7 +6,7 @@ The same object is called eagerly (PyTorch) and while a ``tf.function`` is trace
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ class Exchange:
 
     ``op``: "sum", "average" (where all travels whole) or "adasum" (Maleki et al. 2021), which wants each tensor alone.
     Tensors of fewer than ``small`` entries, and those of the indices ``whole``, travel uncompressed.
+    A bucket holds tensors of one of ``rules`` alone: an entry for each tensor, or none.
     ``world``: the ranks that ``failures`` asks, if not those of ``communicator`` (gradients that stay on their rank).
     """
 
@@ -45,6 +46,7 @@ class Exchange:
         op: str = "sum",
         small: int = SMALL,
         whole: Collection[int] = (),
+        rules: Sequence[Hashable] = (),
         world: Communicator | None = None,
     ) -> None:
         plain = isinstance(compressor, Uncompressed)
@@ -54,7 +56,7 @@ class Exchange:
             packing = Packing(bucket_bytes=0, alone_bytes=0)
         elif not plain:
             packing = COMPRESSED
-        self.buckets = plan(specs, packing) if plain else plan(specs, packing, small, whole)
+        self.buckets = plan(specs, packing, *((0, ()) if plain else (small, whole)), rules)
         self._specs, self.communicator, self.ops, self._op = specs, communicator, ops, op
         self._world = world or communicator
         self.clip = clip or Clip()

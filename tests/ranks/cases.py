@@ -35,8 +35,15 @@ LATE = {"mode": "delayed", "delay": 2, "compensation": 0.1}
 TRAININGS["delayed"] = TRAININGS["nesterov"] | {"exchange": {"mode": "delayed"}}
 TRAININGS["delayed-cnn"] = TRAININGS["cnn"] | {"exchange": LATE, "accumulate_grad_batches": 2}
 TRAININGS["delayed-lamb"] = TRAININGS["lamb"] | {"exchange": LATE, "on_nonfinite": "skip"}
+# Rates and decays of their own, frozen weights, weights that are trained from the second epoch on.
+GROUPS = [{"match": "fc2.*", "lr": 0.004}, {"match": "*.bias", "weight_decay": 0}]
+FROZEN = [*GROUPS, {"match": "fc2.*", "freeze": True}]
+LATER = [*GROUPS, {"match": "fc1.*", "freeze": True, "until_epoch": 1}]
+TRAININGS["groups"] = TRAININGS["lamb"] | {"model.hidden": [24, 12], "optim.groups": FROZEN}
+TRAININGS["groups-later"] = TRAININGS["adamw"] | {"accumulate_grad_batches": 2, "optim.groups": LATER}
+TRAININGS["groups-delayed"] = TRAININGS["groups"] | {"exchange": LATE}
 # The optimizer divided over the ranks moves the weights as the whole one does.
-SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb")}
+SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb", "groups")}
 TRAININGS |= {name: TRAININGS[base] | {"optim.sharded": True} for base, name in SHARDED.items()}
 # Batches of 479 leave one sample for the last step of an epoch, so all ranks but the first have an empty part in it.
 NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_decay": 1e-3, "max_epochs": 3}
@@ -160,6 +167,14 @@ CHANGED = {
     "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
+# Weights that are trained from the fourth step on: residuals of the others go on. Left before, then and later.
+LATER_CUT = {
+    "optim.momentum": 0.9,
+    "optim.groups": [{"match": "fc2.*", "freeze": True, "until_epoch": 1}],
+    "limit_train_batches": 3,
+    "exchange": COMPRESSED["topk"],
+}
+LATER_STEPS = (2, 3, 5)
 RESHARDED = {"to-sharded": (False, True), "from-sharded": (True, False)}
 ADAM_SHORT = SHORT | {"optim.name": "adam", "optim.lr": 0.01}
 CNN_CUT = CNN | {"max_steps": 12}
@@ -252,6 +267,13 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
         made.append({"name": f"{name}-first", "kind": "train", "config": first})
         rest = cut | {"optim.sharded": after}
         made.append({"name": f"{name}-rest", "kind": "train", "config": rest, "resume": "last"})
+    config, cut = (own(name, SHORT | LATER_CUT) for name in ("later", "later-cut"))
+    made.append({"name": "later", "kind": "train", "config": config})
+    for steps in LATER_STEPS:
+        resume = None if steps == LATER_STEPS[0] else "last"
+        one = {"name": f"later-{steps}", "kind": "train", "config": cut | {"max_steps": steps}, "resume": resume}
+        made.append(one)
+    made.append({"name": "later-rest", "kind": "train", "config": cut, "resume": "last"})
     made.append({"name": "dropout", "kind": "train", "config": own("dropout", DROPOUT)})
     cut = own("dropout-cut", DROPOUT)
     made.append({"name": "dropout-first", "kind": "train", "config": cut | {"max_steps": 5}})

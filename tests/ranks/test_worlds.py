@@ -272,6 +272,19 @@ def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size,
         assert whole["residual"] == rest["residual"]
 
 
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
+def test_weights_that_are_trained_later_come_to_the_same_bits_wherever_the_run_was_left(
+    worlds, framework, launcher, size
+):
+    results = worlds(framework, launcher, size)
+    for whole, rest in zip(results.trees("later"), results.trees("later-rest"), strict=True):
+        assert all((whole[k] == rest[k]).all() for k in whole)
+    wholes, rests = results.json("later"), results.json("later-rest")
+    assert all(whole["residual"] == rest["residual"] > 0 for whole, rest in zip(wholes, rests, strict=True))
+    assert "slots|momentum|fc2.kernel" in results.trees("later-5")[0]
+    assert "slots|momentum|fc2.kernel" not in results.trees("later-3")[0]
+
+
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "threshold", "topk"])
 @pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
 def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name):

@@ -150,6 +150,8 @@ class Config(Section):
             problems.append(("optim.sharded", f"{what} with exchange.mode: {self.exchange.mode}"))
         if self.optim.sharded and self.exchange.op == "adasum":
             problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
+        if any(group.until_epoch for group in self.optim.groups):
+            problems += self._not_with_unfreezing()
         mode = MODES[self.exchange.mode]
         if not mode.lockstep:
             problems += self._needs_lockstep()
@@ -171,11 +173,22 @@ class Config(Section):
         why = f"needs ranks that take each step together, and with exchange.mode: {self.exchange.mode} none waits"
         return [(key, why) for key, needed in keys.items() if needed]
 
+    def _not_with_unfreezing(self) -> list[tuple[str, str]]:
+        """Return what does not go with weights that are trained from some epoch on."""
+        wrong = {
+            "optim.sharded": self.optim.sharded,
+            "exchange.mode": self.exchange.mode != ALLREDUCE,
+            "on_nonfinite": self.on_nonfinite == "rollback",  # the checkpoint may have fewer slots
+        }
+        why = "does not go with until_epoch of optim.groups: leave one of them out"
+        return [(key, why) for key, used in wrong.items() if used]
+
     def _not_with_stages(self) -> list[tuple[str, str]]:
         """Return what pipeline stages do not go with."""
         exchange, no = self.exchange, "pipeline stages do not go with"
         wrong = {
             "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
+            "optim.groups": self.optim.groups and "it",
             "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
             "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
             "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",

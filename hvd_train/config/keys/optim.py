@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hvd_train.config.keys.parameter_group import GroupConfig
 from hvd_train.config.keys.section import Count, Mode, OneOf, Positive, Section, free, raise_problems
 from hvd_train.config.schedules import SCHEDULES, row_of
 
@@ -85,6 +86,7 @@ class OptimConfig(Section):
     plateau: PlateauConfig | None = Field(
         None, description="lower the rate when an evaluation does not improve, with any schedule; null: never"
     )
+    groups: list[GroupConfig] = Field([], description="other settings for weights by patterns of their names")
     sharded: bool = free(
         False,
         description="each rank keeps the optimizer's slots of its part of the weights and moves that part (ZeRO-1)",

@@ -81,6 +81,7 @@ class PyTorchFrontEnd(StateTree):
         self._fixed = {n: t for n, t in named.items() if n not in self._trainable}
         self._channels_last = self._takes_channels_last()
         self._flats: list[Flat] = []
+        self._handles: list[Any] = []  # of hooks within backward
         self._host: HostMemory | None = None
         self._known_changes = 0
         self._probe_task(sample)
@@ -143,7 +144,7 @@ class PyTorchFrontEnd(StateTree):
 
     def specs(self) -> list[TensorSpec]:
         dtype = str(self.dtype).removeprefix("torch.")
-        shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._trainable.items()}
+        shapes = {n: stored_shape(p.shape, self._channels_last) for n, p in self._moved.items()}
         return [TensorSpec(self.layouts[n].name, shape, dtype) for n, shape in shapes.items()]
 
     def without_dropout(self) -> None:
@@ -176,7 +177,9 @@ class PyTorchFrontEnd(StateTree):
 
     def connect(self, update: Update) -> FlatOptimizer | ShardedOptimizer:
         self.update = update
-        names, parameters = list(self._trainable), list(self._trainable.values())
+        names, parameters = list(self._moved), list(self._moved.values())
+        for name, parameter in self._trainable.items():
+            parameter.requires_grad_(name in names)
         align = GPU_ALIGN if self.device.type == "cuda" else 1
         # From here on the parameters are views into the buckets.
         self._flats = [
@@ -190,9 +193,12 @@ class PyTorchFrontEnd(StateTree):
         # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
         self._overlapping = None if (overlap := self._overlap()) and self.config.exchange.overlap == "auto" else overlap
         self._arrivals = Counter[int]()
-        if overlap:
-            for i, parameter in enumerate(parameters):
-                parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
+            for i, p in enumerate(parameters if overlap else ())
+        ]
         if isinstance(update, Sharded):
             if update.host:
                 common = update.host.share([flat.weight for flat in self._flats])
@@ -362,6 +368,8 @@ class PyTorchFrontEnd(StateTree):
     def _weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for flat in self._flats:
             yield from zip(flat.names, (x.numpy() for x in flat.parts(flat.weight.cpu())), strict=True)
+        moved = self._moved
+        yield from ((name, array_of(p)) for name, p in self._trainable.items() if name not in moved)
 
     @torch.no_grad()
     def _set(self, weights: Iterable[tuple[str, np.ndarray]]) -> None:

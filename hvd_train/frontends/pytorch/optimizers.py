@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.protocol import Ops
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.elementwise import ELEMENTWISE
+from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 Tensors = list[torch.Tensor]
 Total = formulas.Total
@@ -148,10 +149,23 @@ KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS
 KERNELS |= dict.fromkeys(ELEMENTWISE, Elementwise)
 
 
+class Part(NamedTuple):
+    """The tensors that one kernel moves: ``weights`` and ``slots`` as it takes them, those of the buckets ``flats``."""
+
+    kernel: Kernel
+    rule: Rule
+    buckets: list[int]
+    flats: list[Flat]
+    weights: Tensors
+    slots: list[Tensors]
+    steps: Tensors
+
+
 class FlatOptimizer(NamedArrays):
     """A kernel over flat weights, each with a flat tensor for each slot.
 
-    Slots are made at once, so that every checkpoint has them.
+    Slots are made at once, so that every checkpoint has them. A bucket has tensors of one rule of ``optim.groups``;
+    each rule has a kernel.
     """
 
     words = 2
@@ -162,14 +176,29 @@ class FlatOptimizer(NamedArrays):
         weights = [flat.weight for flat in flats]  # (n,) each, like their slots
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
+        places: dict[Rule, list[int]] = {}
+        for b, flat in enumerate(flats):
+            places.setdefault(rule_of(options, layouts[flat.names[0]].name), []).append(b)
         # Cut once: views of 200 layers take 1 ms, and weights and slots move in place.
-        self._moved = [self._for_kernel(tensors) for tensors in (weights, *self.slots.values())]
+        self._parts = [
+            Part(
+                KERNELS[options.name](rule.options(options), ops),
+                rule,
+                buckets,
+                own := [flats[b] for b in buckets],
+                self._for_kernel(own, [weights[b] for b in buckets]),
+                [self._for_kernel(own, [slots[b] for b in buckets]) for slots in self.slots.values()],
+                [self.steps[b] for b in buckets],
+            )
+            for rule, buckets in places.items()
+        ]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        weights, *slots = self._moved
-        aligned = [flat.aligned(gradient) for flat, gradient in zip(self._flats, gradients, strict=True)]
-        self.kernel(weights, self._for_kernel(aligned), slots, self.steps, learning_rate)
+        for part in self._parts:
+            aligned = [flat.aligned(gradients[b]) for flat, b in zip(part.flats, part.buckets, strict=True)]
+            rate = learning_rate * part.rule.factor
+            part.kernel(part.weights, self._for_kernel(part.flats, aligned), part.slots, part.steps, rate)
 
     def weights(self, bucket: int) -> torch.Tensor:
         return self._flats[bucket].packed()
@@ -179,15 +208,15 @@ class FlatOptimizer(NamedArrays):
         flat = self._flats[bucket]
         torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights))
 
-    def _for_kernel(self, tensors: Tensors) -> Tensors:
+    def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
         """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""
         if not self.kernel.per_tensor:
             return tensors
-        return [view for flat, x in zip(self._flats, tensors, strict=True) for view in flat.views(x)]
+        return [view for flat, x in zip(flats, tensors, strict=True) for view in flat.views(x)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return {native key: view of a flat slot, or the number of steps}."""
-        tensors = {"slots/step": self.steps[0]} if self.kernel.counts_steps else {}
+        tensors = {key: steps[0] for key, steps in self._counts().items()}
         for slot, flat_slots in self.slots.items():
             for flat, x in zip(self._flats, flat_slots, strict=True):
                 tensors |= {f"slots/{slot}/{name}": view for name, view in zip(flat.names, flat.views(x), strict=True)}
@@ -201,8 +230,16 @@ class FlatOptimizer(NamedArrays):
         for key, array in arrays.items():
             tensors[key].copy_(torch.from_numpy(np.asarray(array)))
         # A checkpoint has one number of steps, and torch's kernels want one for each bucket.
-        for steps in self.steps[1:]:
-            steps.copy_(self.steps[0])
+        for first, *others in self._counts().values():
+            for steps in others:
+                steps.copy_(first)
+
+    def _counts(self) -> dict[str, Tensors]:
+        """Return the numbers of steps by their keys, as many as buckets count alike."""
+        counts: dict[str, Tensors] = {}
+        for part in self._parts if self.kernel.counts_steps else ():
+            counts.setdefault(step_key(part.rule), []).extend(part.steps)
+        return counts
 
 
 def array_of(x: torch.Tensor) -> np.ndarray:

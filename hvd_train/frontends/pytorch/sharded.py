@@ -14,6 +14,7 @@ from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.optimizers import KERNELS, Kernel, array_of
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.protocol import Ops
+from hvd_train.update.parameter_groups import rule_of
 from hvd_train.update.sharded import Sharded, pieces
 
 
@@ -55,6 +56,11 @@ class ShardedOptimizer(ShardedSlots):
         self.steps = [torch.zeros((), dtype=torch.float32, device=w.device) for w in weights]
         # Where norms are joined over the ranks, all of them ask for the same tensors, also with nothing of one.
         self._moved = [k for k, w in enumerate(weights) if len(w) or self.kernel.per_tensor]
+        rules = [rule_of(options, piece.layout.name) for piece in self._all()]
+        self._parts = [
+            (KERNELS[options.name](rule.options(options), ops), rule, [k for k in self._moved if rules[k] == rule])
+            for rule in dict.fromkeys(rules)  # in the same order on all ranks, which join norms
+        ]
 
     def _all(self) -> Iterator[Piece]:
         return (piece for bucket in self._pieces for piece in bucket)
@@ -69,9 +75,10 @@ class ShardedOptimizer(ShardedSlots):
             for part in torch.split(gradient, [piece.last - piece.first for piece in bucket])
         ]
         lists = [weights, [g.view(w.shape) for g, w in zip(split, weights, strict=True)], *self.slots.values()]
-        lists = [[tensors[k] for k in self._moved] for tensors in (*lists, self.steps)]
-        if self._moved:
-            self.kernel(lists[0], lists[1], lists[2:-1], lists[-1], learning_rate, self._update.total)
+        for kernel, rule, moved in self._parts:
+            if moved:
+                part = [[tensors[k] for k in moved] for tensors in (*lists, self.steps)]
+                kernel(part[0], part[1], part[2:-1], part[-1], learning_rate * rule.factor, self._update.total)
 
     def part(self, bucket: int) -> torch.Tensor:
         """Return (n,): the weights of a bucket that this rank has moved, laid out as gradients travel."""

@@ -95,6 +95,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
                 self._trainable[path].assign(weight)
         self._compiled: dict[Any, Callable] = {}
         self._memory: GraphMemory | None = None
+        self._waits = seconds_waited()  # within steps
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
         self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs)
@@ -119,7 +120,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             raise untaken(self.config.model.name, self._sample, error) from error
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._trainable.items()]
+        return [TensorSpec(self.layouts[p].name, tuple(v.shape), v.dtype) for p, v in self._moved.items()]
 
     def without_dropout(self) -> None:
         for layer in self.model._flatten_layers():
@@ -129,7 +130,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
 
     def host_memory(self) -> GraphMemory | None:
         # A constraint assigns a variable, which then no longer reads the common memory.
-        free = all(v.constraint is None for v in self._trainable.values())
+        free = all(v.constraint is None for v in self._moved.values())
         usable = self._device == "/CPU:0" and free
         host = HostMemory.of(self.groups.data, in_memory, usable)
         if host:
@@ -145,17 +146,17 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         with tf.device(self._device):
             optimizer: VariableOptimizer | ShardedOptimizer
             if isinstance(update, Sharded):
-                self._common = CommonWeights(self._memory, self._trainable.values()) if self._memory else None
-                optimizer = ShardedOptimizer(self.config.optim, self._trainable, self.layouts, update, self._common)
+                self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
+                optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
             else:
                 optimizer = VariableOptimizer(
-                    self.config.optim, self._trainable, self.layouts, update.exchange.from_buckets, update.buckets
+                    self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
                 )
             self._accumulated = [
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
-                for v in (self._trainable.values() if self.config.micro_batches > 1 else ())
+                for v in (self._moved.values() if self.config.micro_batches > 1 else ())
             ]
-        self._waits = seconds_waited()  # within steps
+        self._compiled.clear()  # graphs of an earlier call
         self._accumulate = graph(self._traced_accumulate)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self.retrace()
@@ -241,7 +242,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
 
     def flat_weights(self) -> list[tf.Tensor]:
         # Read, not copied: a kernel that finds the memory of a variable in use moves a copy of it.
-        return self.update.exchange.to_buckets([v.value.read_value() for v in self._trainable.values()])
+        return self.update.exchange.to_buckets([v.value.read_value() for v in self._moved.values()])
 
     def waited(self) -> float:
         return super().waited() + float(self._waits)
@@ -270,7 +271,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self._batchnorm.weights = weights
         # watch_accessed_variables=False, or the tape would record variables that are not trained.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            variables = [v.value for v in self._trainable.values()]
+            variables = [v.value for v in self._moved.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
             share = scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype)

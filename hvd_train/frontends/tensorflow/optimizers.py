@@ -23,6 +23,7 @@ from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.elementwise import ELEMENTWISE
+from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 
 class Kernel(Protocol):
@@ -171,6 +172,11 @@ KERNELS: dict[str, Any] = {
 }
 
 
+def rated(rate: tf.Tensor, rule: Rule) -> tf.Tensor:
+    """Return the learning rate of the tensors of a rule."""
+    return rate if rule.factor == 1 else rate * tf.constant(rule.factor, rate.dtype)
+
+
 class VariableOptimizer(NamedArrays):
     """A kernel over Keras' trainable variables, each with a variable for each slot.
 
@@ -190,21 +196,27 @@ class VariableOptimizer(NamedArrays):
         self.layouts, self._trainable, self._from_buckets = layouts, trainable, from_buckets
         self._buckets, self._weights = buckets, list(trainable.values())
         self.kernel: Kernel = KERNELS[options.name](options)
+        rules = [rule_of(options, layouts[path].name) for path in trainable]
+        kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules}
+        self._rules = [(kernels[rule], rule) for rule in rules]
         self.slots = {
             slot: [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trainable.values()]
             for slot in self.kernel.slots
         }
-        self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.steps = {step_key(rule): tf.Variable(0, trainable=False, dtype=tf.int64) for rule in rules}
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
-        step = self.steps.value() + 1
+        counts = {key: steps.value() + 1 for key, steps in self.steps.items()}
         slots = zip(*self.slots.values(), strict=True) if self.slots else [()] * len(self._trainable)
-        for v, gradient, of_weight in zip(self._trainable.values(), self._from_buckets(gradients), slots, strict=True):
-            self.kernel(v.value, gradient, of_weight, step, tf.cast(learning_rate, gradient.dtype))
+        rows = zip(self._rules, self._trainable.values(), self._from_buckets(gradients), slots, strict=True)
+        for (kernel, rule), v, gradient, of_weight in rows:
+            rate = rated(tf.cast(learning_rate, gradient.dtype), rule)
+            kernel(v.value, gradient, of_weight, counts[step_key(rule)], rate)
             if v.constraint is not None:
                 v.assign(v.constraint(v))
         if self.kernel.counts_steps:
-            self.steps.assign(step)
+            for key, count in counts.items():
+                self.steps[key].assign(count)
 
     def weights(self, bucket: int) -> tf.Tensor:
         parts = [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
@@ -222,12 +234,13 @@ class VariableOptimizer(NamedArrays):
             for slot, variables in self.slots.items()
             for path, variable in zip(self._trainable, variables, strict=True)
         }
-        return variables | ({"slots/step": self.steps} if self.kernel.counts_steps else {})
+        return variables | (self.steps if self.kernel.counts_steps else {})
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         readers = {key: partial(view, v) for key, v in self._variables().items()}
         if self.kernel.counts_steps:  # PyTorch counts in float32
-            return readers | {"slots/step": lambda: view(self.steps).astype(np.float32)}
+            counts = {key: lambda v=v: view(v).astype(np.float32) for key, v in self.steps.items()}
+            return {**readers, **counts}
         return readers
 
     def _assign(self, arrays: Mapping[str, np.ndarray]) -> None:

@@ -12,7 +12,8 @@ from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights
-from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, view
+from hvd_train.frontends.tensorflow.optimizers import KERNELS, Kernel, rated, view
+from hvd_train.update.parameter_groups import rule_of
 from hvd_train.update.sharded import Sharded, pieces
 
 
@@ -44,6 +45,9 @@ class ShardedOptimizer(ShardedSlots):
         """``common``: of ranks that share memory. Pieces keep their values from step to step then."""
         self._update, self._variables, self._common = update, list(trainable.values()), common
         self.kernel: Kernel = KERNELS[options.name](options)
+        rules = {layout.name: rule_of(options, layout.name) for layout in layouts.values()}
+        kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules.values()}
+        self._rules = {name: (kernels[rule], rule) for name, rule in rules.items()}
         paths = list(trainable)
         self._buckets: list[list[Piece]] = []
         for b, members in enumerate(update.buckets):
@@ -93,8 +97,9 @@ class ShardedOptimizer(ShardedSlots):
                 if not self._common:
                     piece.weight.assign(piece.read())
                 gradient = tf.reshape(gradient, piece.weight.shape)
-                rate = tf.cast(learning_rate, gradient.dtype)
-                self.kernel(piece.weight, gradient, cells, step, rate, self._update.total)
+                kernel, rule = self._rules[piece.layout.name]
+                rate = rated(tf.cast(learning_rate, gradient.dtype), rule)
+                kernel(piece.weight, gradient, cells, step, rate, self._update.total)
         if self.kernel.counts_steps:
             self.steps.assign(step)
         if self._common:

@@ -203,6 +203,10 @@ def check_config(before: Config, config: Config, user_config: Config, allow_chan
     classes = config.data.classes
     if classes and before.data.classes is None and user_config.data.classes is None:  # an older checkpoint keeps none
         before = before.model_copy(update={"data": before.data.model_copy(update={"classes": classes})})
+    users = next((c.optim.name for c in (before, config) if c.optim.is_users), "")
+    if users and before.framework != config.framework and "framework" in allow_change:
+        what = f"the slots of an optimizer of yours do not go from {before.framework} to {config.framework}"
+        raise ConfigError(what, where=f"optim.name: {users}", fix=f"go on with framework: {before.framework}")
     rows = [row for row in changed(before, config) if not _allowed(row[0], allow_change)]
     if rows:
         listed = ", ".join(f"{key}: {a} -> {b}" for key, a, b in rows)

@@ -58,8 +58,8 @@ def trained_config(
         config = saved(place)
     assert config is not None and place is not None
     named_keys = {setting.partition("=")[0].strip().replace("-", "_") for setting in sets}
-    # Learning rates and hooks are of training alone, so their code is not imported here.
-    named_keys |= {"optim.schedule", "hooks"}
+    # Optimizers, learning rates and hooks are of training alone, so their code is not imported here.
+    named_keys |= {"optim.name", "optim.schedule", "hooks"}
     code = {key: name for key, name in config.user_code.items() if not named_keys & {key, key.partition(".")[0]}}
     if not code and "code_dir" not in named_keys:
         # The caller has named all code, so no code is imported from a folder that the run names.

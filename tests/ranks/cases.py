@@ -41,7 +41,6 @@ FROZEN = [*GROUPS, {"match": "fc2.*", "freeze": True}]
 LATER = [*GROUPS, {"match": "fc1.*", "freeze": True, "until_epoch": 1}]
 TRAININGS["groups"] = TRAININGS["lamb"] | {"model.hidden": [24, 12], "optim.groups": FROZEN}
 TRAININGS["groups-later"] = TRAININGS["adamw"] | {"accumulate_grad_batches": 2, "optim.groups": LATER}
-TRAININGS["groups-delayed"] = TRAININGS["groups"] | {"exchange": LATE}
 # The optimizer divided over the ranks moves the weights as the whole one does.
 SHARDED = {name: f"sharded-{name}" for name in ("nesterov", "adam", "lamb", "groups")}
 TRAININGS |= {name: TRAININGS[base] | {"optim.sharded": True} for base, name in SHARDED.items()}
@@ -103,10 +102,12 @@ TRAININGS["varied"] = OWN_TASK | {
     "accumulate_grad_batches": 2,
     "optim.lr": 0.05,
 }
+KINDS = {"pytorch": "torch", "tensorflow": "keras"}
 OWN_MODELS = {
     "words": {"pytorch": "tests.own_models:pytorch_words", "tensorflow": "tests.own_models:keras_words"},
     "curves": {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests.own_models:keras_units"},
 }
+OWN_OPTIMIZERS = {name: f"tests.own_optimizers:{kind}_adadelta" for name, kind in KINDS.items()}
 DROPOUT = GPT | {"model": GPT["model"] | {"dropout": 0.2, "depth": 1}, "max_steps": 8}
 # Each rank's own statistics: the result must depend on the world.
 APART = {"norm-apart": NORM}
@@ -167,14 +168,14 @@ CHANGED = {
     "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
-# Weights that are trained from the fourth step on: residuals of the others go on. Left before, then and later.
+# Weights that are trained from the fourth step on: residuals of the others go on. Left then and later.
 LATER_CUT = {
     "optim.momentum": 0.9,
     "optim.groups": [{"match": "fc2.*", "freeze": True, "until_epoch": 1}],
     "limit_train_batches": 3,
     "exchange": COMPRESSED["topk"],
 }
-LATER_STEPS = (2, 3, 5)
+LATER_STEPS = (3, 5)
 RESHARDED = {"to-sharded": (False, True), "from-sharded": (True, False)}
 ADAM_SHORT = SHORT | {"optim.name": "adam", "optim.lr": 0.01}
 CNN_CUT = CNN | {"max_steps": 12}
@@ -267,6 +268,11 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
         made.append({"name": f"{name}-first", "kind": "train", "config": first})
         rest = cut | {"optim.sharded": after}
         made.append({"name": f"{name}-rest", "kind": "train", "config": rest, "resume": "last"})
+    name, config = "own-optimizer", SHORT | {"optim.name": OWN_OPTIMIZERS[framework], "optim.lr": 0.5}
+    made.append({"name": name, "kind": "train", "config": own(name, config)})
+    cut = own(f"{name}-cut", config)
+    made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
+    made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
     config, cut = (own(name, SHORT | LATER_CUT) for name in ("later", "later-cut"))
     made.append({"name": "later", "kind": "train", "config": config})
     for steps in LATER_STEPS:

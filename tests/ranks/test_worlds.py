@@ -285,6 +285,15 @@ def test_weights_that_are_trained_later_come_to_the_same_bits_wherever_the_run_w
     assert "slots|momentum|fc2.kernel" not in results.trees("later-3")[0]
 
 
+@pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
+def test_an_optimizer_of_the_user_moves_as_on_one_rank_and_goes_on_to_the_same_bits(worlds, framework, launcher, size):
+    results = worlds(framework, launcher, size)
+    one = worlds(framework, "", 1).trees("own-optimizer")[0]
+    for whole, rest in zip(results.trees("own-optimizer"), results.trees("own-optimizer-rest"), strict=True):
+        assert distance(one, whole)[0] < TOLERANCE, distance(one, whole)
+        assert all((whole[k] == rest[k]).all() for k in whole)
+
+
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "threshold", "topk"])
 @pytest.mark.parametrize(("launcher", "size"), BOTH_FEWER)
 def test_compression_is_the_same_in_both_frameworks(worlds, launcher, size, name):

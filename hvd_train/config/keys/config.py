@@ -189,6 +189,7 @@ class Config(Section):
         wrong = {
             "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
             "optim.groups": self.optim.groups and "it",
+            "optim.name": self.optim.is_users and "an optimizer of yours",
             "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
             "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
             "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",
@@ -230,6 +231,7 @@ class Config(Section):
             "data.name": self.data.name,
             "data.transforms": ", ".join(one.name for one in self.data.transforms),
             "optim.schedule": self.optim.schedule,
+            "optim.name": self.optim.name,
             "hooks": ", ".join(self.hooks),
             "task.loss": ", ".join(loss for loss, _ in terms),
             "task.metrics": ", ".join(name for _, metrics in terms for name in metrics),

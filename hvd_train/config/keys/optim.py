@@ -28,12 +28,17 @@ class PlateauConfig(Section):
 _SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "start_divisor", "end_divisor")
 
 
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion")
+# Keys of built-in optimizers, which an optimizer of the user gets in the user's function.
+_BUILT_IN = ("momentum", "nesterov", "weight_decay", "betas", "alpha", "eps", "trust_coefficient")
+
+
 class OptimConfig(Section):
     """The optimizer and the learning rate. Formulas are in ``update/optimizers.py`` and ``core/schedule.py``."""
 
-    name: Literal["sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion"] = Field(
+    name: Annotated[str, OneOf(OPTIMIZERS, functions=True)] = Field(
         "sgd",
-        description="optimizer, by PyTorch's formulas; lars and lamb (large batches) and lion by their papers'",
+        description="by PyTorch's formulas (lars, lamb, lion: their papers'); or your function, which makes one",
     )
     lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars, rmsprop: momentum")
@@ -95,6 +100,9 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> OptimConfig:
         # A key of another optimizer is refused and not ignored: the user believes that it does something.
+        if self.is_users:
+            raise_problems(self._users_problems() + self._rate_problems() + self._schedule_problems())
+            return self
         problems = []
         if self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
@@ -107,12 +115,40 @@ class OptimConfig(Section):
             problems.append(("alpha", f"belongs to rmsprop, not {self.name}"))
         if self.name != "lars" and self.trust_coefficient != type(self).model_fields["trust_coefficient"].default:
             problems.append(("trust_coefficient", f"belongs to lars, not {self.name}"))
+        raise_problems(problems + self._rate_problems() + self._schedule_problems())
+        return self
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether a function of the user makes the optimizer."""
+        return ":" in self.name
+
+    def _users_problems(self) -> list[tuple[str, str]]:
+        fields = type(self).model_fields
+        problems = [
+            (key, "belongs to built-in optimizers; give it in your function")
+            for key in _BUILT_IN
+            if getattr(self, key) != fields[key].default
+        ]
+        if self.sharded:
+            problems.append(
+                ("sharded", "needs a built-in optimizer: parts of an optimizer of yours could do otherwise")
+            )
+        if any(group.lr is not None or group.weight_decay is not None for group in self.groups):
+            problems.append(("groups", "set lr and weight_decay of an optimizer of yours in its function"))
+        if any(group.until_epoch for group in self.groups):
+            problems.append(
+                ("groups", "until_epoch needs a built-in optimizer; one of yours gets its weights at the start")
+            )
+        return problems
+
+    def _rate_problems(self) -> list[tuple[str, str]]:
+        problems = []
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
             problems.append(("lr_scaling", "needs lr_reference_batch: the global batch that lr was chosen for"))
         if self.warmup_epochs and self.warmup_steps:
             problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
-        raise_problems(problems + self._schedule_problems())
-        return self
+        return problems
 
     def _schedule_problems(self) -> list[tuple[str, str]]:
         fields, options = type(self).model_fields, row_of(self.schedule).options

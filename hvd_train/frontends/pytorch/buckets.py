@@ -40,7 +40,7 @@ class Flat:
         self._steps = [-(-size // step) * step for size in self.sizes[:-1]] + self.sizes[-1:]
         values = [self._stored(p.detach()).reshape(-1) for p in parameters]
         self.weight = self.aligned(torch.cat(values))
-        self._parameters = parameters
+        self.parameters = parameters
         joined = [torch.cat(values).zero_() for _ in range(memories if len(parameters) > 1 else 0)]
         # With their views: to cut 200 layers' buckets anew takes 0.5 ms of each step.
         self._joined = deque((x, self.views(x)) for x in joined)
@@ -50,14 +50,14 @@ class Flat:
         """Take another flat weight, whose values become the parameters'."""
         self.weight = weight
         # The optimizer moves the flat weight, and so all parameters at once.
-        for p, w in zip(self._parameters, self.views(weight), strict=True):
+        for p, w in zip(self.parameters, self.views(weight), strict=True):
             p.data, p.grad = w, None
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step, unless it is
         handed over."""
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self.parameters]
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         if not self._joined:
             (alone,) = gradients
@@ -77,7 +77,7 @@ class Flat:
 
     def discard_gradients(self, handed_over: bool) -> None:
         """Forget the gradients. ``handed_over``: the joined one stays as it is while later ones take other memories."""
-        for p in self._parameters:
+        for p in self.parameters:
             p.grad = None
         if handed_over:
             self._joined.rotate(-1)

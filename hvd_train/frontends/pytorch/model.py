@@ -24,21 +24,12 @@ from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stor
 from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
-from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
+from hvd_train.frontends.pytorch.optimizers import array_of
 from hvd_train.frontends.pytorch.shapes import lazy, native_shape
 from hvd_train.frontends.pytorch.sharded import ShardedOptimizer
+from hvd_train.frontends.pytorch.user_optimizer import flat_optimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
-from hvd_train.protocol import (
-    Batch,
-    Field,
-    Groups,
-    Packing,
-    Sample,
-    Scale,
-    TensorSpec,
-    Update,
-    made_up,
-)
+from hvd_train.protocol import Batch, Field, Groups, Optimizer, Packing, Sample, Scale, TensorSpec, Update, made_up
 from hvd_train.task.task import Task
 from hvd_train.update.overlap import Overlap
 from hvd_train.update.sharded import Sharded
@@ -175,7 +166,7 @@ class PyTorchFrontEnd(StateTree):
             what = f"{CHANGES} (as Embedding does with max_norm)"
             raise ConfigError(what, where="optim.sharded", fix=APART, common=True)
 
-    def connect(self, update: Update) -> FlatOptimizer | ShardedOptimizer:
+    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         self.update = update
         names, parameters = list(self._moved), list(self._moved.values())
         for name, parameter in self._trainable.items():
@@ -206,7 +197,7 @@ class PyTorchFrontEnd(StateTree):
                     flat.move_to(weight)
                 self._known_changes = self._changes()
             return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
-        return FlatOptimizer(self.config.optim, self._flats, self.layouts, self.ops)
+        return flat_optimizer(self.config.optim, self._flats, self.layouts, self.ops)
 
     def _overlap(self) -> bool:
         """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""

@@ -35,21 +35,12 @@ from hvd_train.frontends.tensorflow.graphs import (
 )
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
+from hvd_train.frontends.tensorflow.optimizers import view
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
+from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
-from hvd_train.protocol import (
-    Batch,
-    Field,
-    Groups,
-    Sample,
-    Scale,
-    TensorSpec,
-    Update,
-    made_up,
-    one_or_all,
-)
+from hvd_train.protocol import Batch, Field, Groups, Optimizer, Sample, Scale, TensorSpec, Update, made_up, one_or_all
 from hvd_train.task.task import Task
 from hvd_train.update.sharded import Sharded
 
@@ -138,18 +129,18 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             self._call = self._memory.run
         return self._memory
 
-    def connect(self, update: Update) -> VariableOptimizer | ShardedOptimizer:
+    def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         wanted = self.config.exchange.overlap
         self._overlap = overlaps(wanted, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
-            optimizer: VariableOptimizer | ShardedOptimizer
+            optimizer: Optimizer | ShardedOptimizer
             if isinstance(update, Sharded):
                 self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
                 optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
             else:
-                optimizer = VariableOptimizer(
+                optimizer = variable_optimizer(
                     self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
                 )
             self._accumulated = [

@@ -1,0 +1,166 @@
+"""A torch optimizer of the user over flat buckets: parameters and their gradients are views of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_train.config import OptimConfig
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.pytorch.buckets import Flat
+from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
+from hvd_train.frontends.user_optimizer import build_optimizer
+from hvd_train.protocol import Ops
+
+PREFIX = "slots/torch"
+STEPS = f"{PREFIX}/steps"
+
+
+class UserOptimizer:
+    """``optim.name: package.module:function``. The schedule sets the rate of the first group; others keep their ratio.
+
+    A checkpoint has its state by the parameters' names, in torch's shapes: ``slots/torch/PARAMETER/STATE``.
+    """
+
+    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout]) -> None:
+        self._flats, self._where = flats, f"optim.name: {options.name}"
+        self._parameters = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
+        names = [layouts[n].name for n in self._parameters]
+        self.optimizer = build_optimizer(options, list(self._parameters.values()), names, torch.optim.Optimizer)
+        groups = self.optimizer.param_groups
+        known = {id(p) for p in self._parameters.values()}
+        if strange := [p for group in groups for p in group["params"] if id(p) not in known]:
+            what = f"the optimizer moves {len(strange)} tensors that are not among the parameters"
+            raise ConfigError(
+                what, where=self._where, fix="give it the parameters that the function gets, or some of them"
+            )
+        if "lr" not in groups[0] or any(isinstance(group["lr"], torch.Tensor) for group in groups):
+            what = "the optimizer has no learning rate that is a number"
+            raise ConfigError(what, where=self._where, fix="give it lr as a number, which optim.schedule then sets")
+        if _wants_closure(self.optimizer):
+            what = f"{type(self.optimizer).__name__} computes the loss several times a step (closure)"
+            raise ConfigError(what, where=self._where, fix="take an optimizer whose step needs no closure")
+        first = groups[0]["lr"] or 1.0
+        self._factors = [group["lr"] / first for group in groups]
+        self._steps = 0
+        # {parameter: {state: a tensor of its shape and type}}
+        self._kinds = self._try()
+
+    def _try(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the state that a step makes, as zeros; the optimizer and the weights are then as before."""
+        before = [flat.weight.clone() for flat in self._flats]
+        options = [_options(group) for group in self.optimizer.param_groups]
+        attributes = _attributes(self.optimizer)
+        for p in self._parameters.values():
+            p.grad = torch.zeros_like(p)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            what = f"the optimizer's step failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            raise ConfigError(what, where=self._where) from error
+        kinds: dict[str, dict[str, torch.Tensor]] = {}
+        for name, p in self._parameters.items():
+            state = {key: x for key, x in self.optimizer.state.get(p, {}).items() if x is not None}
+            for key, x in state.items():
+                if not isinstance(x, torch.Tensor):
+                    self._refuse(f"'{key}' of {name} is a {type(x).__name__}")
+            kinds[name] = {key: torch.zeros_like(x) for key, x in state.items()}
+            p.grad = None
+        lost = self.optimizer.state.keys() - set(self._parameters.values())
+        for group, old in zip(self.optimizer.param_groups, options, strict=True):
+            changed = [key for key, x in _options(group).items() if key != "lr" and old.get(key) != x]
+            if changed:
+                self._refuse(f"'{changed[0]}' of its groups changes with the steps")
+            group["lr"] = old["lr"]
+        if lost:
+            self._refuse("it keeps state that belongs to no parameter")
+        if _attributes(self.optimizer) != attributes:
+            self._refuse("its attributes change with the steps")
+        for flat, weight in zip(self._flats, before, strict=True):
+            flat.weight.copy_(weight)
+        self.optimizer.state.clear()
+        return kinds
+
+    def _refuse(self, what: str) -> None:
+        what = (
+            f"the slots of {type(self.optimizer).__name__} are not tensors of its parameters, so no checkpoint: {what}"
+        )
+        raise ConfigError(what, where=self._where, fix="keep tensors in state[parameter], as torch's optimizers do")
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        for flat, gradient in zip(self._flats, gradients, strict=True):
+            for p, g in zip(flat.parameters, flat.views(gradient), strict=True):
+                p.grad = g
+        for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = learning_rate * factor
+        if not self._steps:  # of a checkpoint without a step: this one makes the state
+            self.optimizer.state.clear()
+        self.optimizer.step()
+        self._steps += 1
+
+    def weights(self, bucket: int) -> torch.Tensor:
+        return self._flats[bucket].packed()
+
+    @torch.no_grad()
+    def take(self, bucket: int, weights: torch.Tensor) -> None:
+        flat = self._flats[bucket]
+        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights))
+
+    # ---- state
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (key, tensor of the state); zeros before the first step, which makes the state."""
+        for name, p in self._parameters.items():
+            state = self.optimizer.state.get(p, {})
+            for key, zeros in self._kinds[name].items():
+                yield f"{PREFIX}/{name}/{key}", state.get(key, zeros)
+
+    def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        yield STEPS, lambda: np.array(self._steps, np.int64)
+        for key, x in self._tensors():
+            yield key, partial(array_of, x)
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take slots by these names; others stay as they are."""
+        self._steps = int(tree.get(STEPS, self._steps))
+        for name, p in self._parameters.items():
+            for key, zeros in self._kinds[name].items():
+                array = tree.get(f"{PREFIX}/{name}/{key}")
+                if array is not None:
+                    state = self.optimizer.state[p]
+                    state[key] = state.get(key, zeros.clone())
+                    state[key].copy_(torch.from_numpy(np.asarray(array)))
+
+
+def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: x for key, x in group.items() if key not in ("params", "param_names")}
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers, texts and flags among the attributes, as ``repr``."""
+    kinds = (int, float, str, bool, list, tuple)
+    names = vars(optimizer).items()
+    return {n: repr(x) for n, x in names if isinstance(x, kinds) and n != "param_groups" and not n.startswith("_opt")}
+
+
+def flat_optimizer(
+    options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: Ops
+) -> FlatOptimizer | UserOptimizer:
+    """Return the optimizer that ``optim.name`` names."""
+    if options.is_users:
+        return UserOptimizer(options, flats, layouts)
+    return FlatOptimizer(options, flats, layouts, ops)

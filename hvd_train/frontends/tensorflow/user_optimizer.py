@@ -1,0 +1,79 @@
+"""A Keras optimizer of the user over Keras' variables, within the traced step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.config import OptimConfig
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
+from hvd_train.frontends.user_optimizer import build_optimizer
+
+PREFIX = "slots/keras"
+
+
+class UserOptimizer:
+    """``optim.name: package.module:function``. The schedule sets the learning rate.
+
+    A checkpoint has its variables in their order: ``slots/keras/NUMBER.PATH``.
+    """
+
+    def __init__(
+        self,
+        options: OptimConfig,
+        trainable: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        from_buckets: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+        buckets: Sequence[Sequence[int]],
+    ) -> None:
+        where = f"optim.name: {options.name}"
+        self._from_buckets, self._buckets, self._weights = from_buckets, buckets, list(trainable.values())
+        names = [layouts[path].name for path in trainable]
+        self.optimizer = build_optimizer(options, self._weights, names, keras.optimizers.Optimizer)
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        if not isinstance(rate, keras.Variable):
+            what = f"the optimizer's learning rate is a {type(rate).__name__}"
+            raise ConfigError(what, where=where, fix="give it a number, which optim.schedule then sets")
+        self.optimizer.build(self._weights)
+        self._kept = {
+            f"{PREFIX}/{number:04d}.{v.path.replace('/', '.')}": v
+            for number, v in enumerate(self.optimizer.variables)
+            if v is not rate
+        }
+
+    def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
+        rate = self.optimizer._learning_rate
+        rate.assign(tf.cast(learning_rate, rate.dtype))
+        self.optimizer.apply(self._from_buckets(gradients), self._weights)
+
+    def weights(self, bucket: int) -> tf.Tensor:
+        parts = [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def take(self, bucket: int, weights: tf.Tensor) -> None:
+        variables = [self._weights[i] for i in self._buckets[bucket]]
+        for v, part in zip(variables, tf.split(weights, [math.prod(v.shape) for v in variables]), strict=True):
+            v.value.assign(tf.reshape(part, v.shape))
+
+    def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        for key, v in self._kept.items():
+            yield key, partial(view, v.value)
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take slots by these names; others stay as they are."""
+        for key, v in self._kept.items():
+            if key in tree:
+                v.assign(np.asarray(tree[key]).astype(v.dtype))
+
+
+def variable_optimizer(options: OptimConfig, *arguments: Any) -> VariableOptimizer | UserOptimizer:
+    """Return the optimizer that ``optim.name`` names."""
+    return (UserOptimizer if options.is_users else VariableOptimizer)(options, *arguments)

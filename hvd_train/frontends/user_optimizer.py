@@ -1,0 +1,35 @@
+"""The optimizer of the user, ``optim.name: package.module:function``: made, and held to its contract.
+
+The function gets the parameters that are trained, and gives an optimizer of the framework.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_train.config import OptimConfig
+from hvd_train.config.user_code import user_function
+from hvd_train.errors import ConfigError
+
+
+def build_optimizer(options: OptimConfig, parameters: Sequence[Any], names: Sequence[str], kind: type) -> Any:
+    """Call the user's function; return its optimizer, of class ``kind``.
+
+    It gets the list of parameters, and of ``names`` (canonical ones) and ``lr`` what it takes.
+    """
+    where = f"optim.name: {options.name}"
+    function = user_function(options.name, where)
+    values = {"names": list(names), "lr": options.lr}
+    try:
+        takes = inspect.signature(function).parameters
+        optimizer = function(list(parameters), **{name: values[name] for name in takes if name in values})
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        fix = "it is called with the list of parameters, and with names= and lr= if it takes them"
+        raise ConfigError(f"the function failed: {reason}", where=where, fix=fix) from error
+    if not isinstance(optimizer, kind):
+        what = f"the function gives {type(optimizer).__name__}, not an optimizer"
+        raise ConfigError(what, where=where, fix=f"return a {kind.__module__}.{kind.__name__}")
+    return optimizer

@@ -1,0 +1,80 @@
+"""Optimizers of a user, for ``optim.name``, and those that cannot be taken."""
+
+from __future__ import annotations
+
+
+def torch_sgd(parameters):
+    import torch
+
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.01)
+
+
+def torch_adadelta(parameters, names, lr):
+    import torch
+
+    biases = [p for p, name in zip(parameters, names, strict=True) if name.endswith("bias")]
+    kernels = [p for p, name in zip(parameters, names, strict=True) if not name.endswith("bias")]
+    return torch.optim.Adadelta([{"params": kernels, "lr": lr}, {"params": biases, "lr": 2 * lr}], weight_decay=0.01)
+
+
+def keras_adadelta(variables, lr):
+    import keras
+
+    return keras.optimizers.Adadelta(lr, clipnorm=0.3)
+
+
+def torch_closure(parameters):
+    import torch
+
+    return torch.optim.LBFGS(parameters)
+
+
+def torch_fails(parameters):
+    raise KeyError("no such thing")
+
+
+def nothing(parameters):
+    return len(parameters)
+
+
+def torch_counting(parameters):
+    """Its count of steps is an attribute: no checkpoint would have it."""
+    import torch
+
+    class Counting(torch.optim.SGD):
+        made = 0
+
+        def step(self):
+            self.made = self.made + 1
+            return super().step()
+
+    return Counting(parameters, lr=1.0)
+
+
+def torch_numbers(parameters):
+    import torch
+
+    class Numbers(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+            return super().step()
+
+    return Numbers(parameters, lr=1.0)
+
+
+def torch_groups(parameters):
+    import torch
+
+    class Groups(torch.optim.SGD):
+        def step(self):
+            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+            return super().step()
+
+    return Groups(parameters, lr=1.0)
+
+
+def keras_schedule(variables):
+    import keras
+
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))

@@ -16,6 +16,8 @@ from hvd_train.cli import streams
 COMMANDS = {
     "fit": "fit.fit",
     "find-lr": "find_lr.find_lr",
+    "modes": "modes.modes",
+    "measure": "modes.measure",
     "sweep": "sweep.sweep",
     "submit": "submit.submit",
     "ended": "submit.ended",

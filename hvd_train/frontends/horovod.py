@@ -27,6 +27,7 @@ from hvd_train.errors import (
     TrainError,
 )
 from hvd_train.frontends.mpi import MpiWindow, mpi_world
+from hvd_train.frontends.traffic import Traffic
 from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.foreign import ALONE
@@ -230,6 +231,10 @@ class HorovodCommunicator(ABC):
 
     def barrier(self) -> None:
         self.allgather_bytes(b"", "barrier")
+
+    def traffic(self) -> Traffic:
+        """Make a counter for the tensors of this framework."""
+        return Traffic()
 
     def window(self, entries: int, dtype: str) -> MpiWindow:
         return MpiWindow(self.part or mpi_world(world()), entries, dtype)

@@ -54,10 +54,13 @@ class Job:
 
 
 @contextmanager
-def opened_job(config: Config, verbose: bool, resume: str | None = None, progress: bool = False) -> Iterator[Job]:
+def opened_job(
+    config: Config, verbose: bool, resume: str | None = None, progress: bool = False, metered: bool = False
+) -> Iterator[Job]:
     """Open data, framework, world and model, in this order, and close the world after the block.
 
-    ``progress``: rank 0 shows which of them is under way, where one takes long.
+    ``progress``: rank 0 shows which of them is under way, where one takes long. ``metered``: the session counts what
+    this rank sends.
     """
     # A mistake in the path of the data shows in a fraction of a second, while a framework takes seconds to load.
     look_in(config.code_dir)
@@ -69,6 +72,8 @@ def opened_job(config: Config, verbose: bool, resume: str | None = None, progres
     with ExitStack() as stack:
         with long_step("waiting for all ranks", shown):
             communicator = stack.enter_context(session.opened(config.parallel.pipeline))
+        if metered:
+            session.count_traffic()
         with long_step("building the model", shown):
             data = data_as_before(config, communicator, data, resume)
             config = split_as_before(config, communicator, resume)

@@ -90,6 +90,9 @@ class FrontEnd(Protocol):
     def waited(self) -> float:
         """Return the seconds in which this rank has waited for transfers since it began; with no step queued."""
 
+    def peak_device_bytes(self) -> int:
+        """Return the most memory of a GPU that this rank's tensors have taken; 0: they lie in the host's."""
+
     def running_statistics(self) -> Tree:
         """Copy this rank's running statistics, for ``restore_statistics``."""
 

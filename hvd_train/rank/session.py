@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_train.errors import CommunicationError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.frontends.serial import Serial
+from hvd_train.frontends.traffic import Traffic, metered
 from hvd_train.launch import peers
 from hvd_train.launch.environment import prepare_rank, rank_settings, threads, world
 from hvd_train.launch.launchers import named
@@ -49,6 +50,7 @@ class Session:
     threads: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     links: StageLinks | None = None  # to the other stages of a pipeline
+    traffic: Traffic | None = None  # which counts what this rank sends
 
     @classmethod
     def prepare(
@@ -118,11 +120,17 @@ class Session:
 
     @property
     def groups(self) -> Groups:
-        if self.links is None:
-            return Groups.of(self.communicator)
+        groups = Groups.of(self.communicator)
+        if self.links is not None:
+            horovod: Any = self.communicator
+            alone = self.communicator.size == self.links.size  # one replica
+            groups = Groups(horovod, Serial() if alone else horovod.of_stage(), self.links)
+        return metered(groups, self.traffic) if self.traffic else groups
+
+    def count_traffic(self) -> None:
+        """Count, from now on, what this rank sends; before a front-end is opened."""
         horovod: Any = self.communicator
-        alone = self.communicator.size == self.links.size  # one replica
-        return Groups(horovod, Serial() if alone else horovod.of_stage(), self.links)
+        self.traffic = horovod.traffic() if horovod.size > 1 else Traffic()
 
     @contextmanager
     def opened(self, stages: int = 1) -> Iterator[Communicator]:

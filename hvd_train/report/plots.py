@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def _is_number(value: object) -> bool:
 
 BY = {"epoch": epochs, "step": steps}
 COLUMNS = 3
+FAR = 4  # times the smallest: beyond that a logarithmic scale shows more
 READABLE = 40  # classes whose names and counts have room in a picture
 
 
@@ -107,6 +108,34 @@ def range_test(
     axis.set(xlabel="learning rate", ylabel="loss", ylim=(None, 1.5 * max(means[0], min(means))))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+    _write(figure, picture)
+
+
+def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[str, float], picture: Path) -> None:
+    """Draw losses over samples and over seconds.
+
+    ``curves``: {name: (samples, loss) pairs}; ``seconds``: {name: seconds of a sample}.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(12, 4.5), layout="constrained")
+    left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    for k, (name, points) in enumerate(curves.items()):
+        # Ten colours, and for the next ten dashes.
+        line: dict[str, Any] = {"color": f"C{k % 10}", "linestyle": "-" if k < 10 else "--", "linewidth": 1.2}
+        samples, values = zip(*points, strict=True)
+        left.plot(samples, values, label=name, **line)
+        right.plot([at * seconds[name] for at in samples], values, **line)
+    left.set(xlabel="samples of all ranks", ylabel="training loss")
+    right.set(xlabel="seconds")
+    if max(seconds.values()) > FAR * min(seconds.values()):
+        right.set_xscale("log")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=8)
     _write(figure, picture)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_train.errors import ConfigError
+from hvd_train.launch import logged
 from hvd_train.launch import submit as jobs
 from hvd_train.sweep.folder import CONFIG, LOG, PLAN, Sweep, begin, fail, load, state
-from hvd_train.sweep.local import STOPPED, reason
 from hvd_train.sweep.plan import Trial
 from hvd_train.sweep.results import finish, left
 from hvd_train.sweep.rungs import ladder
@@ -73,8 +73,8 @@ def ended(run_dir: Path, code: int) -> int:
     """Record that the ranks of a task ended with ``code``. Return the exit code of the task."""
     sweep = load(run_dir.parent)
     trial = next(trial for trial in sweep.trials if trial.name == run_dir.name)
-    if code not in STOPPED and state(sweep, trial).word != "done":
-        fail(trial, reason(run_dir / LOG, code), code)
+    if code not in logged.STOPPED and state(sweep, trial).word != "done":
+        fail(trial, logged.reason(run_dir / LOG, code), code)
     # The last task finds nothing left, and writes the results.
     if not left(sweep):
         print(finish(sweep))

@@ -15,6 +15,7 @@ from tests.cli.running import ROOT, SECONDS, run
 COMMANDS = [
     "fit",
     "find-lr",
+    "modes",
     "sweep",
     "submit",
     "eval",

@@ -156,6 +156,9 @@ class PyTorchFrontEnd(StateTree):
     def waited(self) -> float:
         return super().waited() + (self._host.waited if self._host else 0.0)
 
+    def peak_device_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def _changes(self) -> int:
         """Return how often code other than the update has changed a weight in place."""
         return sum(p._version for p in self._trainable.values())

@@ -11,6 +11,23 @@ import tensorflow as tf
 from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 from hvd_train.frontends.tensorflow.graphs import graph
+from hvd_train.frontends.traffic import Traffic
+
+
+class GraphTraffic(Traffic):
+    """A number of Python would count once, when a graph is traced; a variable counts whenever the graph runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tf.device("/CPU:0"):
+            self._tensors = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+    def add(self, x, times) -> None:
+        with tf.device("/CPU:0"):
+            self._tensors.assign_add(tf.cast(tf.size(x, tf.int64), tf.float64) * float(x.dtype.size * times))
+
+    def total(self) -> float:
+        return super().total() + float(self._tensors.numpy())
 
 
 class HorovodTensorFlow(HorovodCommunicator):
@@ -30,6 +47,9 @@ class HorovodTensorFlow(HorovodCommunicator):
         some = super().of_stage()
         some._gathers = {}  # type: ignore[attr-defined]  # graphs hold the ranks that they are over
         return some
+
+    def traffic(self) -> Traffic:
+        return GraphTraffic()
 
     @guarded
     def allreduce_async(self, x, name, op="sum") -> tf.Tensor:

@@ -65,6 +65,10 @@ class BetweenSteps:
 
     _device: str
 
+    def peak_device_bytes(self) -> int:
+        name = self._device.removeprefix("/")
+        return int(tf.config.experimental.get_memory_info(name)["peak"]) if name != "CPU:0" else 0
+
     def run_queued(self) -> None:
         raise NotImplementedError
 

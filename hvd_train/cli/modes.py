@@ -1,0 +1,117 @@
+"""``hvd-train modes``, and a training that it measures."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from hvd_train.cli import options
+from hvd_train.cli.launching import run_here_or_on_ranks
+from hvd_train.errors import ConfigError
+
+
+@click.command()
+@options.configuration
+@options.num_proc
+@options.any_launcher
+@click.option(
+    "--modes",
+    "names",
+    metavar="NAME,...",
+    help="These alone, joined as in outer+topk: synchronous, sharded, pipeline, modes and compressions of exchange.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=4), default=120, show_default=True, help="Steps of each way in each turn."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Leave a way in each turn after so many seconds of steps; 0: never.",
+)
+@click.option(
+    "--turns",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Ways take turns so often, each time with new ranks, and medians count: other work disturbs all alike.",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the losses over samples and over seconds.",
+)
+def modes(
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int | None,
+    launcher: str,
+    names: str | None,
+    steps: int,
+    seconds: float,
+    turns: int,
+    output: Path | None,
+) -> None:
+    """Train a short while in each way there is, on this machine, and compare; nothing is written but the picture.
+
+    \b
+    hvd-train modes -c job.yaml -np 2 -o modes.png
+    hvd-train modes -c job.yaml -np 4 --modes synchronous,int8,outer,outer+topk --steps 300
+
+    The table has for each way: bytes that a rank sends in a step, the time of a step, memory of a rank, the loss after
+    as many samples and after as many seconds as all ways have trained, and whether N ranks train as one does. The first
+    quarter of the steps is not timed. A way that cannot run here has a row that says why.
+    """
+    from hvd_train.config import load_config
+    from hvd_train.launch.environment import world
+    from hvd_train.modes import results
+    from hvd_train.modes import turns as measuring
+    from hvd_train.modes.ways import ways
+
+    if world().launcher:
+        raise ConfigError("the ranks are started already", where=f"by {world().launcher}", fix="give -np instead")
+    if num_proc is None:
+        raise ConfigError("nothing says how many ranks train", where="-np", fix="give -np 2, or more")
+    chosen, config = ways(names, num_proc), load_config(path, sets)
+    limits = measuring.Limits(steps, seconds, turns)
+    with tempfile.TemporaryDirectory(prefix="hvd-train-modes-") as folder:
+        start = measuring.on_this_host(num_proc, launcher)
+        measured = measuring.measure(config, chosen, num_proc, limits, start, Path(folder), _report)
+    click.echo(results.text(measured, config, limits))
+    if output:
+        results.picture(measured, output)
+        click.echo(f"picture: {output}")
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@click.command(hidden=True)
+@options.configuration
+@options.num_proc
+@options.any_launcher
+@click.option("--seconds", type=float, required=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@options.verbose
+def measure(
+    path: Path | None,
+    sets: tuple[str, ...],
+    num_proc: int | None,
+    launcher: str,
+    seconds: float,
+    output: Path,
+    verbose: bool,
+) -> None:
+    """Train once for ``modes``."""
+    from hvd_train.config import load_config
+    from hvd_train.jobs.measure import measure as job
+
+    config = load_config(path, sets)
+    run_here_or_on_ranks(num_proc, launcher, verbose, lambda: job(config, seconds, output, verbose))

@@ -1,0 +1,47 @@
+"""Run a command to its end with its output in a file, as those that train again and again do."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvd_train.launch.process import end_with_parent
+
+STOPPED = (75, 130, 143)  # exit codes of what a signal has stopped
+
+
+def run(line: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+    """Run a command and return its exit code. A signal to this process is forwarded; the code is then in STOPPED."""
+    with open(log, "w") as output:
+        child: subprocess.Popen | None = None
+        received: list[int] = []
+
+        def forward(number: int, frame: object) -> None:
+            received.append(number)
+            if child is not None:
+                child.send_signal(number)
+
+        previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            # In a new session, so that Ctrl-C reaches the command once, from here.
+            child = subprocess.Popen(
+                line, stdout=output, stderr=output, env=env, start_new_session=True, preexec_fn=end_with_parent
+            )
+            if received:
+                child.send_signal(received[0])
+            code = child.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    code = code if code >= 0 else 128 - code
+    return (code if code in STOPPED else 128 + received[0]) if received else code
+
+
+def reason(log: Path, code: int) -> str:
+    """Return the first error line in the log of a command."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    errors = re.findall(r"^error[^:]*: (.*)$", text, re.MULTILINE)
+    return errors[0][:300] if errors else f"ended with code {code}; see {log}"

@@ -1,0 +1,1 @@
+"""Ways to train in parallel, tried side by side: ``hvd-train modes``."""

@@ -1,0 +1,76 @@
+"""The table and the picture of ways to train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_train.config import Config
+from hvd_train.errors import amount
+from hvd_train.modes.turns import Limits, Result
+from hvd_train.report.plots import losses
+from hvd_train.report.tables import table
+
+LAST = 0.25  # of the samples, over which a loss is a mean: that of a batch is too noisy
+
+
+def loss_after(one: Result, samples: float) -> float:
+    """Return the mean loss of the last quarter before so many samples."""
+    within = [loss for at, loss in one.curve if (1 - LAST) * samples < at <= samples]
+    # A line that began before and ended behind is better than none.
+    return sum(within) / len(within) if within else next(loss for at, loss in one.curve if at >= samples)
+
+
+def header_and_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Return the table: losses after the samples and the seconds that all ways have reached."""
+    ran = [one for one in results if not one.problem]
+    samples = min(one.samples for one in ran)
+    seconds = min(one.samples * one.seconds_per_sample for one in ran)
+    header = ["way", "sent a step", "ms a step", "memory"]
+    gpu = any(one.middle("gpu_memory") for one in ran)
+    header += ["GPU memory"] if gpu else []
+    header += [f"loss after {samples:,} samples", f"after {seconds:.3g} s", "N ranks = 1 rank"]
+    rows = []
+    for one in results:
+        if one.problem:
+            rows.append([one.way.name, *["-"] * (len(header) - 2), f"cannot run: {one.problem.split(';')[0]}"])
+            continue
+        row = [one.way.name, size(one.middle("sent")), f"{one.middle('ms'):,.3g}", size(one.middle("memory"))]
+        row += [size(one.middle("gpu_memory"))] if gpu else []
+        row += [f"{loss_after(one, samples):.4f}", f"{loss_after(one, seconds / one.seconds_per_sample):.4f}"]
+        rows.append([*row, one.way.exact])
+    return header, rows
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def notes(results: Sequence[Result], config: Config, limits: Limits) -> list[str]:
+    """Return what the reader must know of this table."""
+    lines = [
+        "sent: by the rank that sends most; memory: of the rank that takes most; "
+        f"{amount(limits.turns, 'turn')}, median; a loss is the mean over the last quarter of the samples"
+    ]
+    # A quarter of the steps warms up.
+    rare = [one for one in results if not one.problem and 2 * one.way.interval(config) > limits.steps]
+    if rare:
+        listed = ", ".join(f"{one.way.name} ({one.way.interval(config)})" for one in rare)
+        lines.append(f"steps between two exchanges: {listed}; of {limits.steps} steps they show too little")
+    return lines
+
+
+def text(results: Sequence[Result], config: Config, limits: Limits) -> str:
+    return "\n".join([table(*header_and_rows(results)), "", *notes(results, config, limits)])
+
+
+def picture(results: Sequence[Result], path: Path) -> None:
+    """Draw the losses over samples and over seconds."""
+    ran = [one for one in results if not one.problem]
+    curves = {one.way.name: [(at, loss_after(one, at)) for at, _ in one.curve] for one in ran}
+    losses(curves, {one.way.name: one.seconds_per_sample for one in ran}, path)

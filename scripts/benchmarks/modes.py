@@ -1,0 +1,148 @@
+"""Every way to train in parallel, as ``hvd-train modes`` compares them: CNN, MLP and GPT over slow links, 2 ranks.
+
+Links are those of scripts/bench link (two network namespaces, as root); ``--rates here`` runs on this host without one.
+``--accuracy`` adds the validation accuracy of SINGA's CNN on Fashion-MNIST, on this host: 5 epochs, 3 seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+import link
+import tables
+from compare import Engine, machine
+from work import FASHION, RANKS, ROOT, settings
+
+from hvd_train.config import Config, load_config, resolved_yaml
+from hvd_train.errors import ConfigError
+from hvd_train.frameworks import KERNELS
+from hvd_train.launch import logged
+from hvd_train.launch.launchers import AUTO
+from hvd_train.launch.start import environment
+from hvd_train.modes import results
+from hvd_train.modes.turns import Limits, Result, Start, measure, on_this_host
+from hvd_train.modes.ways import Way, ways
+
+HERE = "here"
+
+
+def over_the_link(agent: Path) -> Start:
+    """Start each rank in its own namespace, on its own core."""
+    lines = link.over_the_link(agent)
+    more = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), **KERNELS}
+
+    def start(words: list[str]) -> tuple[list[str], dict[str, str]]:
+        ((line, extra),) = lines(Engine("", "modes", "mpirun"), ["-m", "hvd_train", *words])
+        return line, environment() | more | {"HVD_TRAIN_TERMINAL": "0", "HOROVOD_STALL_CHECK_DISABLE": "1"} | extra
+
+    return start
+
+
+@contextmanager
+def started(rate: str, folder: Path) -> Iterator[tuple[Start, str]]:
+    """Yield the way to start ranks, and the name of the link with its measured speed."""
+    if rate == HERE:
+        yield on_this_host(RANKS, AUTO), "on this host"
+        return
+    agent = folder / "agent"
+    agent.write_text(link.AGENT.format(name=link.NET[1]))
+    agent.chmod(0o755)
+    with link.two_hosts():
+        link.throttle(rate)
+        yield over_the_link(agent), f"{rate}, measured {link.measured(rate):.2g} Gbit/s"
+
+
+def accuracies(way: Way, config: Config, seeds: int) -> list[float] | str:
+    """Return the validation accuracy of each seed, or why the way cannot run."""
+    values = []
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            data = way.keys(config, RANKS) | {"seed": seed, "run_dir": str(folder / "run"), "tensorboard": False}
+            data |= {"check_val_every_n_epoch": config.max_epochs}
+            data["checkpoint"] |= {"every_n_epochs": 0, "save_last": False, "save_top_k": 0}
+            try:
+                (folder / "job.yaml").write_text(resolved_yaml(load_config(base=data)))
+            except ConfigError as error:
+                return str(error)
+            line = [sys.executable, "-m", "hvd_train", "fit", "-np", str(RANKS), "-c", str(folder / "job.yaml")]
+            if code := logged.run(line, environment(), folder / "log"):
+                return logged.reason(folder / "log", code)
+            values.append(json.loads((folder / "run" / "summary.json").read_text())["val_accuracy"])
+    return values
+
+
+def accuracy_table(framework: str, chosen: Sequence[Way], epochs: int, seeds: int) -> str:
+    config = load_config(
+        ROOT / "scripts" / "configs" / "fashion_mnist.yaml", [f"framework={framework}", f"max_epochs={epochs}"]
+    )
+    rows, base = [], None
+    for way in chosen:
+        runs = accuracies(way, config, seeds)
+        if isinstance(runs, str):
+            rows.append([way.name, *["-"] * (seeds + 1), f"cannot run: {runs.split(';')[0]}"])
+            continue
+        base = mean(runs) if base is None else base
+        rows.append([way.name, *(f"{x:.4f}" for x in runs), f"{mean(runs):.4f}", f"{100 * (mean(runs) - base):+.2f}"])
+        print(f"{framework}, {way.name}: {rows[-1][1:]}", flush=True)
+    header = ["way", *(f"seed {seed}" for seed in range(seeds)), "mean", f"points from {chosen[0].name}"]
+    return f"### {framework}, Fashion-MNIST, {epochs} epochs\n\n{tables.markdown(header, rows)}"
+
+
+def plain(measured: Sequence[Result]) -> list[dict]:
+    return [asdict(one) for one in measured]
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench modes", description=__doc__)
+    parser.add_argument("--frameworks", default="pytorch,tensorflow")
+    parser.add_argument("--models", default="cnn,mlp,gpt")
+    parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(link.RATES)}, {HERE}")
+    parser.add_argument("--modes", help="these ways alone, as hvd-train modes takes them")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of steps, of a way in a turn, at most")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--epochs", type=int, default=5, help="of --accuracy")
+    parser.add_argument("--seeds", type=int, default=3, help="of --accuracy")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-modes", help="folder")
+    options = parser.parse_args(arguments)
+    if options.accuracy and not FASHION.exists():
+        parser.error(f"there is no {FASHION}: apt install dataset-fashion-mnist")
+    chosen, limits = ways(options.modes, RANKS), Limits(options.steps, options.seconds, options.turns)
+    options.output.mkdir(parents=True, exist_ok=True)
+    parts = [f"scripts/bench modes {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
+    figures: dict[str, list[dict]] = {}
+
+    def keep(part: str) -> None:
+        parts.append(part)
+        print(f"\n{part}", flush=True)
+        (options.output / "modes.md").write_text("\n\n".join(parts) + "\n")
+
+    for framework in options.frameworks.split(","):
+        for rate in filter(None, options.rates.split(",")):
+            for model in options.models.split(","):
+                config = load_config(base=settings(framework, model, {}))
+                with tempfile.TemporaryDirectory() as folder, started(rate, Path(folder)) as (start, where):
+                    report = partial(print, f"{framework}, {rate}, {model}:", flush=True)
+                    measured = measure(config, chosen, RANKS, limits, start, Path(folder) / "runs", report)
+                name = f"{framework}-{rate}-{model}"
+                results.picture(measured, options.output / f"{name}.png")
+                figures[name] = plain(measured)
+                (options.output / "modes.json").write_text(json.dumps(figures, indent=1) + "\n")
+                shown = tables.markdown(*results.header_and_rows(measured))
+                notes = "\n".join(results.notes(measured, config, limits))
+                keep(f"### {framework}, {model}, {where}\n\n{shown}\n\n{notes}\n\n![losses]({name}.png)")
+        if options.accuracy:
+            keep(accuracy_table(framework, chosen, options.epochs, options.seeds))
+    print(f"\n{options.output}: modes.md, modes.json and a picture of each table")

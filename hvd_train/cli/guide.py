@@ -13,10 +13,13 @@ from hvd_train.errors import ConfigError
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
     "first-run", "model-and-data", "images", "tables", "learning-rate", "fine-tuning", "own-loss", "resume", "results",
-    "verify", "sweep", "packing", "python-api", "own-script", "pytorch-script", "keras-script", "migrate", "clusters",
-    "hosts", "slurm", "containers", "parallel", "performance", "errors", "measurements", "glossary", "how-it-is-built",
-    "extending",
+    "verify", "sweep", "packing", "recipes", "python-api", "own-script", "pytorch-script", "keras-script", "migrate",
+    "clusters", "hosts", "slurm", "containers", "parallel", "performance", "errors", "measurements", "glossary",
+    "how-it-is-built", "extending",
 )  # fmt: skip
+
+# Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
+RECIPES = ("gan", "reinforcement-learning", "from-accelerate", "from-keras")
 
 
 @click.command()
@@ -39,11 +42,17 @@ def title(topic: str) -> str:
 
 
 def page(topic: str) -> str:
+    if topic in RECIPES:
+        return (PAGES / "recipes" / f"{topic}.md").read_text(encoding="utf-8")
     if topic not in ORDER:
-        near = difflib.get_close_matches(topic, ORDER, 1)
-        fix = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ORDER)}"
+        fix = advice(topic, (*ORDER, *RECIPES))
         raise ConfigError(f"the guide has no page '{topic}'", where="hvd-train guide", fix=fix)
     return (PAGES / f"{topic}.md").read_text(encoding="utf-8")
+
+
+def advice(name: str, names: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"
 
 
 def show(text: str) -> None:

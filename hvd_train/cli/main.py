@@ -35,6 +35,7 @@ COMMANDS = {
     "models": "models.models",
     "data": "data.data",
     "guide": "guide.guide",
+    "init": "init.init",
 }
 
 

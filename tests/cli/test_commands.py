@@ -29,6 +29,7 @@ COMMANDS = [
     "models",
     "data",
     "guide",
+    "init",
 ]
 
 

@@ -66,6 +66,9 @@ class NumpyOps(EagerControl):
     def orthonormal(self, x):
         return np.linalg.qr(x).Q
 
+    def lerp(self, x, y, share):
+        return x + share * (y - x)
+
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)
 

@@ -15,9 +15,11 @@ from hvd_train.jobs.job import Job
 from hvd_train.protocol import Communicator, Compressor, FrontEnd, Placement, Update
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
+from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.parameter_groups import ParameterGroups, Rule
 from hvd_train.update.replicated import Replicated
+from hvd_train.update.schedule_free import ScheduleFree
 from hvd_train.update.sharded import Sharded, ShardedExchange
 from hvd_train.update.state import read
 
@@ -28,6 +30,16 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
     ``user_hooks``: code of the user is called between steps, and may change weights; ``epoch``: the one (from 0) that
     says which weights are frozen.
     """
+    update, compression = _connect(job, compression, user_hooks, epoch)
+    config = job.config
+    if config.ema:
+        update.keep_average(partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps))
+    if config.optim.schedule_free:
+        update.keep_average(partial(ScheduleFree, beta=config.optim.betas[0]))
+    return update, compression
+
+
+def _connect(job: Job, compression: str, user_hooks: bool, epoch: int) -> tuple[Update, str]:
     config, frontend, groups = job.config, job.frontend, job.frontend.groups
     rules = _freeze(job, epoch) if config.optim.groups else []
     options, specs = config.exchange, frontend.specs()

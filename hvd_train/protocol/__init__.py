@@ -12,6 +12,7 @@ from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import (
     OF_EXCHANGE,
     UNDER_WAY,
+    Averages,
     Compressor,
     Entry,
     Exchange,
@@ -30,6 +31,7 @@ from hvd_train.protocol.update import (
 __all__ = [
     "OF_EXCHANGE",
     "UNDER_WAY",
+    "Averages",
     "Batch",
     "Build",
     "Cell",

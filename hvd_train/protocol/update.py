@@ -128,6 +128,16 @@ class ShardedOptimizer(Protocol):
         """Take this rank's parts of whole slots by their names; others stay as they are."""
 
 
+class Averages(Protocol):
+    """Averages of the weights that an optimizer moves, for which the training stands."""
+
+    def global_weights(self) -> Sequence[Tensor]:
+        """Return (n,) for each bucket: the averages of what this rank moves."""
+
+    def begin_average(self) -> None:
+        """Begin anew, with the weights that the model has as the averages."""
+
+
 class HostSums(Protocol):
     """Sums of flat tensors over the ranks of a host."""
 
@@ -218,6 +228,16 @@ class Update(Protocol):
 
     def after_step(self, step: int, samples: int) -> None:
         """Do what follows step number ``step`` (from 1), of which this rank had ``samples``."""
+
+    @property
+    def has_global_weights(self) -> bool:
+        """Whether the model has the weights that the training stands for."""
+
+    def keep_average(self, make: Callable[..., Any]) -> None:
+        """Let the training stand for averages of its weights, where ``diverged`` is always false.
+
+        ``make``: a subclass of ``Average`` (update/average.py), which lacks those arguments alone.
+        """
 
     def take_global_weights(self) -> None:
         """Give the model the weights that the training stands for, equal on all ranks; not twice in a row."""

@@ -42,6 +42,10 @@ class Apart(Replicated, ABC):
         self.frontend.load(self._local)
         self.diverged, self._local = bool(self._local), {}
 
+    def _go_on(self) -> None:
+        """Go on from the weights that the model has."""
+        self._received = {}
+
     def state(self) -> list[Entry]:
         # The slots stand twice: rank 0's, for another number of ranks, and those of each rank.
         slots = self._slots(Placement.PER_RANK)

@@ -2,7 +2,7 @@
 
 A formula takes a weight, its gradient and its slots of one shape, the number ``t`` of the step (from 1, float64) and
 the learning rate. It returns what is to be taken from the weight, then the new slots. ``o`` has the keys of ``optim``.
-Weight decay is an L2 term of the gradient, but for lion's, which is decoupled.
+Weight decay is an L2 term of the gradient, but for lion's and schedule_free_adamw's, which is decoupled.
 """
 
 from __future__ import annotations
@@ -103,6 +103,34 @@ def lion(w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimCo
     return rate * (sign + o.weight_decay * w), o.betas[1] * m + (1 - o.betas[1]) * g
 
 
+def schedule_free_sgd(
+    w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, ...]:
+    """z -= rate g, for the weights y; see update/schedule_free.py, as for ``rate``."""
+    return _between(_decayed(w, g, o), slots[0], rate, o, ops)
+
+
+def schedule_free_adamw(
+    w: Tensor, g: Tensor, slots: Slots, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, ...]:
+    """z -= rate (g / (sqrt(v') + eps) + decay y), v' = the mean of g^2 without its bias."""
+    v = o.betas[1] * slots[1] + (1 - o.betas[1]) * g * g
+    u = _decayed(w, g / _root(v, o.betas[1], t, o, ops), o)
+    return *_between(u, slots[0], rate, o, ops), v
+
+
+def _between(u: Tensor, d: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, Tensor]:
+    """Return what is to be taken from y, and d = z - y, where z -= r u, x = (1 - c) x + c z, y = (1 - beta) z + beta x.
+
+    ``rate`` is (r, r c). Of these three equations follow y += c d - r (1 - beta (1 - c)) u and
+    d = (1 - c) (d - beta r u), so that d begins with zeros.
+    """
+    r, moves = rate[0], rate[0] > 0
+    c = ops.where(moves, rate[1] / ops.where(moves, r, 1.0), 0.0)
+    beta = o.betas[0]
+    return r * (1 - beta * (1 - c)) * u - c * d, (1 - c) * (d - beta * r * u)
+
+
 def _decayed(w: Tensor, g: Tensor, o: OptimConfig) -> Tensor:
     return g + o.weight_decay * w if o.weight_decay else g
 
@@ -136,4 +164,6 @@ ELEMENTWISE = {
     "nadam": Row(nadam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
     "radam": Row(radam, ("exp_avg", "exp_avg_sq"), counts_steps=True),
     "lion": Row(lion, ("exp_avg",)),
+    "schedule_free_sgd": Row(schedule_free_sgd, ("offset",)),
+    "schedule_free_adamw": Row(schedule_free_adamw, ("offset", "exp_avg_sq"), counts_steps=True),
 }

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from hvd_train.protocol import Cell, Entry, FrontEnd, Placement, Tensor, TensorSpec
+from hvd_train.protocol import Cell, Entry, FrontEnd, Placement, Tensor, TensorSpec, Tree
 
 
 class FlatState:
@@ -33,12 +33,19 @@ class FlatState:
         flat = cache(lambda: self._frontend.ops.to_numpy(read()))
 
         def array(spec: TensorSpec, place: slice) -> np.ndarray:
-            return self._frontend.to_canonical(spec.name, flat()[place].reshape(spec.shape))
+            return self._array(spec, flat()[place])
 
         return [
             Entry(prefix + spec.name, Placement.REPLICATED, partial(array, spec, place))
             for spec, place in self._places[bucket]
         ]
+
+    def tree(self, prefix: str, bucket: int, flat: np.ndarray) -> Tree:
+        """Return the tensors of a bucket, (n,)."""
+        return {prefix + spec.name: self._array(spec, flat[place]) for spec, place in self._places[bucket]}
+
+    def _array(self, spec: TensorSpec, flat: np.ndarray) -> np.ndarray:
+        return self._frontend.to_canonical(spec.name, flat.reshape(spec.shape))
 
     def load(self, prefix: str, bucket: int, cell: Cell, tree: Mapping[str, np.ndarray]) -> None:
         """Put the tensors of a bucket that ``tree`` has into a flat cell; others stay as they are."""

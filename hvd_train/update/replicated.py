@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
 
-from hvd_train.protocol import Cell, Entry, Exchange, FrontEnd, Optimizer, Placement, State, Tensor
+from hvd_train.protocol import (
+    OF_EXCHANGE,
+    Averages,
+    Cell,
+    Entry,
+    Exchange,
+    FrontEnd,
+    Optimizer,
+    Placement,
+    State,
+    Tensor,
+    Tree,
+)
 from hvd_train.update.error_meter import compression_error
+from hvd_train.update.flat_state import FlatState
+
+# What the names of weights begin with that a run goes on with, where a checkpoint's weights are averages of them.
+TRAINING = f"{OF_EXCHANGE}training_weights/"
 
 
 class Replicated:
@@ -17,6 +34,9 @@ class Replicated:
     Built once for a training; a front-end calls ``reduce`` and ``step`` eagerly or while it traces a step. Gradients
     are flat, one for each bucket. ``local_gradients``: a rank's gradient is the mean over its samples (adasum joins
     means, and neither adds nor averages them), instead of its part of the global mean.
+
+    With ``keep_average`` the training stands for an average of its weights. A checkpoint holds this as the weights, and
+    those that training goes on with beside it.
     """
 
     diverged = False
@@ -28,6 +48,9 @@ class Replicated:
         self.optimizer = cast(Optimizer, frontend.connect(self))
         self._residuals = self._cells(exchange)
         self._saved = self._residuals  # those that a checkpoint keeps
+        self._averages: Averages | None = None
+        self._training: list[Tensor] = []  # this rank's weights, while the model has their averages
+        self._received: Tree = {}  # the same, from a checkpoint
 
     def _cells(self, exchange: Exchange) -> list[tuple[Cell, ...]]:
         """Make the residuals of each bucket."""
@@ -85,11 +108,37 @@ class Replicated:
     def after_step(self, step: int, samples: int) -> None:
         """Nothing follows a step."""
 
+    @property
+    def has_global_weights(self) -> bool:
+        return not self.diverged and (self._averages is None or bool(self._training))
+
+    def keep_average(self, make: Callable[..., Any]) -> None:
+        made = make(self.frontend, self.optimizer, self._here, self._moved_weights)
+        self.optimizer = self._averages = made
+
+    def _here(self, bucket: int) -> Tensor:
+        """Return (n,): the weights of a bucket that this rank moves, within a step."""
+        return self.optimizer.weights(bucket)
+
     def take_global_weights(self) -> None:
-        """The ranks have the same weights at any time."""
+        if self._averages:
+            self.frontend.run_queued()
+            self._training = self._moved_weights()
+            self._give(self._averages.global_weights())
 
     def take_local_weights(self) -> None:
-        """The ranks have the same weights at any time."""
+        if self._training:
+            self._give(self._training)
+            self._training = []
+
+    def _moved_weights(self) -> list[Tensor]:
+        """Copy the weights that this rank moves, (n,) for each bucket."""
+        return self.frontend.flat_weights()
+
+    def _give(self, weights: Sequence[Tensor]) -> None:
+        """Give the model weights as ``_moved_weights`` returns them; on all ranks alike."""
+        for bucket, x in enumerate(weights):
+            self.optimizer.take(bucket, x)
 
     def settle(self) -> None:
         """Nothing travels between steps."""
@@ -103,18 +152,46 @@ class Replicated:
     def state(self) -> list[Entry]:
         """List slots and residuals; what an entry reads is copied by nobody but the reader."""
         self.frontend.run_queued()
-        return [*self._slots(Placement.REPLICATED), *self._residual_entries()]
+        return [*self._slots(Placement.REPLICATED), *self._residual_entries(), *self._training_entries()]
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         """Take arrays of ``state``; entries that are not in ``tree`` stay as they are."""
         self.frontend.run_queued()
         if placement is Placement.REPLICATED:
             self.optimizer.load(tree)
+            self._received |= {key: x for key, x in tree.items() if key.startswith(TRAINING)}
             return
         for b, cells in enumerate(self._saved):
             for k, cell in enumerate(cells):
                 if f"{b}/{k}" in tree:
                     cell.write(self.frontend.ops.from_numpy(tree[f"{b}/{k}"]))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Take the checkpoint's weights, which the model has, as the average, and go on with those beside them.
+
+        A run that no longer averages goes on with these as well.
+        """
+        if self._averages:
+            self._averages.begin_average()
+        received, self._received, self._training = self._received, {}, []
+        flat, buckets = FlatState(self.frontend, self.buckets), range(len(self.buckets))
+        if received and received.keys() == {name for b in buckets for name in flat.names(TRAINING, b)}:
+            self._give_whole([flat.flat(TRAINING, b, received) for b in buckets])
+
+    def _give_whole(self, weights: Sequence[Tensor]) -> None:
+        """Give the model whole buckets of weights; on all ranks alike."""
+        self._give(weights)
+
+    def _training_entries(self) -> list[Entry]:
+        if not self._averages:
+            return []
+        flat, weights = FlatState(self.frontend, self.buckets), cache(lambda: self._training or self._moved_weights())
+        return [
+            entry
+            for b in range(len(self.buckets))
+            for entry in flat.entries(TRAINING, b, lambda b=b: weights()[b])  # type: ignore[misc]
+        ]
 
     def _slots(self, placement: Placement) -> list[Entry]:
         return [Entry(name, placement, read) for name, read in self.optimizer.views()]

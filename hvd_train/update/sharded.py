@@ -25,15 +25,18 @@ from hvd_train.protocol import (
     Handle,
     HostMemory,
     HostSums,
+    Placement,
     Rounds,
     ShardedOptimizer,
     State,
     Tensor,
+    TensorSpec,
     Wire,
 )
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
-from hvd_train.update.replicated import Replicated
+from hvd_train.update.flat_state import FlatState
+from hvd_train.update.replicated import TRAINING, Replicated
 
 
 def part_sizes(entries: int, ranks: int) -> list[int]:
@@ -192,7 +195,10 @@ class Sharded(Replicated):
         if self.host:
             exchange.share(self.host)
         super().__init__(frontend, exchange)
-        self._sharded = cast(ShardedOptimizer, self.optimizer)
+
+    @property
+    def _sharded(self) -> ShardedOptimizer:
+        return cast(ShardedOptimizer, self.optimizer)
 
     def bounds(self, bucket: int) -> tuple[int, int]:
         return self._parts.bounds(bucket)
@@ -241,4 +247,44 @@ class Sharded(Replicated):
 
     def state(self) -> list[Entry]:
         self.frontend.run_queued()
-        return [*self._sharded.entries(), *self._residual_entries()]
+        return [*self._sharded.entries(), *self._residual_entries(), *self._training_entries()]
+
+    # ---- averages: each rank has those of its part
+
+    def _here(self, bucket: int) -> Tensor:
+        return self._sharded.part(bucket)
+
+    def _moved_weights(self) -> list[Tensor]:
+        ops = self.frontend.ops
+        parts = [flat[slice(*self.bounds(b))] for b, flat in enumerate(self.frontend.flat_weights())]
+        # Copied: TensorFlow's tensors may lie in memory that ranks share.
+        return [ops.from_numpy(ops.to_numpy(part)) for part in parts]
+
+    def _give(self, weights: Sequence[Tensor]) -> None:
+        communicator, flat = self.exchange.communicator, FlatState(self.frontend, self.buckets)
+        for b, part in enumerate(weights):
+            # No rank comes here before all have read theirs, which may lie in shared memory.
+            whole = communicator.synchronize(communicator.allgather_async(part, f"weights{b}"))
+            self.frontend.load(flat.tree("weights/", b, self.frontend.ops.to_numpy(whole)))
+
+    def _give_whole(self, weights: Sequence[Tensor]) -> None:
+        self._give([flat[slice(*self.bounds(b))] for b, flat in enumerate(weights)])
+
+    def _training_entries(self) -> list[Entry]:
+        if not self._averages:
+            return []
+        frontend, specs, entries = self.frontend, self.frontend.specs(), []
+        for b, part in enumerate(self._training or self._moved_weights()):
+            sizes, stop = [specs[i].size for i in self.buckets[b]], 0
+            flat = frontend.ops.to_numpy(part)
+            for i, (first, last) in zip(self.buckets[b], pieces(sizes, *self.bounds(b)), strict=True):
+                start, stop = stop, stop + last - first
+                whole = partial(_canonical, frontend, specs[i])
+                shape = whole(np.broadcast_to(np.zeros((), flat.dtype), specs[i].size)).shape
+                read = partial(flat.__getitem__, slice(start, stop))
+                entries.append(Entry(TRAINING + specs[i].name, Placement.SHARDED, read, shape, whole))
+        return entries
+
+
+def _canonical(frontend: FrontEnd, spec: TensorSpec, stored: np.ndarray) -> np.ndarray:
+    return frontend.to_canonical(spec.name, stored.reshape(spec.shape))

@@ -20,7 +20,9 @@ from tensorflow_engines import TENSORFLOW
 from work import MODELS, Count, settings
 
 
-def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto") -> None:
+def ours(
+    framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto", ema: dict | None = None
+) -> None:
     """The product's own loop."""
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
@@ -45,7 +47,8 @@ def ours(framework: str, model: str, count: Count, exchange: dict, steps: int | 
         """Return the mean loss of this rank's samples. Ranks run queued steps apart: nothing may be sent from here."""
         return frontend.task.results(frontend.ops.to_numpy(sums))["loss"]
 
-    config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps})
+    more = {"ema": ema} if ema else {}  # other checkouts do not know the key
+    config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps} | more)
     with opened_job(config, False) as job:
         update, _ = connect(job, config.exchange.compression)
         trainer = Trainer(
@@ -79,7 +82,9 @@ def main() -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     count = Count(options.count.with_name(f"{options.count.name}.{rank}"))
     run = ENGINES[options.framework].get(options.engine)
-    if run is None:
+    if options.engine == "ours (ema)":
+        ours(options.framework, options.model, count, {}, ema={"decay": 0.999})
+    elif run is None:
         ours(options.framework, options.model, count, json.loads(options.exchange))
     else:
         run(options.model, count)

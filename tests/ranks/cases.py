@@ -168,6 +168,16 @@ CHANGED = {
     "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),
 }
+TRAININGS["muon"] = SHORT | {"optim.name": "muon", "optim.momentum": 0.9, "optim.nesterov": True, "optim.lr": 0.01}
+TRAININGS["muon"] |= {"optim.weight_decay": 0.05, "gradient_clip_val": 0.5}
+# A mean of the weights is what is evaluated and saved; a cut after step 5 is between two additions.
+AVERAGED = {
+    "ema": {"optim.momentum": 0.9, "ema": {"decay": 0.8, "every_n_steps": 2}},
+    "ema-sharded": {"optim.name": "adam", "optim.sharded": True, "ema": {"decay": 0.8, "every_n_steps": 2}},
+    "free": {"optim.name": "schedule_free_adamw", "optim.weight_decay": 0.01, "optim.warmup_steps": 3},
+    "free-sharded": {"optim.name": "schedule_free_sgd", "optim.sharded": True},
+}
+TRAININGS |= {name: SHORT | keys for name, keys in AVERAGED.items()}
 # Weights that are trained from the fourth step on: residuals of the others go on. Left then and later.
 LATER_CUT = {
     "optim.momentum": 0.9,
@@ -261,6 +271,10 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
         made.append({"name": f"{name}-first", "kind": "train", "config": cut | before | {"max_steps": 5}})
         allow = [key.partition(".")[0] for key in before]
         made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last", "allow": allow})
+    for name, keys in AVERAGED.items():
+        cut = own(f"{name}-cut", SHORT | keys)
+        made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
+        made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
     made.append({"name": "adam-short", "kind": "train", "config": own("adam-short", ADAM_SHORT)})
     for name, (before, after) in RESHARDED.items():
         cut = own(f"{name}-cut", ADAM_SHORT)

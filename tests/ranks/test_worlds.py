@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.ranks.cases import (
+    AVERAGED,
     COMPRESSED,
     DELAYED,
     EVERY_SIZE,
@@ -262,7 +263,7 @@ def test_compressed_ranks_stay_equal_near_the_plain_run_and_keep_a_residual(worl
     assert all(result["residual"] > 0 for result in results.json(name))
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE, *DELAYED])
+@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE, *DELAYED, *AVERAGED])
 @pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)

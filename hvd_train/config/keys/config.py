@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from hvd_train.config.keys.average import EmaConfig
 from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
 from hvd_train.config.keys.data import DataConfig
 from hvd_train.config.keys.exchange import ExchangeConfig
@@ -45,6 +46,9 @@ class Config(Section):
         None, unless_to_end=True, description="steps to train; with max_epochs: whichever ends first"
     )
     optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
+    ema: EmaConfig | None = Field(
+        None, description="evaluate, save and predict with an exponential mean of the weights; null: with themselves"
+    )
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
     exchange: ExchangeConfig = Field(ExchangeConfig(), description="how gradients travel")
@@ -148,6 +152,7 @@ class Config(Section):
                 else "ranks move their weights apart"
             )
             problems.append(("optim.sharded", f"{what} with exchange.mode: {self.exchange.mode}"))
+        problems += self._of_averages()
         if self.optim.sharded and self.exchange.op == "adasum":
             problems.append(("optim.sharded", "adasum joins whole tensors, and gives no rank a part of them"))
         if any(group.until_epoch for group in self.optim.groups):
@@ -162,6 +167,17 @@ class Config(Section):
             problems.append(("devices", "names GPUs, but device is cpu"))
         raise_problems(problems)
         return self
+
+    def _of_averages(self) -> list[tuple[str, str]]:
+        """Return what is wrong with a training that stands for averages of its weights."""
+        keys = {"ema": bool(self.ema), "optim.name": self.optim.schedule_free}
+        used = [key for key, there in keys.items() if there]
+        if len(used) > 1:
+            return [("ema", f"{self.optim.name} averages the weights by itself: leave ema out")]
+        if used and not MODES[self.exchange.mode].exact:
+            apart = f"ranks move their weights apart with exchange.mode: {self.exchange.mode}, and have no average"
+            return [(used[0], apart)]
+        return []
 
     def _needs_lockstep(self) -> list[tuple[str, str]]:
         """Return the keys that make ranks wait for one another within an epoch, where the mode lets none wait."""
@@ -179,6 +195,8 @@ class Config(Section):
             "optim.sharded": self.optim.sharded,
             "exchange.mode": self.exchange.mode != ALLREDUCE,
             "on_nonfinite": self.on_nonfinite == "rollback",  # the checkpoint may have fewer slots
+            "ema": bool(self.ema),  # and the averages of all would begin anew
+            "optim.name": self.optim.schedule_free,
         }
         why = "does not go with until_epoch of optim.groups: leave one of them out"
         return [(key, why) for key, used in wrong.items() if used]
@@ -189,7 +207,9 @@ class Config(Section):
         wrong = {
             "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
             "optim.groups": self.optim.groups and "it",
-            "optim.name": self.optim.is_users and "an optimizer of yours",
+            "optim.name": (self.optim.is_users and "an optimizer of yours")
+            or (self.optim.schedule_free and self.optim.name),
+            "ema": self.ema and "it",
             "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
             "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
             "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",

@@ -24,11 +24,13 @@ class PlateauConfig(Section):
     cooldown: Count = Field(0, description="evaluations after a reduction that are not counted")
 
 
+SCHEDULE_FREE = ("schedule_free_sgd", "schedule_free_adamw")
 # The keys that belong to the schedules of today's table. Older ones were not refused with other schedules.
 _SCHEDULE_OPTIONS = ("milestones", "period", "period_factor", "power", "rise", "start_divisor", "end_divisor")
 
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion")
+OPTIMIZERS = ["sgd", "adam", "adamw", "lars", "lamb", "rmsprop", "adagrad", "nadam", "radam", "lion", "muon"]
+OPTIMIZERS += SCHEDULE_FREE
 # Keys of built-in optimizers, which an optimizer of the user gets in the user's function.
 _BUILT_IN = ("momentum", "nesterov", "weight_decay", "betas", "alpha", "eps", "trust_coefficient")
 
@@ -38,19 +40,22 @@ class OptimConfig(Section):
 
     name: Annotated[str, OneOf(OPTIMIZERS, functions=True)] = Field(
         "sgd",
-        description="by PyTorch's formulas (lars, lamb, lion: their papers'); or your function, which makes one",
+        description="PyTorch's formulas (lars to schedule_free_*: their papers'), or your function that makes one",
     )
     lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="base learning rate, before lr_scaling")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars, rmsprop: momentum")
-    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd, lars, rmsprop, muon: momentum")
+    nesterov: bool = Field(False, description="sgd, muon: Nesterov momentum")
     weight_decay: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="L2 term (adamw, lamb, lion: decoupled), also without a gradient; lars, lamb: no biases",
+        description="L2 term (*adamw, lamb, lion, muon: decoupled), also without a gradient; lars, lamb: no biases",
     )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="the adams, lamb, lion: decay of the two running means"
+        [0.9, 0.999],
+        min_length=2,
+        max_length=2,
+        description="the adams, lamb, lion: decay of the running means; schedule_free: weight of x, decay",
     )
     alpha: float = Field(0.99, ge=0, lt=1, description="rmsprop: decay of the running mean of squares")
     eps: float = Field(1e-8, gt=0, description="all but sgd and lion: term in the denominator")
@@ -106,7 +111,11 @@ class OptimConfig(Section):
         problems = []
         if self.nesterov and not self.momentum:
             problems.append(("nesterov", "needs momentum > 0"))
-        if self.name not in ("sgd", "lars", "rmsprop") and (self.momentum or self.nesterov):
+        if self.name == "muon" and not self.momentum:
+            problems.append(("momentum", "muon needs one, for example 0.95"))
+        if self.name == "muon" and self.sharded:
+            problems.append(("sharded", "muon needs whole matrices, of which each rank would have a part"))
+        if self.name not in ("sgd", "lars", "rmsprop", "muon") and (self.momentum or self.nesterov):
             has = "has none" if self.name == "adagrad" else "has betas"
             problems.append(("momentum", f"belongs to sgd, lars and rmsprop; {self.name} {has}"))
         if self.name in ("lars", "rmsprop") and self.nesterov:
@@ -115,6 +124,8 @@ class OptimConfig(Section):
             problems.append(("alpha", f"belongs to rmsprop, not {self.name}"))
         if self.name != "lars" and self.trust_coefficient != type(self).model_fields["trust_coefficient"].default:
             problems.append(("trust_coefficient", f"belongs to lars, not {self.name}"))
+        if self.schedule_free and not self.betas[0]:
+            problems.append(("betas", f"{self.name} needs a first one > 0"))
         raise_problems(problems + self._rate_problems() + self._schedule_problems())
         return self
 
@@ -149,6 +160,11 @@ class OptimConfig(Section):
         if self.warmup_epochs and self.warmup_steps:
             problems.append(("warmup_steps", "give warmup_epochs or warmup_steps, not both"))
         return problems
+
+    @property
+    def schedule_free(self) -> bool:
+        """Return whether the training stands for a mean of what the optimizer moves."""
+        return self.name in SCHEDULE_FREE
 
     def _schedule_problems(self) -> list[tuple[str, str]]:
         fields, options = type(self).model_fields, row_of(self.schedule).options

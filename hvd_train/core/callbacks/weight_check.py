@@ -29,7 +29,7 @@ class WeightCheck(Hook):
         """Give the model the weights that the training stands for, for an evaluation or a checkpoint."""
         update = trainer.update
         # A signal within an evaluation saves: the weights are global already, and the evaluation gives them back.
-        if not update.diverged:
+        if update.has_global_weights:
             yield
             return
         update.take_global_weights()

@@ -93,9 +93,10 @@ class Flat:
         torch._foreach_copy_(self.parts(laid_out), self.parts(flat))
         return laid_out
 
-    def packed(self) -> torch.Tensor:
-        """Return (n,): the weights as a gradient travels; not to be changed."""
-        return self.weight if self._steps == self.sizes else torch.cat(self.parts(self.weight))
+    def packed(self, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (n,): the weights, or what lies as they do, as a gradient travels; not to be changed."""
+        flat = self.weight if flat is None else flat
+        return flat if self._steps == self.sizes else torch.cat(self.parts(flat))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cut what lies as weights or as gradients do into the flat parts of the tensors."""

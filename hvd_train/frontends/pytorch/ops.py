@@ -72,6 +72,9 @@ class TorchOps(EagerControl):
         finally:
             torch.set_num_threads(threads)
 
+    def lerp(self, x, y, share) -> torch.Tensor:
+        return x.lerp_(y, share)
+
     def clip(self, x, limit) -> torch.Tensor:
         return torch.clamp(x, -limit, limit)
 

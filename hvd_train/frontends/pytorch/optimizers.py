@@ -21,6 +21,7 @@ from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.protocol import Ops
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.elementwise import ELEMENTWISE
+from hvd_train.update.muon import muon
 from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 Tensors = list[torch.Tensor]
@@ -133,6 +134,25 @@ class LAMB:
         _move(weights, slots, rounds, total)
 
 
+class Muon:
+    """The formula of update/muon.py, for each tensor by itself."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps = per_tensor = True
+
+    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+        self.options, self.ops = options, ops
+
+    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
+        torch._foreach_add_(steps, 1)
+        t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
+        for weight, gradient, m, v in zip(weights, gradients, *slots, strict=True):
+            loss, *new = muon(weight, gradient, m, v, t, learning_rate, self.options, self.ops)
+            weight.sub_(loss)
+            m.copy_(new[0])
+            v.copy_(new[1])
+
+
 def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.Formula], total: Total | None) -> None:
     """Apply a formula to each tensor. Whole tensors are moved one after the other, which needs the least memory."""
     if total:
@@ -145,7 +165,7 @@ def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.
             slot.copy_(value)
 
 
-KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB}
+KERNELS: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": Adam, "lars": LARS, "lamb": LAMB, "muon": Muon}
 KERNELS |= dict.fromkeys(ELEMENTWISE, Elementwise)
 
 
@@ -202,6 +222,10 @@ class FlatOptimizer(NamedArrays):
 
     def weights(self, bucket: int) -> torch.Tensor:
         return self._flats[bucket].packed()
+
+    def slot(self, name: str, bucket: int) -> torch.Tensor:
+        """Return (n,): a slot of the weights of a bucket; not to be changed in place."""
+        return self._flats[bucket].packed(self.slots[name][bucket])
 
     @torch.no_grad()
     def take(self, bucket: int, weights: torch.Tensor) -> None:

@@ -84,6 +84,11 @@ class ShardedOptimizer(ShardedSlots):
         """Return (n,): the weights of a bucket that this rank has moved, laid out as gradients travel."""
         return torch.cat([w.view(-1) for w in self._weights[bucket]])
 
+    def slot(self, name: str, bucket: int) -> torch.Tensor:
+        """Return (n,): a slot of the same weights."""
+        start = sum(map(len, self._pieces[:bucket]))
+        return torch.cat([x.view(-1) for x in self.slots[name][start : start + len(self._pieces[bucket])]])
+
     @torch.no_grad()
     def take(self, bucket: int, bounds: tuple[int, int], weights: torch.Tensor) -> None:
         """Take (n,): the weights of a bucket between ``bounds``."""

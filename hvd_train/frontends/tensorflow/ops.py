@@ -97,6 +97,9 @@ class TensorFlowOps:
     def orthonormal(self, x) -> tf.Tensor:
         return tf.linalg.qr(x).q
 
+    def lerp(self, x, y, share) -> tf.Tensor:
+        return x + tf.constant(share, x.dtype) * (y - x)
+
     def clip(self, x, limit) -> tf.Tensor:
         return tf.clip_by_value(x, -limit, limit)
 

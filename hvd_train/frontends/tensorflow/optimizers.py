@@ -23,6 +23,7 @@ from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.elementwise import ELEMENTWISE
+from hvd_train.update.muon import muon
 from hvd_train.update.parameter_groups import Rule, rule_of, step_key
 
 
@@ -162,12 +163,31 @@ class LAMB:
         weight.assign_sub(loss)
 
 
+class Muon:
+    """The formula of update/muon.py."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+    counts_steps = per_tensor = True
+
+    def __init__(self, options: OptimConfig) -> None:
+        self.options, self.ops = options, TensorFlowOps()
+
+    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
+        m, v = slots
+        t = tf.cast(step, tf.float64)
+        loss, *new = muon(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+        m.assign(new[0])
+        v.assign(new[1])
+        weight.assign_sub(loss)
+
+
 KERNELS: dict[str, Any] = {
     "sgd": SGD,
     "adam": Adam,
     "adamw": Adam,
     "lars": LARS,
     "lamb": LAMB,
+    "muon": Muon,
     **dict.fromkeys(ELEMENTWISE, Elementwise),
 }
 
@@ -219,8 +239,11 @@ class VariableOptimizer(NamedArrays):
                 self.steps[key].assign(count)
 
     def weights(self, bucket: int) -> tf.Tensor:
-        parts = [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
-        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        return _joined([self._weights[i].value for i in self._buckets[bucket]])
+
+    def slot(self, name: str, bucket: int) -> tf.Tensor:
+        """Return (n,): a slot of the weights of a bucket."""
+        return _joined([self.slots[name][i] for i in self._buckets[bucket]])
 
     def take(self, bucket: int, weights: tf.Tensor) -> None:
         variables = [self._weights[i] for i in self._buckets[bucket]]
@@ -247,6 +270,11 @@ class VariableOptimizer(NamedArrays):
         variables = self._variables()
         for key, array in arrays.items():
             variables[key].assign(np.asarray(array).astype(variables[key].dtype.as_numpy_dtype))
+
+
+def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    parts = [tf.reshape(v, (-1,)) for v in variables]
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
 def view(variable: tf.Variable) -> np.ndarray:

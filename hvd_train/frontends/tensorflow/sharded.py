@@ -109,6 +109,12 @@ class ShardedOptimizer(ShardedSlots):
         """Return (n,): the weights of a bucket that this rank has moved."""
         return tf.concat([tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]], 0)
 
+    def slot(self, name: str, bucket: int) -> tf.Tensor:
+        """Return (n,): a slot of the same weights."""
+        start = sum(map(len, self._buckets[:bucket]))
+        slots = self.slots[name][start : start + len(self._buckets[bucket])]
+        return tf.concat([tf.reshape(x.value(), (-1,)) for x in slots], 0)
+
     def take(self, bucket: int, bounds: tuple[int, int], weights: tf.Tensor) -> None:
         """Take (n,): the weights of a bucket between ``bounds``, which are those of all ranks without common memory."""
         variables = [piece.variable for piece in self._buckets[bucket]]

@@ -1,0 +1,14 @@
+"""The keys of ``ema``."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hvd_train.config.keys.section import Positive, Section
+
+
+class EmaConfig(Section):
+    """An exponential mean of the weights. The formula is in ``update/ema.py``."""
+
+    decay: float = Field(0.999, gt=0, lt=1, description="share of the mean that stays when new weights are added")
+    every_n_steps: Positive = Field(1, description="steps between two additions")

@@ -1,0 +1,49 @@
+"""Muon: matrices move by their orthogonalized momentum, all other tensors by AdamW.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor on the rate is that of Liu et
+al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982), so that one rate serves for all tensors. It does not
+change if a matrix is transposed, as it may be in the other framework.
+
+A matrix is a tensor of two axes, those of embeddings and heads among them. Kernels of convolutions are not.
+"""
+
+from __future__ import annotations
+
+from hvd_train.config import OptimConfig
+from hvd_train.protocol import Ops, Tensor
+
+# Of the polynomial a s + b s^3 + c s^5 of singular values s, which brings those in (0, 1] near 1; how often.
+COEFFICIENTS, TIMES = (3.4445, -4.7750, 2.0315), 5
+RMS = 0.2  # of the entries of AdamW's steps
+
+
+def muon(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is to be taken from the weight, then the new slots; ``t``: the number of the step (float64, from 1).
+
+    m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w), with nesterov g + momentum m for m.
+    v is not used for a matrix.
+    """
+    if len(w.shape) == 2:
+        m = o.momentum * m + g
+        u = orthogonal(g + o.momentum * m if o.nesterov else m, ops) * (RMS * max(map(int, w.shape)) ** 0.5)
+    else:
+        m = o.betas[0] * m + (1 - o.betas[0]) * g
+        v = o.betas[1] * v + (1 - o.betas[1]) * g * g
+        corrections = [ops.cast(1 - beta**t, ops.dtype(g)) for beta in o.betas]
+        u = m / corrections[0] / ((v / corrections[1]) ** 0.5 + o.eps)
+    return rate * (u + o.weight_decay * w), m, v
+
+
+def orthogonal(x: Tensor, ops: Ops) -> Tensor:
+    """Return about U V^T for the matrix x = U S V^T, with singular values of 0.7 to 1.2, by Newton and Schulz."""
+    a, b, c = COEFFICIENTS
+    x = x / (ops.sum_of_squares(x) ** 0.5 + 1e-7)
+    tall = int(x.shape[0]) > int(x.shape[1])
+    for _ in range(TIMES):
+        # (n, n), n being the shorter side.
+        gram = ops.matmul(x, x, transpose_a=tall, transpose_b=not tall)
+        polynomial = b * gram + c * ops.matmul(gram, gram)
+        x = a * x + (ops.matmul(x, polynomial) if tall else ops.matmul(polynomial, x))
+    return x

@@ -1,0 +1,55 @@
+"""Training without a schedule (Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682).
+
+Gradients are taken at y = (1 - beta) z + beta x. z moves by them, and x is the mean of the z, for which the training
+stands. The formulas are in update/elementwise.py; the model has y while it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_train.protocol import Cell, Tensor
+from hvd_train.update.average import Average, Number
+
+OFFSET = "offset"  # the slot with z - y
+
+
+class ScheduleFree(Average):
+    """x = (1 - c) x + c z after each step; c = w / (sum of all w so far), w = (largest learning rate so far)^2.
+
+    The weights w are those of the authors' package, schedulefree, by default. With a constant rate x is the plain mean.
+    """
+
+    def __init__(self, *arguments: Any, beta: float) -> None:
+        super().__init__(*arguments)
+        self.beta = beta
+        self._largest, self._total = (self._ops.keep(np.zeros(())) for _ in range(2))
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
+        ops = self._ops
+        # A number of Python would be taken for one of 32 bits.
+        number = np.array(learning_rate) if isinstance(learning_rate, float) else None
+        rate = ops.cast(learning_rate if number is None else ops.from_numpy(number), "float64")
+        before = self._largest.read()
+        largest = ops.where(rate > before, rate, before)
+        total = self._total.read() + largest * largest
+        share = largest * largest / ops.where(total > 0, total, 1.0)
+        self._largest.write(largest)
+        self._total.write(total)
+        # The share times the rate, so that whoever multiplies the rate of some weights leaves the share as it is.
+        self._optimizer.step(gradients, ops.stack([rate, rate * share]))
+
+    def global_weights(self) -> list[Tensor]:
+        share = 1 / self.beta - 1
+        return [y - share * self._optimizer.slot(OFFSET, bucket) for bucket, y in enumerate(self._first())]
+
+    def _numbers(self) -> Mapping[str, Number]:
+        cells = {"slots/largest_rate": self._largest, "slots/weight_sum": self._total}
+        return {name: self._number(cell) for name, cell in cells.items()}
+
+    def _number(self, cell: Cell) -> Number:
+        ops = self._ops
+        return Number(lambda: ops.to_numpy(cell.read()), lambda x: cell.write(ops.from_numpy(x)))

@@ -1,0 +1,118 @@
+"""An exponential mean of the weights: what is evaluated and saved, on any number of ranks, over a kill and a change."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hvd_train.checkpoint import store
+from hvd_train.config import load_config
+from hvd_train.core.hooks import Hook
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.serial import Serial
+from hvd_train.update import make_update
+from hvd_train.update.ema import ExponentialMean
+from tests.core.test_loop import KillingLog, Recorder, Stop, config, final, run_ranks, same, trainer, without_speed
+
+TRAINING = "exchange/training_weights/"
+DELAYED = {"mode": "delayed", "delay": 2, "compensation": 0.3}
+
+
+def averaging(decay=0.9, every=1, **exchange):
+    """What builds the update of a run with a mean."""
+
+    def kind(frontend, built):
+        made = make_update(config(exchange=exchange).exchange, frontend, lambda over: built, Serial())
+        made.keep_average(partial(ExponentialMean, decay=decay, every=every))
+        return made
+
+    return kind
+
+
+class Weights(Hook):
+    """The weights of training after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step(self, trainer, info):
+        self.seen.append(trainer.frontend.state())
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_mean_is_evaluated_and_saved_and_training_goes_on_with_the_weights(tmp_path, every):
+    plain, hook, log = Weights(), Weights(), Recorder()
+    _, without, _, _ = final(1, config(), tmp_path / "plain", hooks=[plain])
+    summary, tree, _, made = final(1, config(), tmp_path / "mean", hooks=[hook], log=log, kind=averaging(0.8, every))
+    assert all(same(a, b) for a, b in zip(plain.seen, hook.seen, strict=True)), "training takes no mean"
+    # (w0 is that of rank 0, with which the run began.)
+    mean = trainer(Serial(), config(), tmp_path / "first").frontend.state()
+    for step, state in enumerate(plain.seen, 1):
+        if step % every == 0:
+            mean = {key: mean[key] + 0.2 * (x - mean[key]) for key, x in state.items() if key.startswith("weights/")}
+    for key, x in mean.items():
+        np.testing.assert_allclose(tree[key], x, rtol=1e-12)
+        assert (tree[TRAINING + key[len("weights/") :]] == without[key]).all()
+    saved = store.newest(tmp_path / "mean/checkpoints", pytest.fail)
+    assert all((saved.model[key] == tree[key]).all() for key in mean)
+    # Its evaluation is that of the mean.
+    made.frontend._assign(mean)
+    sums = made.frontend.evaluate_batch(next(made.val_loader.evaluation()))
+    assert summary["val_loss"] != pytest.approx(final(1, config(), tmp_path / "again")[0]["val_loss"], rel=1e-3)
+    assert np.isfinite(sums).all()
+
+
+@pytest.mark.parametrize("exchange", [{}, DELAYED], ids=["allreduce", "delayed"])
+def test_n_ranks_are_one(tmp_path, exchange):
+    one = final(1, config(exchange=exchange), tmp_path / "1", kind=averaging(every=2, **exchange))
+    for size in (2, 3, 4):
+        summary, tree, *_ = final(
+            size, config(exchange=exchange), tmp_path / str(size), kind=averaging(every=2, **exchange)
+        )
+        assert summary["val_loss"] == pytest.approx(one[0]["val_loss"], rel=1e-12)
+        for key, x in one[1].items():
+            if not key.startswith("statistics/"):
+                np.testing.assert_allclose(tree[key], x, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("exchange", [{}, DELAYED], ids=["allreduce", "delayed"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_kill_at_any_step_changes_no_bit(tmp_path, size, exchange):
+    c, keys = config(checkpoint={"every_n_steps": 2}, exchange=exchange), {"kind": averaging(every=3, **exchange)}
+    whole = final(size, c, tmp_path / "whole", **keys)
+    for killed_at in range(1, whole[0]["steps"] + 1, 3):
+        folder = tmp_path / str(killed_at)
+        with pytest.raises(Stop):
+            run_ranks(size, lambda com, f=folder, k=killed_at: trainer(com, c, f, KillingLog(k), **keys).fit())
+        again = final(size, c, folder, resume=True, **keys)
+        assert same(again[1], whole[1]) and without_speed(again[0]) == without_speed(whole[0]), killed_at
+
+
+def test_a_run_goes_on_without_the_mean_and_with_one(tmp_path):
+    """Without it training goes on as if there had never been one; one that begins later begins at the weights."""
+    whole = final(2, config(max_epochs=3), tmp_path / "whole")[1]
+    final(2, config(max_epochs=2), tmp_path / "left", kind=averaging())
+    tree = final(3, config(max_epochs=3), tmp_path / "left", resume=True)[1]
+    for key, x in whole.items():
+        if not key.startswith("statistics/"):
+            np.testing.assert_allclose(tree[key], x, rtol=1e-10, atol=1e-12)
+    final(2, config(max_epochs=3), tmp_path / "later")
+    later = final(2, config(max_epochs=4), tmp_path / "later", resume=True, kind=averaging(decay=1 - 1e-12))[1]
+    np.testing.assert_allclose(later["weights/w"], whole["weights/w"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["exchange.mode=local_sgd"], "ema: ranks move their weights apart with exchange.mode: local_sgd"),
+        (["exchange.mode=async"], "ema: ranks move their weights apart with exchange.mode: async, and have no average"),
+        (["ema.decay=1"], "ema.decay: must be < 1.0, not 1"),
+        (["ema.every_n_steps=0"], "ema.every_n_steps: must be > 0, not 0"),
+    ],
+)
+def test_what_a_mean_cannot_be_is_refused(keys, words):
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, ["ema.decay=0.9", *keys])
+    assert words in str(raised.value)

@@ -1,0 +1,77 @@
+"""The mean of the weights in both frameworks is that of torch's AveragedModel and of Keras' use_ema."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hvd_train.update.ema import ExponentialMean
+from tests.frontends.test_contract import FRAMEWORKS, batch, opened, same, stepped, weights
+
+DECAY, STEPS = 0.9, 6
+
+
+def trained(framework, every=1):
+    """(the front-end after STEPS steps, with a mean from the weights of the first on; its weights after each)."""
+    frontend, seen = opened(framework), []
+    update = frontend.update
+    update.keep_average(partial(ExponentialMean, decay=DECAY, every=every))
+    for k in range(STEPS):
+        stepped(frontend, [batch(k)])
+        frontend.run_queued()
+        seen.append(weights(frontend))
+        if k == 0:  # torch and Keras begin with the weights after the first step
+            update.optimizer.begin_average()
+    return frontend, seen
+
+
+def by_torch(seen):
+    import torch
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor(x)) for x in seen[0].values()])
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for state in seen:
+        with torch.no_grad():
+            for p, x in zip(model, state.values(), strict=True):
+                p.copy_(torch.tensor(x))
+        averaged.update_parameters(model)
+    return dict(zip(seen[0], [p.detach().numpy() for p in averaged.module], strict=True))
+
+
+def by_keras(seen):
+    pytest.importorskip("torch")  # torch before TensorFlow, as the ranks load them
+    import keras
+
+    variables = [keras.Variable(np.zeros_like(x), dtype="float64") for x in seen[0].values()]
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=DECAY)
+    optimizer.build(variables)
+    for state in seen:
+        # Each step takes a variable where the training had it.
+        optimizer.apply([v - x for v, x in zip(variables, state.values(), strict=True)], variables)
+    optimizer.finalize_variable_values(variables)
+    return dict(zip(seen[0], [v.numpy() for v in variables], strict=True))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_mean_is_that_of_torch_and_keras(framework):
+    frontend, seen = trained(framework)
+    frontend.update.take_global_weights()
+    mean = weights(frontend)
+    for other in (by_torch(seen), by_keras(seen)):
+        for key, x in other.items():
+            np.testing.assert_allclose(mean[key], x, rtol=1e-11, atol=1e-14)
+    frontend.update.take_local_weights()
+    assert same(weights(frontend), seen[-1]), "training goes on with the bits that it had"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_mean_takes_every_third_step(framework):
+    frontend, seen = trained(framework, every=3)
+    frontend.update.take_global_weights()
+    for key, x in weights(frontend).items():
+        # It began anew after step 1, and the count of steps went on: it took those of 3 and 6.
+        mean = seen[0][key] + 0.1 * (seen[2][key] - seen[0][key])
+        np.testing.assert_allclose(x, mean + 0.1 * (seen[5][key] - mean), rtol=1e-11, atol=1e-14)

@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 120
 
 
-def run(*arguments: str, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess:
+def run(
+    *arguments: str, cwd: Path = ROOT, code: int = 0, seconds: int = SECONDS, **environ: str
+) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "hvd_train", *arguments]
     own = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-    done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(line, cwd=cwd, env=own, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done

@@ -16,6 +16,7 @@ from hvd_train.modes.ways import stages, standard, way, ways
 from tests.cli.running import run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[128]", "--set", "threads=1")
+LONG = 400  # seconds: each way starts ranks of its own
 WEIGHTS = 64 * 128 + 128 + 128 * 10 + 10
 
 
@@ -162,7 +163,7 @@ def test_the_command(tmp_path):
     """A way that cannot run is a row; the picture is all that is left."""
     names = "synchronous,int8,local_sgd,pipeline,sharded+async"
     words = ("--modes", names, "--steps", "32", "--turns", "1", "-o", "modes.png")
-    done = run("modes", "-np", "2", *TINY, *words, cwd=tmp_path)
+    done = run("modes", "-np", "2", *TINY, *words, cwd=tmp_path, seconds=LONG)
     assert done.stdout.endswith("\npicture: modes.png\n") and "turn 1 of 1, int8: " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["modes.png"]
     assert (tmp_path / "modes.png").stat().st_size > 20_000
@@ -178,7 +179,8 @@ def test_the_command(tmp_path):
 def test_the_command_in_tensorflow(tmp_path):
     """Bytes are counted in graphs. Over Gloo no rank can go without waiting."""
     words = ("--modes", "synchronous,async", "--steps", "16", "--turns", "2", "--launcher", "horovodrun")
-    rows = cells(run("modes", "-np", "2", *TINY, *words, "--set", "framework=tensorflow", cwd=tmp_path).stdout)
+    words += ("--set", "framework=tensorflow")
+    rows = cells(run("modes", "-np", "2", *TINY, *words, cwd=tmp_path, seconds=LONG).stdout)
     assert_measured(rows["synchronous"], size(4 * WEIGHTS))
     assert rows["async"][-1].startswith("cannot run: ranks that do not wait for one another need MPI")
     assert not [*tmp_path.iterdir()]

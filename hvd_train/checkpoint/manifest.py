@@ -104,6 +104,7 @@ class Meta(_Part):
     config: dict[str, Any] | None = None
     compression: Text | None = None
     two_phase: bool = False
+    axes: Text | None = None
     sample: SampleFields | None = None
     input_shape: Annotated[list[Count], Field(max_length=64)] | None = None
     num_classes: Count | None = None  # like input_shape and numbers of older versions, which knew one input alone

@@ -33,6 +33,7 @@ class RunFacts:
     ranks: int
     two_phase: bool = True  # False: of a version in which bf16 and int8 did not round sums
     stages: str = "1"  # blocks of each, as "3 + 2"
+    axes: str | None = None  # in which residuals lie; None: there is none, or an older checkpoint does not tell
 
     @classmethod
     def of(
@@ -43,6 +44,7 @@ class RunFacts:
         data: dict[str, dict[str, Any]],
         ranks: int,
         two_phase: bool = True,
+        axes: str | None = None,
     ) -> RunFacts:
         stopping, plateau, split = config.early_stopping, config.optim.plateau, config.parallel.split
         return cls(
@@ -58,6 +60,7 @@ class RunFacts:
             ranks=ranks,
             two_phase=two_phase,
             stages=" + ".join(map(str, split)) if config.parallel.pipeline > 1 else "1",
+            axes=axes,
         )
 
 
@@ -171,6 +174,7 @@ RULES = (
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
     Rule("ranks, pipeline stages", "nothing", "what each rank kept to itself is left behind"),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
+    Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
     Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),
     Rule("names of classes", "--allow-change data.classes", "nothing"),
     Rule("names of columns", "--allow-change data", "columns count by their places"),
@@ -188,9 +192,9 @@ def carry_over(resumption: Resumption) -> list[str]:
 def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
     """Return why residuals and other state of each rank cannot go on; empty if it can.
 
-    It belongs to its rank, to the axis order of its framework and to its compressor; else all begin at zero.
+    It belongs to its rank, to the axis order of its framework and device and to its compressor; else all begin at zero.
     """
-    names = ("ranks", "stages", "framework", "compression", "mode")
+    names = ("ranks", "stages", "framework", "compression", "mode", "axes")
     pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
     return ", ".join(changes) or ("" if same_shapes else "their shapes are others")

@@ -24,7 +24,7 @@ from hvd_train.core.stages import of_other_stages
 from hvd_train.core.training import Training
 from hvd_train.errors import CheckpointError, NonFiniteError
 from hvd_train.protocol import Entry, Placement, Tree
-from hvd_train.update.state import join_shards, read, training_state, weight_names
+from hvd_train.update.state import is_residual, join_shards, read, training_state, weight_names
 
 STATISTICS = "statistics/"
 
@@ -120,6 +120,7 @@ def _copy(
         "config": training.config.model_dump(mode="json"),
         "compression": training.compression,
         "two_phase": True,  # older checkpoints do not say so
+        "axes": training.frontend.axes,
         "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
         "sample": asdict(training.sample),
         "data": training.data,
@@ -243,7 +244,8 @@ def _check_averages(training: Training, averages: Tree) -> None:
 def _facts(training: Training) -> RunFacts:
     """Return the facts of this training that decide how it goes on."""
     config, ranks = training.config, training.communicator.size
-    return RunFacts.of(config, config.framework, training.compression, training.data, ranks)
+    axes = training.frontend.axes
+    return RunFacts.of(config, config.framework, training.compression, training.data, ranks, axes=axes)
 
 
 def _head(snapshot: store.Snapshot | None) -> bytes:
@@ -252,11 +254,13 @@ def _head(snapshot: store.Snapshot | None) -> bytes:
         return b"{}"
     config, meta = snapshot.config(), snapshot.meta
     kind, data, ranks = meta.get("compression"), meta.get("data", {}), len(snapshot.local)
-    facts = RunFacts.of(config, snapshot.framework, kind, data, ranks, meta.get("two_phase", False))
+    keys = {key for tree in snapshot.local for key in tree}
+    axes = meta.get("axes") if any(map(is_residual, keys)) else None  # all else has canonical axes
+    facts = RunFacts.of(config, snapshot.framework, kind, data, ranks, meta.get("two_phase", False), axes)
     head = {
         "facts": asdict(facts),
         "progress": asdict(snapshot.progress),
         "neutral": meta.get("neutral", False),
-        "kept": any(not key.startswith(STATISTICS) for tree in snapshot.local for key in tree),
+        "kept": any(not key.startswith(STATISTICS) for key in keys),
     }
     return json.dumps(head).encode()

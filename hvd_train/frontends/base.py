@@ -41,6 +41,7 @@ class StateTree(NamedArrays):
     task: Task
     groups: Groups
     queued: Sequence[Any] = ()
+    axes = ""
     whole: Tree = {}  # of a model in stages
     frozen: Collection[str] = ()  # canonical names
     _trainable: Mapping[str, Any]  # by native names

@@ -34,6 +34,10 @@ class FrontEnd(Protocol):
     whole: Tree  # {key: an array of the shape} of the whole model's state, where this rank has a part of it; else {}
 
     @property
+    def axes(self) -> str:
+        """The order in which the axes of weights and gradients lie, in words, where a framework has several."""
+
+    @property
     def queued(self) -> Sequence[Any]:
         """Steps that were handed in and have not run: they do when enough are there."""
 

@@ -58,6 +58,6 @@ class FlatState:
 
     def flat(self, prefix: str, bucket: int, tree: Mapping[str, np.ndarray]) -> Tensor:
         """Return a bucket (n,), of which ``tree`` has all tensors."""
-        named = [(spec.name, tree[prefix + spec.name]) for spec, _ in self._places[bucket]]
-        parts = [self._frontend.to_stored(name, x).reshape(-1) for name, x in named]
+        named = [(spec, tree[prefix + spec.name]) for spec, _ in self._places[bucket]]
+        parts = [self._frontend.to_stored(spec.name, x).reshape(-1).astype(spec.dtype) for spec, x in named]
         return self._frontend.ops.from_numpy(np.concatenate(parts))

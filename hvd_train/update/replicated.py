@@ -161,10 +161,12 @@ class Replicated:
             self.optimizer.load(tree)
             self._received |= {key: x for key, x in tree.items() if key.startswith(TRAINING)}
             return
+        ops = self.frontend.ops
         for b, cells in enumerate(self._saved):
             for k, cell in enumerate(cells):
                 if f"{b}/{k}" in tree:
-                    cell.write(self.frontend.ops.from_numpy(tree[f"{b}/{k}"]))
+                    # A residual of 64 bits would make the gradients of a run that goes on in 32 as wide.
+                    cell.write(ops.cast(ops.from_numpy(tree[f"{b}/{k}"]), ops.dtype(cell.read())))
         self._go_on()
 
     def _go_on(self) -> None:

@@ -35,6 +35,11 @@ def join_shards(entries: Iterable[Entry], communicator: Communicator) -> Tree:
     return tree
 
 
+def is_residual(name: str) -> bool:
+    """Return whether an entry of one rank is a residual, which lies as gradients travel."""
+    return name.partition("/")[0].isdigit()
+
+
 def weight_names(frontend: FrontEnd) -> list[str]:
     """Return the names that a front-end's state has for its trainable weights, in the order of ``specs``."""
     return [f"weights/{spec.name}" for spec in frontend.specs()]

@@ -467,6 +467,28 @@ def test_residuals_of_another_compressor_are_left_behind(tmp_path, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_residuals_that_lie_in_another_order_are_left_behind(tmp_path, monkeypatch, size):
+    """PyTorch's images and kernels lie channels last on a CPU, and mostly not on a GPU; the shapes are the same."""
+    keys = {"exchange": {"compression": "int8"}}
+
+    def work(communicator, axes, begin=False):
+        monkeypatch.setattr(NumpyFrontEnd, "axes", axes)
+        made = trainer(
+            communicator, config(**keys, max_steps=5), tmp_path, compressor=make("int8", size, communicator.rank)
+        )
+        made.compression = "int8"
+        found = store.newest(made.folder, pytest.fail) if not begin and communicator.rank == 0 else None
+        notes = made.fit() and [] if begin else made.restore(found)
+        return notes, sum(np.abs(x).sum() for x in local_state(made).values())
+
+    kept = run_ranks(size, lambda c: work(c, "channels first", begin=True))
+    assert all(total > 0 for _, total in kept)
+    assert run_ranks(size, lambda c: work(c, "channels first")) == kept
+    line = "what each rank kept to itself (residuals) is left behind: axes channels first -> channels last"
+    assert run_ranks(size, lambda c: work(c, "channels last")) == [([line], 0)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_residuals_of_an_earlier_version_go_on_in_two_phases(tmp_path, monkeypatch, size):
     """int8 has the same residuals in both; one line tells that sums are rounded as well."""
     keys, save, outcomes = {"exchange": {"compression": "int8"}}, store.save, []

@@ -164,6 +164,7 @@ CHANGED = {
     "from-16-mixed": ({"precision": "16-mixed"}, {"precision": 64}),
     "to-16-mixed": ({"precision": 64}, {"precision": "16-mixed"}),
     "from-topk": ({"exchange": COMPRESSED["topk"]}, {"exchange": {"compression": "none"}}),
+    "to-32": ({"precision": 64}, {"precision": 32, "exchange": COMPRESSED["topk"]}),
     "from-delayed": ({"exchange": LATE}, {"exchange": {"compression": "none"}}),
     "to-delayed": ({"exchange": {"compression": "none"}}, {"exchange": LATE}),
     "to-threshold": ({"exchange": COMPRESSED["topk"]}, {"exchange": COMPRESSED["threshold"]}),

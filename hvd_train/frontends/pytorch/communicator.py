@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -9,13 +11,24 @@ from hvd_train.frameworks import PYTORCH
 from hvd_train.frontends.horovod import HorovodCommunicator, RankParts, guarded
 
 
+@dataclass(frozen=True)
+class OnHost:
+    """An allreduce in the host's memory, whose result goes back to ``place`` on a GPU."""
+
+    transfer: int
+    place: torch.Tensor
+
+
 class HorovodTorch(HorovodCommunicator):
     module = PYTORCH.horovod
 
     @guarded
-    def allreduce_async(self, x, name, op="sum") -> int:
+    def allreduce_async(self, x, name, op="sum") -> int | OnHost:
         ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self.hvd.allreduce_async_(x, name=name, op=ops[op], **self._within)
+        # Built with NCCL, Horovod takes the mean of a host's GPUs, and Adasum among hosts alone.
+        on_host = op == "adasum" and x.is_cuda
+        transfer = self.hvd.allreduce_async_(x.cpu() if on_host else x, name=name, op=ops[op], **self._within)
+        return OnHost(transfer, x) if on_host else transfer
 
     @guarded
     def allgather_async(self, x, name) -> int:
@@ -27,10 +40,11 @@ class HorovodTorch(HorovodCommunicator):
 
     @guarded
     def synchronize(self, handle) -> torch.Tensor:
-        parts = handle if isinstance(handle, RankParts) else None
-        result = self.hvd.synchronize(parts.transfer if parts else handle)
+        result = self.hvd.synchronize(handle.transfer if isinstance(handle, RankParts | OnHost) else handle)
         received = result[0] if isinstance(result, tuple) else result  # an alltoall gives the received sizes, too
-        return parts.add(received) if parts else received
+        if isinstance(handle, OnHost):
+            return handle.place.copy_(received)
+        return handle.add(received) if isinstance(handle, RankParts) else received
 
     @guarded
     def _broadcast(self, data, root, name) -> np.ndarray:

@@ -79,6 +79,10 @@ class PyTorchFrontEnd(StateTree):
         if table:
             self._set(self._first_weights(self._trainable, config.seed))
 
+    @property
+    def axes(self) -> str:  # type: ignore[override]
+        return "channels last" if self._channels_last else "channels first"
+
     def _take_shapes(self) -> None:
         """Give lazy layers (``LazyLinear``) their shapes by a forward pass of two samples."""
         try:

@@ -56,8 +56,11 @@ class HorovodTensorFlow(HorovodCommunicator):
         if op == "average" and x.dtype != tf.float64:
             # Divided where Horovod copies it anyway; its own average takes a pass more. The factor has 32 bits.
             return self._allreduce(x, name, self.hvd.Sum, prescale_factor=1 / self.size)
-        ops = {"sum": self.hvd.Sum, "average": self.hvd.Average, "adasum": self.hvd.Adasum}
-        return self._allreduce(x, name, ops[op])
+        if op == "adasum":
+            # Built with NCCL, Horovod takes the mean of a host's GPUs, and Adasum among hosts alone.
+            with tf.device("CPU:0"):
+                return self._allreduce(tf.identity(x), name, self.hvd.Adasum)
+        return self._allreduce(x, name, {"sum": self.hvd.Sum, "average": self.hvd.Average}[op])
 
     def _allreduce(self, x, name, op, **factor) -> tf.Tensor:
         return self.hvd.allreduce(x, name=name, op=op, ignore_name_scope=True, **factor, **self._within)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,6 +22,18 @@ def mixed_context(config: Config, device: torch.device) -> AbstractContextManage
         what = f"{torch.cuda.get_device_name(device)} has no bfloat16"
         raise ConfigError(what, where="precision: bf16-mixed", fix="set precision: 16-mixed or 32")
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def seeder(device: torch.device) -> Callable[[int], object]:
+    """Return what seeds the generators that a rank on this device draws from, as ``torch.manual_seed`` does."""
+    # That looks for devices which are not there, and on hosts with a GPU formats the stack for them: 0.08 ms a step on
+    # a CPU, 0.3 ms on one H200 (torch 2.11), where a step of an MLP with 19 million weights takes 1.9 ms.
+    seed_cpu = torch.default_generator.manual_seed
+    if device.type == "cpu":
+        return seed_cpu
+    torch.cuda.init()
+    seed_gpu = torch.cuda.default_generators[device.index].manual_seed
+    return lambda seed: (seed_cpu(seed), seed_gpu(seed))
 
 
 def device_of(config: Config, communicator: Communicator) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
-from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context
+from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context, seeder
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import array_of
@@ -49,10 +49,10 @@ class PyTorchFrontEnd(StateTree):
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
         self._mixed = mixed_context(config, self.device)
+        # Each number is taken to the device once: that waits until a GPU has nothing left to do.
+        self._constant = cache(partial(torch.tensor, device=self.device))
         torch.manual_seed(config.seed)
-        # torch.manual_seed takes 80 us a step to look for devices that are not there.
-        cpu = self.device.type == "cpu"
-        self._seed = torch.default_generator.manual_seed if cpu else torch.manual_seed
+        self._seed = seeder(self.device)
         options = dict(config.model.options)
         model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
         self._module = module
@@ -268,10 +268,9 @@ class PyTorchFrontEnd(StateTree):
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
             # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
-            divisor = torch.tensor(field.divisor, device=self.device)
-            placed = placed.to(torch.float32, copy=True).div_(divisor)
+            placed = placed.to(torch.float32, copy=True).div_(self._constant(field.divisor))
         if field.mean:
-            mean, std = (torch.tensor(x, dtype=torch.float32, device=self.device) for x in (field.mean, field.std))
+            mean, std = (self._constant(x, dtype=torch.float32) for x in (field.mean, field.std))
             placed = placed.sub(mean).div_(std)
         if placed.is_floating_point():
             placed = placed.to(self.dtype)

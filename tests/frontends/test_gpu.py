@@ -10,6 +10,7 @@ import torch
 from hvd_train.config import Config
 from hvd_train.frontends.pytorch import model as pytorch
 from hvd_train.frontends.pytorch.communicator import HorovodTorch
+from hvd_train.frontends.pytorch.device import seeder
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Field, Groups, Sample
 
@@ -50,6 +51,18 @@ def test_adasum_of_gpus_runs_in_the_memory_of_the_host(op, on_host):
     result = communicator.synchronize(communicator.allreduce_async(x, "x", op))
     assert isinstance(sent[0], torch.Tensor) is on_host
     assert (result is x and x.x.tolist() == [7.0] * 3) is on_host
+
+
+def test_a_step_seeds_what_a_rank_draws_from_and_nothing_else(monkeypatch):
+    """``torch.manual_seed`` looks for every kind of device, in each step."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("looks for devices"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, SimpleNamespace(manual_seed=seeds.append)))
+    for seed, device in ((7, torch.device("cuda", 1)), (8, torch.device("cpu"))):
+        seeder(device)(seed)
+        assert torch.initial_seed() == seed
+    assert seeds == [7]
 
 
 class Insists(torch.nn.Module):

@@ -448,6 +448,13 @@ def bytes_of_digits():
     return (images[:600], labels[:600]), (images[600:], labels[600:])
 
 
+def uneven_digits():
+    """The same, of which the training part has 3 to 60 samples of a class."""
+    (images, labels), val = bytes_of_digits()
+    kept = np.concatenate([np.flatnonzero(labels == digit)[: 3 + 7 * digit] for digit in range(10)])
+    return (images[kept], labels[kept]), val
+
+
 class Shorter:
     """A stream that ends sooner on rank 1 than it says."""
 

@@ -35,7 +35,7 @@ class Draws:
         return [np.random.Generator(np.random.Philox(key=np.array([self.key, i], U64))) for i in self.indices]
 
 
-def _below(bits: np.ndarray, count: int) -> np.ndarray:
+def below(bits: np.ndarray, count: int) -> np.ndarray:
     """Make whole numbers in [0, count) of random bits, count < 2^32."""
     return (((bits >> U64(32)) * U64(count)) >> U64(32)).astype(np.int64)
 
@@ -65,7 +65,7 @@ def _crop(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.ndarr
     """padding pixels on each side, then a part of the images' size; fill: 0, padding_mode: constant"""
     height, width = images.shape[1:3]
     around = config.padding or 0
-    places = _below(draws.bits(2), 2 * around + 1).tolist()
+    places = below(draws.bits(2), 2 * around + 1).tolist()
     if config.padding_mode == "constant":  # one image at a time, which stays in the cache
         padded = np.full((height + 2 * around, width + 2 * around, *images.shape[3:]), config.fill, images.dtype)
         for image, (top, left) in zip(images, places, strict=True):
@@ -83,7 +83,7 @@ def _cutout(images: np.ndarray, draws: Draws, config: TransformConfig) -> np.nda
     height, width = images.shape[1:3]
     side, bits = config.size or 0, draws.bits(3)
     chosen = _chosen(bits[:, 0], 1.0 if config.p is None else config.p)
-    tops, lefts = _below(bits[:, 1], height) - side // 2, _below(bits[:, 2], width) - side // 2
+    tops, lefts = below(bits[:, 1], height) - side // 2, below(bits[:, 2], width) - side // 2
     for k in np.flatnonzero(chosen):
         top, left = int(tops[k]), int(lefts[k])
         images[k, max(top, 0) : max(top + side, 0), max(left, 0) : max(left + side, 0)] = config.fill
@@ -151,13 +151,13 @@ def sampled(image: np.ndarray, y: np.ndarray, x: np.ndarray, fill: float | None)
     down, along = (y - top)[..., None], (x - left)[..., None]
     upper = image[top, left] * (1 - along) + image[top, right] * along
     lower = image[below, left] * (1 - along) + image[below, right] * along
-    out = _as_stored(upper * (1 - down) + lower * down, image.dtype)
+    out = as_stored(upper * (1 - down) + lower * down, image.dtype)
     if fill is not None:
         out[~inside] = fill
     return out
 
 
-def _as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Bring numbers back to the type of the image: whole numbers are rounded, and stay within their range."""
     if dtype.kind == "f":
         return values.astype(dtype)
@@ -174,7 +174,7 @@ def _color_jitter(images: np.ndarray, draws: Draws, config: TransformConfig) -> 
         grey = x @ GREY[:, None] if x.shape[-1] == 3 else x.mean(-1, keepdims=True)
         x = grey.mean() + contrast * (x - grey.mean())
         grey = x @ GREY[:, None] if x.shape[-1] == 3 else x
-        image[...] = _as_stored(grey + colour * (x - grey), image.dtype)
+        image[...] = as_stored(grey + colour * (x - grey), image.dtype)
     return images
 
 

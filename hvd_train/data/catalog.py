@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import packing
+from hvd_train.data.balanced import Balanced
 from hvd_train.data.classes import Known, listing
 from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
@@ -62,6 +63,8 @@ def open_data(
         parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
     else:
         _check_names(parts, config)
+    if config.sampling and request.split is None:
+        parts["train"] = Balanced(parts["train"])
     if config.transforms:
         parts = transformed(parts, config.transforms, imported)
     if config.target == "inputs":

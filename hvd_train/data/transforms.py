@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_train.config import TransformConfig
 from hvd_train.data.augment import BUILT_IN, MOVING, Draws
+from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample, Source
@@ -23,7 +24,7 @@ NORMALIZE = "normalize"
 
 def catalog() -> dict[str, str]:
     """Return {name: one line of help}."""
-    listed = {name: (one.__doc__ or "").strip() for name, one in BUILT_IN.items()}
+    listed = {name: (one.__doc__ or "").strip() for name, one in (BUILT_IN | MIXING).items()}
     return listed | {
         NORMALIZE: "(values - mean) / std, on the device, in validation too; bytes are divided by 255 first"
     }
@@ -72,20 +73,27 @@ def transformed(
     Raises DataError on the first sample where a transform does not fit.
     """
     steps: list[_Step] = []
+    mixing: list[tuple[TransformConfig, str]] = []
     samples = {name: part.sample for name, part in parts.items()}
     first = next(iter(samples.values()))
     for number, config in enumerate(configs):
         where = f"data.transforms.{number}: {config.name}"
         if config.name == NORMALIZE:
             samples = {name: _normalized(sample, config, where) for name, sample in samples.items()}
+        elif config.name in MIXING:
+            mixing.append((config, where))
         elif config.name in BUILT_IN:
             steps.append(_built_in(config, first, where))
         else:
             steps.append(_user_step(imported(config.name, where), config, where))
-    by_name = {name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()}
+    by_name: dict[str, Source] = {
+        name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()
+    }
     if "train" in by_name:
-        by_name["train"].drawn(np.zeros(1, np.int64), 0, 0)
-    return {**by_name}
+        if mixing:
+            by_name["train"] = Mixed(by_name["train"], mixing, len(steps))
+        drawn(by_name["train"], np.zeros(1, np.int64), 0, 0)
+    return by_name
 
 
 def _one_input(sample: Sample, config: TransformConfig, where: str) -> tuple[str, Field]:

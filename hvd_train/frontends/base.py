@@ -13,7 +13,10 @@ from hvd_train.core.initialization import first_weight
 from hvd_train.core.mean import differing, mean
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.protocol import (
+    PARTNER,
+    SHARE,
     Batch,
+    Field,
     Groups,
     HostMemory,
     Ops,
@@ -40,6 +43,7 @@ class StateTree(NamedArrays):
     ops: Ops
     task: Task
     groups: Groups
+    _sample: Sample
     queued: Sequence[Any] = ()
     axes = ""
     whole: Tree = {}  # of a model in stages
@@ -88,6 +92,14 @@ class StateTree(NamedArrays):
 
     def counts(self, batch: Batch) -> np.ndarray:
         return self.ops.to_numpy(self.task.counts(*self._place_labels(batch)))
+
+    def _label_fields(self, batch: Batch) -> dict[str, Field]:
+        """Return the fields of a batch's labels; those of mixed samples have two more."""
+        fields = dict(self._sample.labels)
+        if SHARE in batch.labels:
+            (label,) = fields.values()
+            fields |= {PARTNER: label, SHARE: Field((), "float32")}
+        return fields
 
     def _probe_task(self, sample: Sample) -> None:
         """Show the task the model's outputs for two samples of zeros, for functions of the user."""

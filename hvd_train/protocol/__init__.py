@@ -5,7 +5,17 @@ State goes in and comes out: nothing here hides a dictionary, so the same code r
 """
 
 from hvd_train.protocol.communicator import Communicator, CommunicatorModule, Groups, StageLinks, Window
-from hvd_train.protocol.data import Batch, Field, Fields, Sample, Source, made_up, one_or_all
+from hvd_train.protocol.data import (
+    PARTNER,
+    SHARE,
+    Batch,
+    Field,
+    Fields,
+    Sample,
+    Source,
+    made_up,
+    one_or_all,
+)
 from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sums
 from hvd_train.protocol.ops import Cell, Ops
 from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
@@ -30,6 +40,8 @@ from hvd_train.protocol.update import (
 
 __all__ = [
     "OF_EXCHANGE",
+    "PARTNER",
+    "SHARE",
     "UNDER_WAY",
     "Averages",
     "Batch",

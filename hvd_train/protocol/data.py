@@ -116,6 +116,11 @@ class Batch:
         return len(self.indices)
 
 
+# Labels of a batch whose samples are mixed with others: the class of the other one, (length,), and the share of the
+# first one, (length,). No argument of a model has such a name.
+PARTNER, SHARE = "class of the other", "share of the first"
+
+
 class Source(Protocol):
     """A finite data set with random access. ``fetch`` must be a pure function of the indices.
 

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions, weighted_sum
 from hvd_train.metrics.table import METRICS, loss_function
-from hvd_train.protocol import Field, Ops, Sample, Tensor, one_or_all
+from hvd_train.protocol import PARTNER, SHARE, Field, Ops, Sample, Tensor, one_or_all
 from hvd_train.task.user_functions import UserFunction, UserMean, UserSums, for_each, user_metric
 
 
@@ -111,7 +111,8 @@ class Objective:
 
     def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:
         """Return the sums of the loss, (S,) or (S, W), and the predictions that the metrics look at."""
-        raw = self.select(outputs), self.select(labels)
+        mixed = {name: labels[name] for name in (PARTNER, SHARE) if name in labels}
+        raw = self.select(outputs), self.select({name: y for name, y in labels.items() if name not in mixed})
         if self.user_loss:
             values, place_weights = self.user_loss.checked_values(*raw, weights, self.weighted_by_data)
             z, y = self._for_built_in_metrics(*raw)
@@ -122,6 +123,9 @@ class Objective:
             # Where some places have no label, only those that have one cost time.
             if present is None:
                 values = loss_function(self.loss)(z, y, self._ops)
+                if mixed:  # the cross-entropy with a share of each class
+                    share = self._ops.cast(mixed[SHARE], self._ops.dtype(values))
+                    values = share * values + (1 - share) * loss_function(self.loss)(z, mixed[PARTNER], self._ops)
             else:
                 values = self._ops.cross_entropy(z, y, present)
         sums = weighted_sum(values, place_weights, weights, self._ops, by_user=self.user_loss is not None)

@@ -102,6 +102,17 @@ TRAININGS["varied"] = OWN_TASK | {
     "accumulate_grad_batches": 2,
     "optim.lr": 0.05,
 }
+# Rare classes are drawn as often as others, and samples are mixed with others of any rank.
+TRAININGS["blended"] = TRAININGS["varied"] | {
+    "data.name": "tests.own_models:uneven_digits",
+    "data.sampling": "balanced",
+    "data.transforms": [
+        {"name": "random_crop", "padding": 2},
+        {"name": "mixup", "alpha": 0.4},
+        {"name": "cutmix", "p": 0.7},
+        {"name": "normalize", "mean": 0.3, "std": 0.35},
+    ],
+}
 KINDS = {"pytorch": "torch", "tensorflow": "keras"}
 OWN_MODELS = {
     "words": {"pytorch": "tests.own_models:pytorch_words", "tensorflow": "tests.own_models:keras_words"},

@@ -162,6 +162,7 @@ class Config(Section):
             problems += self._needs_lockstep()
         if mode.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
+        problems += self._classes_counted_twice()
         problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))
@@ -177,6 +178,17 @@ class Config(Section):
         if used and not MODES[self.exchange.mode].exact:
             apart = f"ranks move their weights apart with exchange.mode: {self.exchange.mode}, and have no average"
             return [(used[0], apart)]
+        return []
+
+    def _classes_counted_twice(self) -> list[tuple[str, str]]:
+        """Return the keys by which classes are weighed and drawn or mixed at once."""
+        weights, data = self.task.class_weights, self.data
+        if weights == "balanced" and data.sampling == "balanced":
+            what = "balanced, and task.class_weights: balanced would make up for rare classes once more: leave one out"
+            return [("data.sampling", what)]
+        if weights is not None and data.first_mixing < len(data.transforms):
+            what = f"with {data.transforms[data.first_mixing].name} take data.sampling: balanced instead"
+            return [("task.class_weights", what)]
         return []
 
     def _needs_lockstep(self) -> list[tuple[str, str]]:

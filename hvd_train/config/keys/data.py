@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
-from hvd_train.config.keys.transforms import TransformConfig
+from hvd_train.config.keys.transforms import MIXING, TransformConfig
 
 # Data for which ``images`` may say whether samples are images. Other kinds know it by themselves.
 ARRAYS = ("npz", "npy", "hdf5", "packed")
@@ -77,6 +77,9 @@ class DataConfig(Section):
         "labels", description="what the model learns; inputs: to reproduce its input, as autoencoders do"
     )
     options: dict[str, Any] = Field({}, description="arguments of your data function")
+    sampling: Literal["balanced"] | None = Field(
+        None, description="balanced: an epoch takes as many training samples of each class; null: each sample once"
+    )
     transforms: list[TransformConfig] = Field([], description="transforms of each training sample, in this order")
     workers: Positive = free(1, description="threads of a rank that fetch, decode and transform ahead of the training")
 
@@ -85,6 +88,10 @@ class DataConfig(Section):
         names = [one.name for one in self.transforms]
         if "normalize" in names[:-1]:
             raise_problems([("transforms", "normalize must stand last: it is done on the device, after all others")])
+        after = [name for name in names[self.first_mixing :] if name not in (*MIXING, "normalize")]
+        if after:
+            what = f"{after[0]} must stand before {names[self.first_mixing]}, which mixes finished samples"
+            raise_problems([("transforms", what)])
         if self.name != "table":
             raise_problems([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
@@ -95,3 +102,9 @@ class DataConfig(Section):
         if self.num_classes and self.num_classes < len(listed):
             raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
         return self
+
+    @property
+    def first_mixing(self) -> int:
+        """Return the place of the first transform that mixes samples; their number where there is none."""
+        places = [k for k, one in enumerate(self.transforms) if one.name in MIXING]
+        return places[0] if places else len(self.transforms)

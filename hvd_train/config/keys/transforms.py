@@ -19,9 +19,12 @@ TRANSFORMS: dict[str, tuple[str, ...]] = {
     "color_jitter": ("brightness", "contrast", "saturation"),
     "random_erasing": ("p", "scale", "ratio", "fill"),
     "cutout": ("size", "fill", "p"),
+    "mixup": ("alpha", "p"),
+    "cutmix": ("alpha", "p"),
     "normalize": ("mean", "std"),
 }
-
+# They mix samples with others, and their labels.
+MIXING = ("mixup", "cutmix")
 
 Bounds = Annotated[list[Finite], Field(min_length=2, max_length=2)]
 Strength = Annotated[float, Field(ge=0, le=1)]
@@ -33,7 +36,7 @@ class TransformConfig(Section):
     name: str = Field(
         "", description="a built-in one ('hvd-train data'), or your function 'package.module:function' of (sample, rng)"
     )
-    p: float | None = Field(None, ge=0, le=1, description="its probability; default: flips and erasing 0.5, cutout 1")
+    p: float | None = Field(None, ge=0, le=1, description="its probability; default: flips and erasing 0.5, others 1")
     size: Positive | None = Field(
         None, description="cutout: side in pixels; random_crop: default the side of the images"
     )
@@ -53,6 +56,12 @@ class TransformConfig(Section):
     brightness: Strength = Field(0, description="color_jitter: a factor of 1 - it to 1 + it on all values")
     contrast: Strength = Field(0, description="color_jitter: the same on the distance from the image's mean grey")
     saturation: Strength = Field(0, description="color_jitter: the same on the distance from each pixel's grey")
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="mixup, cutmix: shares are of Beta(alpha, alpha); default 1",
+    )
     mean: Numbers | None = Field(
         None, description="normalize: subtracted; one number, or one a channel, for values in [0, 1]"
     )

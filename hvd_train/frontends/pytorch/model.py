@@ -256,7 +256,7 @@ class PyTorchFrontEnd(StateTree):
         return inputs, *self._place_labels(batch)
 
     def _place_labels(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        rows, fields = max(batch.count, 1), self._sample.labels
+        rows, fields = max(batch.count, 1), self._label_fields(batch)
         labels = {name: self._place(batch.labels[name][:rows], field) for name, field in fields.items()}
         return labels, torch.from_numpy(batch.weights[:rows]).to(self.device, self.dtype, non_blocking=True)
 

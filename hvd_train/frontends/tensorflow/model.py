@@ -175,7 +175,8 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
 
     def _place_labels(self, batch: Batch) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
         with tf.device(self._device):
-            labels = {name: self._ready(batch.labels[name], field) for name, field in self._sample.labels.items()}
+            fields = self._label_fields(batch)
+            labels = {name: self._ready(batch.labels[name], field) for name, field in fields.items()}
             return labels, tf.constant(batch.weights.astype(self.dtype, copy=False))
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> tf.Tensor:

@@ -1,0 +1,96 @@
+"""Training samples of which each class has as many (``data.sampling: balanced``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_train.data.order import mix, permute
+from hvd_train.data.transforms import drawn
+from hvd_train.errors import DataError
+from hvd_train.protocol import Fields, Source
+
+PIECE = 4096  # labels that are read at once
+WHERE = "data.sampling: balanced"
+
+
+class Balanced:
+    """Another source's samples, of which training takes as many of each class.
+
+    An epoch is as long as without: place q of n is of class q mod C. A class is gone through in an order of its own,
+    which goes on from epoch to epoch and begins anew, in another order, at its end. So rarer classes are repeated, and
+    no sample of a class is taken twice more often than another. (Draws with replacement would leave out a third of the
+    rarest class in an epoch, by chance.) All is a pure function of labels, seed and epoch.
+
+    ``fetch`` gives the samples as they are: an evaluation of the training part takes each once.
+    """
+
+    ordered = False
+
+    def __init__(self, source: Source) -> None:
+        name, classes, names = _class_label(source)
+        self._source, self.sample, self.fingerprint = source, source.sample, source.fingerprint
+        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
+        self.rows = getattr(source, "rows", None)
+        labels = labels_of(source, name)
+        in_order = np.argsort(labels, kind="stable")
+        bounds = np.searchsorted(labels[in_order], np.arange(classes + 1))
+        # The samples of each class (n_c,), in the order of the data.
+        self._members = [in_order[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        self._counts = np.diff(bounds)
+        if not self._counts.all():
+            lacking = ", ".join(str(names[k] if names else k) for k in np.flatnonzero(self._counts == 0)[:10])
+            fix = "leave the class out of data.classes, or leave data.sampling out"
+            raise DataError(f"no training sample is of class {lacking}", where=WHERE, fix=fix)
+        self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - bounds[-1])]))
+
+    def _note(self, unlabelled: int) -> str:
+        low, rest = divmod(len(self), len(self._counts))
+        each = f"{low:,} or {low + 1:,}" if rest else f"{low:,}"
+        there = f"{self._counts.min():,} to {self._counts.max():,}"
+        what = f"{WHERE}: an epoch takes {each} samples of each class, of which there are {there}"
+        return what + f"; {unlabelled:,} samples without a class are left out" * bool(unlabelled)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        return self._source.fetch(indices)
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        return drawn(self._source, self.chosen(indices, seed, epoch), seed, epoch)
+
+    def chosen(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Return the samples (k,) that stand at these places (k,), from 0 to n - 1, in this epoch."""
+        classes = len(self._counts)
+        turns, labels = np.divmod(np.asarray(places, np.int64), classes)
+        # How many of each class an epoch takes: the first classes may have one more.
+        each = (len(self) + classes - 1 - np.arange(classes)) // classes
+        rounds, turns = np.divmod(epoch * each[labels] + turns, self._counts[labels])
+        out = np.empty(len(labels), np.int64)
+        pairs, which = np.unique(np.stack([labels, rounds]), axis=1, return_inverse=True)
+        for number, (label, round_) in enumerate(pairs.T.tolist()):
+            here = np.flatnonzero(which.reshape(-1) == number)
+            members = self._members[label]
+            out[here] = members[permute(turns[here], len(members), mix(seed, label), round_)]
+        return out
+
+
+def _class_label(source: Source) -> tuple[str, int, tuple[str, ...]]:
+    """Return the name of the label, how many classes it has, and their names."""
+    if getattr(source, "ordered", False):
+        raise DataError("a stream is read in its own order", where=WHERE, fix="leave it out")
+    fields = source.sample.labels
+    name, field = next(iter(fields.items()), ("", None))
+    if len(fields) != 1 or field is None or not field.classes or field.shape:
+        listed = ", ".join(f"{key} {one}" for key, one in fields.items()) or "none"
+        fix = "leave it out: it is for one class a sample, with task.loss: cross_entropy"
+        raise DataError(f"the labels are no classes of samples: {listed}", where=WHERE, fix=fix)
+    return name, field.classes, field.names or ()
+
+
+def labels_of(source: Source, name: str) -> np.ndarray:
+    """Read the labels of all samples, (n,) int64."""
+    # Arrays and tables give them without their inputs; of other sources all samples are read, once.
+    read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
+    places = [np.arange(start, min(start + PIECE, len(source))) for start in range(0, len(source), PIECE)]
+    return np.concatenate([np.asarray(read(name, some)).reshape(-1) for some in places]).astype(np.int64)

@@ -455,6 +455,75 @@ def uneven_digits():
     return (images[kept], labels[kept]), val
 
 
+def strokes(count: int = 400, at_places: bool = False):
+    """Real digits as the numbers of their darkest pixels, 4 to 18 of 64: samples of different lengths."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images, labels = found.images.reshape(-1, 64)[:count], found.target[:count]
+    samples = [np.flatnonzero(image > 13) + 1 for image in images]
+    # At places: whether the next pixel to the right is dark, too.
+    kept = [np.isin(one + 1, one).astype(np.int64) for one in samples] if at_places else labels
+    cut = count * 4 // 5
+    return (samples[:cut], kept[:cut]), (samples[cut:], kept[cut:])
+
+
+def strokes_at_places():
+    return strokes(at_places=True)
+
+
+class Strokes:
+    """The same as an object that gives samples by their numbers."""
+
+    num_classes, fingerprint = 10, "strokes"
+
+    def __init__(self, samples, labels):
+        self.samples, self.labels, self.lengths = samples, labels, np.array([len(one) for one in samples])
+
+    def __len__(self):
+        return len(self.samples)
+
+    def fetch(self, indices):
+        return [self.samples[k] for k in indices], np.array([self.labels[k] for k in indices])
+
+
+def fetched_strokes():
+    return tuple(Strokes(*part) for part in strokes())
+
+
+def pytorch_strokes(input_shape, num_classes, max_length, width: int = 8):
+    import torch.nn as nn
+
+    assert input_shape == {"input": (None,), "mask": (None,)} and max_length >= 18
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(66, width), nn.Linear(width, num_classes)
+
+        def forward(self, input, mask):
+            x = self.words(input).tanh()
+            if num_classes > 2:
+                x = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            return self.head(x)
+
+    return Model()
+
+
+def keras_strokes(input_shape, num_classes, width: int = 8):
+    import keras
+    from keras import layers
+
+    inputs = {
+        name: keras.Input(shape, dtype="int64" if name == "input" else "bool", name=name)
+        for name, shape in input_shape.items()
+    }
+    x = layers.Activation("tanh")(layers.Embedding(66, width, name="words")(inputs["input"]))
+    if num_classes > 2:
+        x = layers.GlobalAveragePooling1D()(x, mask=inputs["mask"])
+    return keras.Model(inputs, layers.Dense(num_classes, name="head")(x))
+
+
 class Shorter:
     """A stream that ends sooner on rank 1 than it says."""
 

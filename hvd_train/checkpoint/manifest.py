@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,6 +85,7 @@ class ArrayField(_Part):
     image: bool | None = None  # None: an earlier version's, where three axes of numbers are one
     names: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
     columns: Annotated[list[Text], Field(max_length=1 << 20)] | None = None
+    ragged: bool = False
 
 
 class SampleFields(_Part):
@@ -164,6 +165,15 @@ def sample_of(meta: Mapping[str, Any]) -> Sample | None:
     shape, classes = tuple(map(int, meta["input_shape"])), int(meta["num_classes"])
     label = protocol.Field((), "int64", classes=classes, names=None)
     return Sample({"input": protocol.Field(shape, "float32", columns=None)}, {"label": label})
+
+
+def saved_sample(sample: Sample) -> dict[str, Any]:
+    """Return the fields of a sample as a checkpoint keeps them."""
+    saved = asdict(sample)
+    for one in (*saved["inputs"].values(), *saved["labels"].values()):
+        if not one["ragged"]:  # versions that do not know the key read these checkpoints
+            del one["ragged"]
+    return saved
 
 
 def _field(saved: Mapping[str, Any]) -> protocol.Field:

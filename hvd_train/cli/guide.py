@@ -12,10 +12,10 @@ from hvd_train.errors import ConfigError
 
 PAGES = Path(hvd_train.__file__).parent / "guide"
 ORDER = (
-    "first-run", "model-and-data", "images", "tables", "learning-rate", "fine-tuning", "own-loss", "resume", "results",
-    "verify", "sweep", "packing", "recipes", "python-api", "own-script", "pytorch-script", "keras-script", "migrate",
-    "clusters", "hosts", "slurm", "containers", "parallel", "performance", "errors", "measurements", "glossary",
-    "how-it-is-built", "extending",
+    "first-run", "model-and-data", "images", "tables", "lengths", "learning-rate", "fine-tuning", "own-loss",
+    "resume", "results", "verify", "sweep", "packing", "recipes", "python-api", "own-script", "pytorch-script",
+    "keras-script", "migrate", "clusters", "hosts", "slurm", "containers", "parallel", "performance", "errors",
+    "measurements", "glossary", "how-it-is-built", "extending",
 )  # fmt: skip
 
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.

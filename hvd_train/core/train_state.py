@@ -14,7 +14,7 @@ import numpy as np
 from hvd_train import faults
 from hvd_train.checkpoint import resume_rules, store
 from hvd_train.checkpoint.arrays import broadcast, pack, unpack
-from hvd_train.checkpoint.manifest import Progress
+from hvd_train.checkpoint.manifest import Progress, saved_sample
 from hvd_train.checkpoint.resume_rules import Resumption, RunFacts
 from hvd_train.checkpoint.writer import Writer, packed_error, raise_if_failed
 from hvd_train.core.agreement import NONFINITE_FIX, collectively
@@ -122,7 +122,7 @@ def _copy(
         "two_phase": True,  # older checkpoints do not say so
         "axes": training.frontend.axes,
         "neutral": True,  # each rank's running statistics have canonical names; older checkpoints do not say so
-        "sample": asdict(training.sample),
+        "sample": saved_sample(training.sample),
         "data": training.data,
         "progress": asdict(p),
         "monitor": dict(metrics),

@@ -15,6 +15,7 @@ from hvd_train.data.classes import Classes, Known
 from hvd_train.data.column import INPUT, LABEL, Column, is_image
 from hvd_train.data.labels import class_column
 from hvd_train.data.order import permute
+from hvd_train.data.ragged import RaggedRows, Varying
 from hvd_train.errors import DataError
 from hvd_train.protocol import Field, Fields, Sample
 
@@ -67,12 +68,16 @@ class Arrays:
         fields = [column.field for column in self._inputs.values()]
         task = task or TaskConfig()
         self._labels, self._ignore = {}, task.ignore_index
+        self.varying = _varying(inputs, labels, titles | label_titles, where)
         for name, values in labels.items():
             if task.classes(name, len(labels) == 1):
                 shape = tuple(inputs[INPUT].shape) if unnamed[0] else None
                 classes = known.label(name, len(labels) == 1)
                 column, remarks = class_column(label_titles[name], values, where, shape, classes, task.ignore_index)
                 self.remarks += tuple(remarks)
+            elif isinstance(values, RaggedRows):
+                fix = "give one number for each sample, or classes (task.loss: cross_entropy)"
+                raise DataError(f"{label_titles[name]} are numbers of different lengths", where=where, fix=fix)
             else:
                 as_stored = task.asks_user_code(name)
                 column = Column.of_numbers(label_titles[name], values, where, as_stored, images, fields)
@@ -90,6 +95,7 @@ class Arrays:
 
     rows: np.ndarray | None  # the subset's, None: all
     files: Sequence[str] = ()  # of samples that are files
+    vocabulary = ""  # of texts whose words are numbered, as JSON
 
     def __len__(self) -> int:
         return len(next(iter(self._inputs.values())).values) if self.rows is None else len(self.rows)
@@ -135,6 +141,8 @@ class Arrays:
             values, named = column.values, "" if len(self._inputs) == 1 else f" {name}"
             text = f"{n} {column.field.shape} {np.dtype(values.dtype).str} {getattr(values, 'names', '')}{named}"
             digest.update(text.encode())
+        if self.varying:
+            digest.update(self.varying.lengths.tobytes())
         for columns, count in ((self._labels, 1024), (self._inputs, 64)):
             # Labels are small; of inputs, which may be mapped files, fewer rows are read.
             picked = np.unique(np.linspace(0, n - 1, count).astype(np.int64))
@@ -189,6 +197,7 @@ class Arrays:
 
     def _part(self, rows: np.ndarray) -> Arrays:
         part = copy.copy(self)
+        part.varying = self.varying.part(rows) if self.varying else None
         part.rows, part.files = rows, [self.files[row] for row in rows.tolist()] if self.files else ()
         part.fingerprint = part._fingerprint()
         return part
@@ -205,6 +214,23 @@ def _check_lengths(inputs: Sequence[tuple[str, Any]], labels: Sequence[tuple[str
         raise DataError("the data set is empty", where=where)
 
 
+def _varying(inputs: Mapping[str, Any], labels: Mapping[str, Any], titles: Mapping[str, str], where: str) -> Any:
+    """Return which fields have samples of different lengths; None: none has."""
+    names, label_names = ([n for n, x in part.items() if isinstance(x, RaggedRows)] for part in (inputs, labels))
+    if not names:
+        if label_names:
+            what = f"{titles[label_names[0]]} have different lengths, and the inputs one"
+            raise DataError(what, where=where, fix="give the inputs as a list of arrays, too")
+        return None
+    first = inputs[names[0]].lengths
+    for name, x in [(n, inputs[n]) for n in names[1:]] + [(n, labels[n]) for n in label_names]:
+        if not np.array_equal(x.lengths, first):
+            bad = int(np.argmax(x.lengths != first))
+            has = [f"{n[bad]:,} places in {titles[key]}" for n, key in ((first, names[0]), (x.lengths, name))]
+            raise DataError(f"sample {bad} has {' and '.join(has)}", where=where, fix="give them the same length")
+    return Varying(first, tuple(names), tuple(label_names))
+
+
 def _input_column(
     title: str,
     values: Any,
@@ -219,6 +245,7 @@ def _input_column(
     ``before``: its field in the run whose checkpoint is used; ``alone``: it has no name.
     """
     shape = tuple(values.shape[1:])
+    images = False if isinstance(values, RaggedRows) else images
     ids = len(shape) == 1 and shape in label_shapes and shape != (1,)
     as_images = images
     if before is not None and images is None:  # a run takes arrays as it was trained with them

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data import packing
 from hvd_train.data.balanced import Balanced
@@ -16,7 +18,9 @@ from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
 from hvd_train.data.fitted import as_run
 from hvd_train.data.kinds import KINDS
+from hvd_train.data.lengths import Lengths, buckets_of
 from hvd_train.data.manifest import Manifest
+from hvd_train.data.ragged import Varying
 from hvd_train.data.transforms import transformed
 from hvd_train.data.user_data import imported, user_parts
 from hvd_train.errors import DataError
@@ -54,22 +58,51 @@ def open_data(
         listed = f"there are {', '.join(KINDS)}, or your own 'package.module:function'"
         fix = f"did you mean '{near[0]}'? {listed}" if near else listed
         raise DataError(f"unknown data set '{config.name}'", where="data.name", fix=fix)
-    vocabulary = "" if isinstance(opened, Whole) else getattr(next(iter(opened.values())), "vocabulary", "")
+    first = opened.samples if isinstance(opened, Whole) else next(iter(opened.values()))
+    vocabulary = getattr(first, "vocabulary", "")
     parts = _divided(opened, request, config)
+    varying = {name: getattr(part, "varying", None) for name, part in parts.items()}
     if request.run:
         where = config.path or f"data.name: {config.name}"
         looked_at = request.labels and config.target == "labels"
         run = known(config, request).named_run(request.run)
+        if config.lengths and config.lengths.mask:  # which these data do not have yet
+            run = replace(run, inputs={name: x for name, x in run.inputs.items() if name != config.lengths.mask})
         parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
     else:
         _check_names(parts, config)
+    chosen = None
     if config.sampling and request.split is None:
-        parts["train"] = Balanced(parts["train"])
+        parts["train"] = balanced = Balanced(parts["train"])
+        chosen = balanced.chosen
     if config.transforms:
         parts = transformed(parts, config.transforms, imported)
     if config.target == "inputs":
         parts = {name: InputsAsLabels(part) for name, part in parts.items()}
+    if config.lengths:
+        parts = _with_lengths(parts, varying, config, chosen)
     return DataSet(config.name, parts, vocabulary)
+
+
+def _with_lengths(
+    parts: Mapping[str, Source], varying: Mapping[str, Varying | None], config: DataConfig, chosen: Any
+) -> dict[str, Source]:
+    """Put samples of different lengths together; ``chosen``: those that stand at the places of an epoch."""
+    lengths = config.lengths
+    assert lengths is not None
+    made: dict[str, Source] = {}
+    for name, part in parts.items():
+        fields = varying[name]
+        if fields is None:
+            fix = "give inputs as a list of arrays, one a sample; or leave data.lengths out"
+            raise DataError(f"{TITLES.get(name, name)} samples have one shape", where="data.lengths", fix=fix)
+        # Buckets matter in training alone.
+        of_training = name == "train"
+        buckets = buckets_of(fields.lengths, lengths) if of_training else np.zeros(0, np.int64)
+        one = Lengths(part, fields, lengths, buckets, chosen if of_training else None)
+        one.note = "\n".join(filter(None, [one.note, one.describe() if of_training else ""]))
+        made[name] = one
+    return made
 
 
 def _divided(parts: Parts, request: DataRequest, config: DataConfig) -> dict[str, Source]:
@@ -130,6 +163,9 @@ def pack(config: DataConfig, task: TaskConfig, folder: Path, world: packing.Worl
 
     Transforms are left to the reading: they draw anew in each epoch.
     """
+    if config.lengths:
+        fix = "leave data.lengths out, with samples of one length; or train on the data as they are"
+        raise DataError("samples of different lengths are not packed", where="data.lengths", fix=fix)
     stored = config.model_copy(update={"transforms": [], "target": "labels"})
     data = open_data(stored, task, request=DataRequest(test=True))
     if any(getattr(part, "ordered", False) for part in (data.train, data.val)):

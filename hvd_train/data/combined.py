@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_train.data.column import INPUT, LABEL
+from hvd_train.data.ragged import Varying
 from hvd_train.data.transforms import drawn
 from hvd_train.protocol import Fields, Sample, Source
 
@@ -28,6 +29,8 @@ class Joined:
         self.remarks = tuple(line for part in parts for line in getattr(part, "remarks", ()))
         self.files = [file for part in parts for file in getattr(part, "files", ())]
         self.fingerprint = " ".join(part.fingerprint for part in parts)
+        varying = [one for part in parts if (one := getattr(part, "varying", None))]
+        self.varying = Varying.joined(varying) if len(varying) == len(parts) else None
         self.ordered = any(getattr(part, "ordered", False) for part in parts)
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from hvd_train.errors import DataError
 MARKS: Mapping[str, str] = {"*.npy": "npy", "*-images*idx3-ubyte*": "idx", "data_batch_1.bin": "cifar10"}
 SUFFIXES = {
     ".npz": "npz", ".h5": "hdf5", ".hdf5": "hdf5", ".csv": "table", ".tsv": "table", ".parquet": "table",
+    ".jsonl": "table",
 }  # fmt: skip
 
 

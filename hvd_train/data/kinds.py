@@ -18,6 +18,7 @@ from hvd_train.data import formats, images, masked, packed
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known, Words
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_folder, existing_path, known
+from hvd_train.data.labeled_text import open_labeled_text
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.data.table_data import open_table
 from hvd_train.data.text import Text
@@ -247,5 +248,6 @@ KINDS: dict[str, Callable[[DataConfig, TaskConfig, DataRequest], Parts]] = {
     "synthetic": _synthetic,
     "text": _text,
     "masked_text": _masked_text,
+    "labeled_text": open_labeled_text,
     "packed": _packed,
 }

@@ -84,26 +84,32 @@ class Loader:
         stop = min(start + self.global_batch, len(self.source))
         low, indices = self._permuted(epoch, start, stop)
         parts = [indices[self._micro(start, stop, k, rank) - low] for k in range(self.accumulate)]
-        return self._step(parts, epoch, stop - start, stop, rank)
+        return self._step(parts, epoch, start, stop, rank)
 
     def _permuted(self, epoch: int, start: int, stop: int) -> tuple[int, np.ndarray]:
         """Return a place in the epoch and the samples from there on, [start, stop) among them."""
         known, low, indices = self._chunk
         if known != epoch or start < low or stop > low + len(indices):
             together = max(1, CHUNK // self.global_batch) * self.global_batch
-            low, indices = start, np.arange(start, min(start + together, len(self.source)))
-            if not getattr(self.source, "ordered", False):
-                indices = permute(indices, len(self.source), self.seed, epoch)
+            low, indices = start, self._order(np.arange(start, min(start + together, len(self.source))), epoch)
             self._chunk = epoch, low, indices
         return low, indices
 
-    def evaluation(self) -> Generator[Batch, None, None]:
+    def _order(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        """Return the samples at these places of an epoch."""
+        if getattr(self.source, "ordered", False):  # the order of a stream is its user's
+            return places
+        order = getattr(self.source, "order", None)
+        n = len(self.source)
+        return order(places, self.seed, epoch) if order else permute(places, n, self.seed, epoch)
+
+    def evaluation(self, whole: bool = False) -> Generator[Batch, None, None]:
         """Yield every sample of the source on exactly one rank, in order, ``length`` rows a batch.
 
         That is the size of a training micro-batch. All ranks yield the same number of batches; the last may be all
-        padding.
+        padding. ``whole``: samples whose length varies are not cut, so that all batches have one shape.
         """
-        return self._made(self._evaluation())
+        return self._made(self._evaluation(whole))
 
     def _made(self, works: Iterator[Callable[[], T]]) -> Generator[T, None, None]:
         return _ahead(work() for work in works) if self.workers == 1 else _pooled(works, self.workers)
@@ -117,34 +123,47 @@ class Loader:
             bounds = [(start, min(start + batch, n)) for start in range(chunk, min(chunk + each * batch, n), batch)]
             local = [self._micro(*pair, k, self.rank) for pair in bounds for k in range(self.accumulate)]
             ends = np.cumsum([len(positions) for positions in local])
-            places = np.concatenate(local)
-            if not getattr(self.source, "ordered", False):  # the order of a stream is its user's
-                places = permute(places, n, self.seed, epoch)
-            indices = iter(np.split(places, ends))
+            indices = iter(np.split(self._order(np.concatenate(local), epoch), ends))
             for start, stop in bounds:
                 parts = [*itertools.islice(indices, self.accumulate)]
-                yield partial(self._step, parts, epoch, stop - start, stop, self.rank)
+                yield partial(self._step, parts, epoch, start, stop, self.rank)
 
-    def _step(self, parts: list[np.ndarray], epoch: int, count: int, consumed: int, rank: int) -> Step:
-        return Step(tuple(self._batch(part, epoch) for part in parts), count, consumed, rank)
+    def _step(self, parts: list[np.ndarray], epoch: int, start: int, stop: int, rank: int) -> Step:
+        lengths: list[int | None] = [None] * len(parts)
+        if cut_length := getattr(self.source, "cut_length", None):
+            for k in range(len(parts)):
+                a, b = self._bounds(start, stop, k)
+                lengths[k] = cut_length(self._order(np.arange(a, b), epoch), self.seed, epoch)
+        batches = (self._batch(part, epoch, length) for part, length in zip(parts, lengths, strict=True))
+        return Step(tuple(batches), stop - start, stop, rank)
+
+    def _bounds(self, start: int, stop: int, number: int) -> tuple[int, int]:
+        """Return the positions of a micro-batch, over all ranks, of the global batch [start, stop)."""
+        a, b = share(stop - start, self.accumulate, number)
+        return start + a, start + b
 
     def _micro(self, start: int, stop: int, number: int, rank: int) -> np.ndarray:
         """Return a rank's positions of a micro-batch of the global batch [start, stop)."""
-        a, b = share(stop - start, self.accumulate, number)
-        return self._local(start + a, start + b, rank)
+        return self._local(*self._bounds(start, stop, number), rank)
 
-    def _evaluation(self) -> Iterator[Callable[[], Batch]]:
+    def _evaluation(self, whole: bool = False) -> Iterator[Callable[[], Batch]]:
         n, together = len(self.source), self.length * self.size
+        cut_length = None if whole else getattr(self.source, "cut_length", None)
         for start in range(0, n, together):
-            yield partial(self._batch, self._local(start, min(start + together, n), self.rank))
+            stop = min(start + together, n)
+            length = cut_length(np.arange(start, stop), self.seed, None) if cut_length else None
+            yield partial(self._batch, self._local(start, stop, self.rank), None, length)
 
     def _local(self, start: int, stop: int, rank: int) -> np.ndarray:
         """Return a rank's positions of [start, stop)."""
         a, b = share(stop - start, self.size, rank)
         return np.arange(start + a, start + b)
 
-    def _batch(self, indices: np.ndarray, epoch: int | None = None) -> Batch:
-        """Make a batch; ``epoch``: of training, whose samples may be drawn anew in each."""
+    def _batch(self, indices: np.ndarray, epoch: int | None = None, length: int | None = None) -> Batch:
+        """Make a batch; ``epoch``: of training, whose samples may be drawn anew in each.
+
+        ``length``: to which samples are cut whose length varies.
+        """
         count = len(indices)
         weights = np.zeros(self.length, np.float32)
         weights[:count] = 1
@@ -152,6 +171,8 @@ class Loader:
         asked = indices if count else np.zeros(1, np.int64)
         # {name: (count, ...)} each.
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
+        if length is not None:
+            inputs, labels = self.source.cut((inputs, labels), length)  # type: ignore[attr-defined]
         if count < self.length:
             inputs, labels = ({k: self._padded(x) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)

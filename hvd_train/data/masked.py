@@ -36,11 +36,7 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if path is not None:
-        try:
-            tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
-        except Exception as error:  # the library raises Exception itself
-            reason = str(error).splitlines()[0]
-            raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
+        tokenizer = tokenizer_of(path)
         numbers = [tokenizer.token_to_id(token) for token in SPECIAL]
         if numbers != list(range(len(SPECIAL))):
             what = f"{', '.join(SPECIAL)} have the numbers {numbers}"
@@ -61,6 +57,17 @@ def vocabulary(documents: Sequence[Sequence[str]], size: int, path: str | None, 
     )
     made.train_from_iterator(chain.from_iterable(documents), trainer)
     return made
+
+
+def tokenizer_of(path: str) -> Any:
+    """Read a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(Path(path).expanduser()))
+    except Exception as error:  # the library raises Exception itself
+        reason = str(error).splitlines()[0]
+        raise DataError(f"no readable vocabulary: {reason}", where=f"data.vocabulary: {path}") from error
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known, listing, named
 from hvd_train.data.column import LABEL
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
+from hvd_train.data.ragged import joined_rows
 from hvd_train.errors import DataError
 from hvd_train.protocol import Sample
 
 
 def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
-    """a .csv, .tsv or .parquet file (split by val_fraction), or a folder of train.*, val.*, test.*; labels: columns"""
+    """a .csv, .tsv, .jsonl or .parquet file (split by val_fraction), or a folder of train.*, val.*, test.*; labels"""
     path = existing_path(config)
     files = tables.find_all(path) if path.is_dir() else {"train": path}
     labels = [config.labels] if isinstance(config.labels, str) else config.labels or []
@@ -42,7 +43,8 @@ def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Pa
             continue
         _check_columns(file, features, labels, request.run)
         table = tables.Table.read(file, named)
-        parts[part] = _of_table(table, features, labels, classes, task, [] if parts else remarks)
+        of_part = _of_lists if any(table.is_list(name) for name in named) else _of_table
+        parts[part] = of_part(table, features, labels, classes, config, task, [] if parts else remarks)
         classes = classes.after(parts["train"])
     return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
 
@@ -56,6 +58,8 @@ def _features(
     if run is None:
         return config.features or others, []
     columns = next(iter(run.inputs.values())).columns
+    if not columns and config.lengths:  # inputs have the names of their columns
+        return config.features or others, []
     if not columns:
         why = "the checkpoint is of an older version and does not name its columns" if columns is None else ""
         names = config.features or others
@@ -91,6 +95,7 @@ def _of_table(
     features: list[str],
     labels: list[str],
     classes: Known,
+    config: DataConfig,
     task: TaskConfig,
     remarks: Sequence[str],
 ) -> Arrays:
@@ -112,3 +117,40 @@ def _of_table(
     stacked = np.stack(list(columns.values()), axis=1) if len(labels) > 1 else columns[labels[0]]
     names = features, labels if len(labels) > 1 else ()
     return Arrays(inputs, stacked, str(table.path), classes, task, table.notes, None, remarks, names)
+
+
+def _of_lists(
+    table: tables.Table,
+    features: list[str],
+    labels: list[str],
+    classes: Known,
+    config: DataConfig,
+    task: TaskConfig,
+    remarks: Sequence[str],
+) -> Arrays:
+    """Make a source of a table with lists: each feature is an input of its name, of which lists have their lengths."""
+    where, lengths = str(table.path), config.lengths
+    listed = [name for name in (*features, *labels) if table.is_list(name)]
+    if lengths is None:
+        fix = "set data.lengths, for example {max_length: 200}"
+        raise DataError(f"{named('column', listed)} of lists", where=where, fix=fix)
+    if len(labels) > 1:
+        raise DataError("several labels of a table with lists", where="data.labels", fix="name one column")
+    inputs, columns = dict[str, Any](), dict[str, Any]()
+    for name in features:
+        if name not in listed:
+            inputs[name] = table.numbers(name)
+            continue
+        flat, sizes = table.lists(name)
+        kept = flat if flat.dtype.kind == "f" else flat.astype(np.int64)
+        inputs[name] = joined_rows(kept, sizes, f"column '{name}'", where, lengths)
+    for name in labels:
+        of_classes = task.classes(name, True)
+        if name in listed:
+            flat, sizes = table.lists(name, whole=of_classes)
+            columns[LABEL] = joined_rows(flat, sizes, f"column '{name}'", where, lengths, task.ignore_index)
+        elif of_classes:
+            columns[LABEL] = table.classes(name, classes.label(LABEL, True), task.ignore_index)
+        else:
+            columns[LABEL] = table.numbers(name)
+    return Arrays(inputs, columns, where, classes, task, table.notes, False, remarks)

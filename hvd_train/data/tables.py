@@ -15,13 +15,15 @@ import numpy as np
 from hvd_train.data.classes import Classes, Words, listing, values_of
 from hvd_train.data.formats import unreadable
 from hvd_train.data.images import PART_NAMES, part_of
+from hvd_train.data.jsonl import first_keys, read_jsonl
 from hvd_train.data.memory import check_free
 from hvd_train.errors import DataError
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
-SUFFIXES = (".csv", ".tsv", ".parquet")
+SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
+TYPED = (".parquet", ".jsonl")  # a column of text holds words, whatever they look like
 BLOCK = 1 << 20  # pyarrow's default
 LONGEST = 1 << 26  # bytes of a line
 MEND = "mend it, or leave the row or the column out"
@@ -59,7 +61,9 @@ def names_of(path: Path) -> list[str]:
     if _suffix(path) not in SUFFIXES:
         raise DataError(f"'{path.suffix}' is no table", where=str(path), fix=f"known: {', '.join(SUFFIXES)}")
     try:
-        if _suffix(path) == ".parquet":
+        if _suffix(path) == ".jsonl":
+            names = first_keys(path)
+        elif _suffix(path) == ".parquet":
             from pyarrow import parquet
 
             names = parquet.read_schema(path).names
@@ -129,6 +133,10 @@ class Table:
             return "error"
 
         try:
+            if _suffix(path) == ".jsonl":
+                # Python's objects are several times as large as their text.
+                check_free(8 * path.stat().st_size, "reading the lines", str(path), "store it as Parquet")
+                return cls(path, read_jsonl(path, names))
             if _suffix(path) == ".parquet":
                 size = _parquet_size(path, names)
             else:  # as if all columns were equally wide
@@ -221,8 +229,7 @@ class Table:
 
     def _words(self, name: str, column: ChunkedArray, known: Classes) -> bool:
         first = column[0].as_py() if len(column) else ""
-        # Parquet files have types: a column of text holds words, whatever they look like.
-        if _suffix(self.path) == ".parquet" or not _is(float, first):
+        if _suffix(self.path) in TYPED or not _is(float, first):
             return True
         if known.names and values_of(known.names) is None and (not _is(int, first) or _holds_any(column, known.names)):
             return True
@@ -241,6 +248,40 @@ class Table:
                 row, what = int(np.argmax(np.isin(codes, strange))), f"is no class{_of(known)}: {listing(known.names)}"
                 raise self._fault(name, row, column, what)
         return Words(codes, names)
+
+    def texts(self, name: str) -> list[str]:
+        """Return a column of text."""
+        column = self._filled(name)
+        if str(column.type) != "string":
+            what = f"column '{name}' of type {column.type} holds no text"
+            raise DataError(what, where=str(self.path), fix="name the column of the text in data.features")
+        return column.to_pylist()
+
+    def is_list(self, name: str) -> bool:
+        """Return whether each row of a column holds a list."""
+        import pyarrow
+
+        kind = self.columns[name].type
+        return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+
+    def lists(self, name: str, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return a column of lists of numbers: all values one after the other, and the length of each list (n,).
+
+        ``whole``: only whole numbers will do, as of classes.
+        """
+        import pyarrow
+        import pyarrow.compute as pc
+
+        column = self._filled(name)
+        joined = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
+        flat, lengths = joined.flatten(), np.asarray(pc.list_value_length(joined)).astype(np.int64)
+        kind = str(flat.type)
+        numbers = kind.startswith(("int", "uint") if whole else ("int", "uint", "float", "double", "halffloat"))
+        if not numbers or flat.null_count:
+            what = f"column '{name}' holds lists of {kind}{', some of nothing' * bool(flat.null_count)}"
+            fix = f"store lists of {'whole ' * whole}numbers, not of lists or words"
+            raise DataError(what, where=str(self.path), fix=fix)
+        return np.asarray(flat), lengths
 
     def _filled(self, name: str) -> ChunkedArray:
         """Return a column with its text trimmed; raises DataError where a row has no value."""

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.user_code import user_function
 from hvd_train.data.arrays import Arrays
 from hvd_train.data.classes import Known
 from hvd_train.data.dataset import DataRequest, Parts, known
+from hvd_train.data.ragged import RaggedRows, check_lengths, is_ragged, ragged_rows
 from hvd_train.data.streams import Stream
 from hvd_train.errors import DataError
 from hvd_train.protocol import Fields, Source
@@ -66,7 +68,12 @@ def _source(
     if not isinstance(part, tuple | list | dict):
         iterated = hasattr(part, "__iter__") and not hasattr(part, "__array__")
         if hasattr(part, "fetch") or not (iterated or hasattr(part, "iterate")):
+            if config.lengths:
+                return RaggedSource(part, task, where, classes, config.images, labelled, config.lengths)
             return UserSource(part, task, where, classes, config.images, labelled)
+        if config.lengths:
+            what = "a stream is read in its own order, so its samples are not put together by their lengths"
+            raise DataError(what, where="data.lengths", fix="give an object with fetch and lengths")
         if config.workers > 1:
             raise DataError("a stream is read by one thread, in order", where="data.workers", fix="set it to 1")
         return UserStream(part, task, where, classes, config.images)
@@ -74,11 +81,13 @@ def _source(
         raise DataError(
             f"gives {_describe(part)}", where=where, fix="give (inputs, labels): two arrays, or dicts of arrays"
         )
+    lengths = config.lengths
     if not labelled:
-        return Arrays(_arrays(part[0], "inputs", where), {}, where, classes, task, images=config.images)
-    labels = _arrays(part[1], "labels", where)
-    count = np.shape(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))[:1]
-    inputs = _arrays(part[0], "inputs", where, *count)
+        inputs = _arrays(part[0], "inputs", where, None, lengths)
+        return Arrays(inputs, {}, where, classes, task, images=config.images)
+    labels = _arrays(part[1], "labels", where, None, lengths, task.ignore_index)
+    first = next(iter(labels.values())) if isinstance(labels, dict) else labels
+    inputs = _arrays(part[0], "inputs", where, len(first) if first.shape else None, lengths)
     return Arrays(inputs, labels, where, classes, task, images=config.images)
 
 
@@ -144,6 +153,65 @@ class UserSource:
             raise DataError(f"fetch failed: {reason}", where=self._where) from error
 
 
+class RaggedSource(UserSource):
+    """A source of samples of different lengths that the user wrote; ``lengths`` (n,) are an attribute of it."""
+
+    def __init__(
+        self,
+        user_source: Any,
+        task: TaskConfig,
+        where: str,
+        classes: Known,
+        images: bool | None,
+        labelled: bool,
+        config: LengthsConfig,
+    ) -> None:
+        if not hasattr(user_source, "lengths"):
+            fix = "give the length of each sample, (n,) whole numbers, in the order of fetch's indices"
+            raise DataError(f"{type(user_source).__name__} has no lengths", where=where, fix=fix)
+        self._config, self._ignore = config, task.ignore_index
+        self._lengths = np.asarray(user_source.lengths)
+        if self._lengths.shape != (len(user_source),) or self._lengths.dtype.kind not in "iu":
+            what = f"lengths are {self._lengths.shape} {self._lengths.dtype} for {len(user_source):,} samples"
+            raise DataError(what, where=where, fix="give one whole number for each sample")
+        check_lengths(self._lengths, "lengths", where, config)
+        super().__init__(user_source, task, where, classes, images, labelled)
+        if self._template.varying is None:
+            raise DataError("fetch gives no list of samples", where=where, fix="give a list of arrays, one a sample")
+        self.varying = replace(self._template.varying, lengths=np.minimum(self._lengths, config.max_length))
+
+    def _fetch(self, indices: np.ndarray, *epoch: int) -> Any:
+        fetched = super()._fetch(indices, *epoch)
+        if not isinstance(fetched, tuple | list) or len(fetched) != 2:
+            return fetched
+        kinds = zip(("inputs", "labels"), fetched, (0, self._ignore), strict=True)
+        return tuple(self._padded(value, f"{kind} of fetch", padding, indices) for kind, value, padding in kinds)
+
+    def _padded(self, value: Any, name: str, padding: int, indices: np.ndarray) -> Any:
+        if isinstance(value, dict):
+            return {key: self._padded(x, f"{name} '{key}'", padding, indices) for key, x in value.items()}
+        if not is_ragged(value):
+            return value
+        rows = ragged_rows(value, name, self._where, self._config, padding)
+        wanted = np.minimum(self._lengths[indices], self._config.max_length)
+        if not np.array_equal(rows.lengths, wanted):
+            bad = int(np.argmax(rows.lengths != wanted)) if len(rows) == len(wanted) else 0
+            what = f"{name} of sample {indices[bad]} has not the length that the source's lengths say"
+            raise DataError(what, where=self._where, fix="lengths[k] is the length of sample k")
+        return rows
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, labels = self._fetch(indices)
+        return self._template.convert(_whole(inputs), _whole(labels), indices)
+
+
+def _whole(value: Any) -> Any:
+    """Read all rows of what is ragged."""
+    if isinstance(value, dict):
+        return {key: _whole(x) for key, x in value.items()}
+    return value[:] if isinstance(value, RaggedRows) else value
+
+
 class UserStream(UserSource):
     """A stream that the user wrote, whose order is that of its samples."""
 
@@ -171,22 +239,42 @@ class UserStream(UserSource):
         return self._template.convert(inputs, labels, indices)
 
 
-def _arrays(value: Any, name: str, where: str, count: int | None = None) -> Any:
-    """Return one array, or a dict of them, whose names are the model's."""
+def _arrays(
+    value: Any,
+    name: str,
+    where: str,
+    count: int | None = None,
+    lengths: LengthsConfig | None = None,
+    padding: int = 0,
+) -> Any:
+    """Return one array, or a dict of them, whose names are the model's.
+
+    ``lengths``: with it a list of samples is one of different lengths; ``padding``: what follows their ends.
+    """
     if not isinstance(value, dict):
+        if lengths and is_ragged(value):
+            return ragged_rows(value, name, where, lengths, padding)
         return _array(value, name, where, count)
     strange = [key for key in value if not (isinstance(key, str) and key.isidentifier())]
     if strange or not value:
         fix = "name them as the model's arguments are"
         raise DataError(f"{name} are {_describe(value)}: {strange or value} names no argument", where=where, fix=fix)
-    return {key: _array(values, f"{name} '{key}'", where, count) for key, values in value.items()}
+    more = (count, lengths, padding)
+    return {
+        key: _array(x, f"{name} '{key}'", where, count)
+        if isinstance(x, dict)
+        else _arrays(x, f"{name} '{key}'", where, *more)
+        for key, x in value.items()
+    }
 
 
-def _array(value: Any, name: str, where: str, count: int | None = None) -> np.ndarray:
+def _array(value: Any, name: str, where: str, count: int | None = None) -> Any:
     """Return one array of all (``count``) samples.
 
     Several arrays without names are refused: each model would take them for something else.
     """
+    if isinstance(value, RaggedRows):
+        return value
     several = isinstance(value, dict)
     if isinstance(value, tuple | list) and len(value) != count:
         several = any(np.ndim(one) > 0 and len(one) == count for one in value)
@@ -215,7 +303,7 @@ def _lengths(value: Any) -> list[int]:
 
 def _ragged(name: str, lengths: list[int], where: str) -> DataError:
     what = f"{name} have samples of different lengths, {lengths[0]} to {lengths[-1]}"
-    fix = "pad them to one length, and tell the model which places are padding by a second input, a mask"
+    fix = "set data.lengths: {max_length: ...}, or pad them to one length and give a mask as a second input"
     return DataError(what, where=where, fix=fix)
 
 

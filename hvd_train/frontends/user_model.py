@@ -34,7 +34,7 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
         what = f"{place_of(module, name)} has no function '{function or 'build'}'"
         raise ConfigError(what, where=where, fix=advice_for_passed(name, where))
     parameters = inspect.signature(build).parameters
-    known = [p for p in parameters if p not in ("input_shape", "num_classes", "image")]
+    known = [p for p in parameters if p not in ("input_shape", "num_classes", "image", "max_length", "vocabulary_size")]
     unknown = [o for o in options if o not in parameters]
     if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(f"model '{name}' has no option {', '.join(unknown)}", where=where, fix=f"it takes {known}")
@@ -52,7 +52,7 @@ def build_model(
     name: str,
     options: Mapping[str, Any],
     sample: Sample,
-    shape_of: Callable[[Field], tuple[int, ...]] = lambda field: field.shape,
+    shape_of: Callable[[Field], tuple[int | None, ...]] = lambda field: field.model_shape,
     restores: bool = False,
 ) -> tuple[Any, ModuleType, dict[str, Any]]:
     """(model, its module, what its build function got: options, and of the two others what it has parameters for).
@@ -66,6 +66,10 @@ def build_model(
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     shapes = one_or_all({name: shape_of(field) for name, field in sample.inputs.items()})
     facts = {"input_shape": shapes, "num_classes": sample.num_classes}
+    if limits := {field.shape[0] for field in sample.inputs.values() if field.ragged}:
+        facts["max_length"] = max(limits)
+    if sizes := {field.classes for field in sample.inputs.values() if field.classes}:
+        facts["vocabulary_size"] = max(sizes)
     # Options win over what the data say.
     arguments = {key: value for key, value in facts.items() if anything or key in parameters} | dict(options)
     if restores and "pretrained" in parameters:
@@ -76,6 +80,7 @@ def build_model(
         return build(**arguments), module, arguments
     except (ValueError, TypeError, OSError) as error:
         fix = PRETRAINED if restores and isinstance(error, OSError) and "pretrained" not in parameters else ""
+        fix = fix or VARIES * any(field.ragged for field in sample.inputs.values())
         fix = fix or NO_CLASSES * _wants_classes(sample, error) or IF_IMAGES * may_be_images(sample)
         what = f"the model cannot be built: {' '.join(str(error).split())}"
         raise ConfigError(what, where=f"model.name: {name}", fix=fix) from error
@@ -130,6 +135,7 @@ def untaken(name: str, sample: Sample, error: Exception) -> ConfigError:
 
 
 IF_IMAGES = "if they are images, set data.images: true"
+VARIES = "input_shape has None where lengths vary (data.lengths): take a model that sums or attends over places"
 NO_CLASSES = "num_classes is None, as task.loss is not cross_entropy: set data.num_classes"
 
 

@@ -65,7 +65,7 @@ def _inputs(job: Job) -> str:
     weights = "float64" if job.config.precision == "64" else "float32"
     listed = []
     for name, field in job.data.sample.inputs.items():
-        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.shape
+        shape = (field.shape[2], *field.shape[:2]) if field.image and first else field.model_shape
         kind = ("bool" if field.dtype == "bool" else "int64") if field.whole else weights
         title = [name] * (len(job.data.sample.inputs) > 1) + ["images"] * bool(field.image)
         listed.append(" ".join([*title, f"{shape} {kind}"]))

@@ -64,7 +64,9 @@ def predict(
         total = len(job.data.parts[split])
         files: dict[str, ArrayFile] = {}
         try:
-            for batch in job.loader(split).evaluation():
+            # A file has one shape, so outputs at the places of samples must have it, too.
+            at_places = any(field.shape for field in job.data.sample.labels.values())
+            for batch in job.loader(split).evaluation(whole=at_places):
                 outputs = job.frontend.predict(job.frontend.to_device(batch))
                 for name, rows in (outputs if isinstance(outputs, dict) else {"": outputs}).items():
                     if name not in files:

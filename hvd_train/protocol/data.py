@@ -22,6 +22,7 @@ class Field:
     ``image``: the axes are (height, width, channels); None becomes what earlier versions took, three axes of numbers.
     ``names``: the names of these classes in the order of their numbers, () where they have none. ``columns``: the names
     of the entries of the last axis, where they are columns of a table. None: an older checkpoint does not have them.
+    ``ragged``: batches are cut along the first axis, which the longest of their samples fills; shape[0] is the limit.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,12 @@ class Field:
 
     names: tuple[str, ...] | None = ()
     columns: tuple[str, ...] | None = ()
+    ragged: bool = False
+
+    @property
+    def model_shape(self) -> tuple[int | None, ...]:
+        """Return the shape of a sample as a model gets it: None for a length that varies."""
+        return (None, *self.shape[1:]) if self.ragged else self.shape
 
     @property
     def whole(self) -> bool:
@@ -65,7 +72,7 @@ class Sample:
     @property
     def input_shape(self) -> Any:
         """Return the shape that a build function gets, or {name: shape} where there are several inputs."""
-        return one_or_all({name: field.shape for name, field in self.inputs.items()})
+        return one_or_all({name: field.model_shape for name, field in self.inputs.items()})
 
     @property
     def num_classes(self) -> Any:
@@ -87,7 +94,11 @@ class Sample:
 def made_up(sample: Sample) -> Batch:
     """Make a batch of two samples of zeros."""
     inputs, labels = (
-        {name: np.zeros((2, *field.shape), field.dtype) for name, field in fields.items()}
+        # All places of a mask are there: attention to none is not a number.
+        {
+            name: np.full((2, *field.shape), field.ragged and field.dtype == "bool", field.dtype)
+            for name, field in fields.items()
+        }
         for fields in (sample.inputs, sample.labels)
     )
     return Batch(inputs, labels, np.ones(2, np.float32), np.arange(2))

@@ -152,7 +152,9 @@ class Objective:
             return present
         ops = self._ops
         table = ops.from_numpy(self._class_weights)
-        places = (-1, *(int(k) for k in tuple(y.shape)[1:]))  # the first axis may be unknown while a graph is traced
+        # The first axis may be unknown while a graph is traced, or else the length of samples.
+        rows, *others = tuple(y.shape)
+        places = tuple(-1 if k is None else int(k) for k in (rows if None in others else None, *others))
         of_class = ops.reshape(ops.take(table, ops.reshape(ops.cast(y, "int64"), (-1,))), places)
         return of_class if present is None else of_class * ops.cast(present, "float64")
 

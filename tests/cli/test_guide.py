@@ -211,6 +211,8 @@ def test_configurations_train(tmp_path, page, block, words):
     if "houses.csv" in block:  # which the page's code writes
         (tmp_path / "houses.py").write_text("\n".join(code))
         as_typed([sys.executable, "houses.py"], tmp_path)
+    if "texts.jsonl" in block:
+        as_typed([sys.executable, "-c", "import mine; mine.write_texts()"], tmp_path)
     printed = as_typed(["hvd-train", "fit", "-c", "job.yaml", *words], tmp_path)
     assert "\ndone: " in printed
     if "houses.csv" in block:  # the page promises 0.97 on two ranks

@@ -113,8 +113,23 @@ TRAININGS["blended"] = TRAININGS["varied"] | {
         {"name": "normalize", "mean": 0.3, "std": 0.35},
     ],
 }
+# Samples of different lengths: batches are as long as the longest of all ranks, and padding counts nowhere.
+TRAININGS["strokes"] = OWN_TASK | {
+    "data": {"name": "tests.own_models:fetched_strokes", "lengths": {"max_length": 24, "block": 32}},
+    "task.metrics": ["accuracy", "f1_macro"],
+    "accumulate_grad_batches": 2,
+}
+TRAININGS["strokes"]["data"] |= {"sampling": "balanced"}
+TRAININGS["strokes-places"] = OWN_TASK | {
+    "data": {
+        "name": "tests.own_models:strokes_at_places",
+        "lengths": {"max_length": 24, "block": 47, "buckets": [8, 12]},
+    },
+    "task.metrics": ["accuracy", "f1"],
+}
 KINDS = {"pytorch": "torch", "tensorflow": "keras"}
 OWN_MODELS = {
+    "strokes": {"pytorch": "tests.own_models:pytorch_strokes", "tensorflow": "tests.own_models:keras_strokes"},
     "words": {"pytorch": "tests.own_models:pytorch_words", "tensorflow": "tests.own_models:keras_words"},
     "curves": {"pytorch": "tests.own_models:pytorch_units", "tensorflow": "tests.own_models:keras_units"},
 }

@@ -163,6 +163,8 @@ class Config(Section):
         if mode.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
         problems += self._classes_counted_twice()
+        if self.parallel.pipeline > 1 and self.data.lengths:
+            problems.append(("data.lengths", "stages exchange activations of one shape: leave parallel.pipeline out"))
         problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))

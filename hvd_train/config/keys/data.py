@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from hvd_train.config.keys.lengths import LengthsConfig
 from hvd_train.config.keys.section import Count, Positive, Section, free, raise_problems
 from hvd_train.config.keys.transforms import MIXING, TransformConfig
 
@@ -57,13 +58,15 @@ class DataConfig(Section):
     )
     sequence_length: Positive = Field(128, description="text: bytes of a sample; masked_text: its tokens")
     vocabulary_size: int = Field(
-        8000, ge=300, description="masked_text: byte-pair tokens to learn from the text, at most; 260 of them are fixed"
+        8000, ge=300, description="masked_text, labeled_text: byte-pair tokens to learn, at most; 260 of them are fixed"
     )
     vocabulary: str | None = Field(
-        None, description="masked_text: a tokenizer.json (of the tokenizers library) to take instead of learning one"
+        None, description="masked_text, labeled_text: a tokenizer.json of the tokenizers library; null: learn one"
     )
-    features: list[str] | None = Field(None, description="table: columns that are the input; default: all but labels")
-    labels: str | list[str] | None = Field(None, description="table: the column to learn, or several")
+    features: list[str] | None = Field(
+        None, description="table, labeled_text: columns that are the input; default: all but labels"
+    )
+    labels: str | list[str] | None = Field(None, description="table, labeled_text: the column to learn, or several")
     num_classes: Positive | None = Field(None, description="number of classes; default: the largest label + 1")
     images: bool | None = Field(
         None,
@@ -81,6 +84,7 @@ class DataConfig(Section):
         None, description="balanced: an epoch takes as many training samples of each class; null: each sample once"
     )
     transforms: list[TransformConfig] = Field([], description="transforms of each training sample, in this order")
+    lengths: LengthsConfig | None = Field(None, description="samples of different lengths; null: all have one shape")
     workers: Positive = free(1, description="threads of a rank that fetch, decode and transform ahead of the training")
 
     @model_validator(mode="after")
@@ -92,7 +96,11 @@ class DataConfig(Section):
         if after:
             what = f"{after[0]} must stand before {names[self.first_mixing]}, which mixes finished samples"
             raise_problems([("transforms", what)])
-        if self.name != "table":
+        if self.lengths:
+            raise_problems(self._not_with_lengths(names))
+        if self.name == "labeled_text" and not self.lengths:
+            raise_problems([("lengths", "labeled_text needs it, for example {max_length: 256, truncate: true}")])
+        if self.name not in ("table", "labeled_text"):
             raise_problems([(key, "belongs to name: table") for key in ("features", "labels") if getattr(self, key)])
         if self.images is not None and self.name not in ARRAYS and ":" not in self.name:
             raise_problems([("images", f"belongs to {', '.join(ARRAYS)} and your own data")])
@@ -102,6 +110,13 @@ class DataConfig(Section):
         if self.num_classes and self.num_classes < len(listed):
             raise_problems([("num_classes", f"{self.num_classes}, and data.classes names {len(listed)}: leave it out")])
         return self
+
+    def _not_with_lengths(self, transforms: list[str]) -> list[tuple[str, str]]:
+        wrong = [name for name in transforms if name != "normalize"]
+        problems = [("transforms", f"{name} changes samples of one shape, not of data.lengths") for name in wrong[:1]]
+        if self.target == "inputs":
+            problems.append(("target", "inputs of different lengths (data.lengths) are not learned"))
+        return problems
 
     @property
     def first_mixing(self) -> int:

@@ -23,7 +23,9 @@ def _model(trained: Trained, dtype: str) -> tuple[torch.nn.Module, ModuleType, d
 
     All lie on the CPU.
     """
-    name, sizes = trained.config.model.name, {k: native_shape(field) for k, field in trained.sample.inputs.items()}
+    name, fields = trained.config.model.name, trained.sample.inputs
+    # Samples whose length varies are padded to the limit in an exported model.
+    sizes = {k: field.shape if field.ragged else native_shape(field) for k, field in fields.items()}
     options, restores = trained.config.model.options, trained.config.restores
     model, module, arguments = build_model(PYTORCH.zoo, name, options, trained.sample, native_shape, restores)
     model = joined(model).to("cpu", getattr(torch, dtype)).eval()

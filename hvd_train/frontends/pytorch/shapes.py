@@ -7,9 +7,9 @@ import torch
 from hvd_train.protocol import Field
 
 
-def native_shape(field: Field) -> tuple[int, ...]:
+def native_shape(field: Field) -> tuple[int | None, ...]:
     """Return an input's shape in PyTorch: (channels, height, width) for an image."""
-    return (field.shape[2], *field.shape[:2]) if field.image else tuple(field.shape)
+    return (field.shape[2], *field.shape[:2]) if field.image else field.model_shape
 
 
 def lazy(model: torch.nn.Module) -> list[str]:

@@ -21,18 +21,10 @@ from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
-from hvd_train.frontends.tensorflow import batchnorm
+from hvd_train.frontends.tensorflow import batchnorm, graphs
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, device_of
-from hvd_train.frontends.tensorflow.graphs import (
-    BetweenSteps,
-    Later,
-    awaited,
-    graph,
-    packing,
-    seconds_waited,
-    steps_per_call,
-)
+from hvd_train.frontends.tensorflow.graphs import BetweenSteps, Later, awaited, graph, packing, seconds_waited
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import view
@@ -49,6 +41,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
+        self._ragged = any(field.ragged for field in sample.inputs.values())
         self._device = device_of(config, groups.world)
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
@@ -89,7 +82,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self._waits = seconds_waited()  # within steps
         self._call: Callable = lambda graph, *arguments: graph(*arguments)
         self._common: CommonWeights | None = None
-        self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs)
+        self._score, self._predict = graph(self._traced_score), graph(self._eval_outputs, reduce_retracing=self._ragged)
         self._probe_task(sample)
 
     def _try_forward(self) -> None:
@@ -164,7 +157,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
     def retrace(self) -> None:
         self.run_queued()
         self._step = graph(self._traced_step)
-        self._steps: dict[Any, Callable] = {}  # by the shape of a batch
+        self._steps: dict[int, Callable] = {}  # by the rows of a batch
 
     def to_device(self, batch: Batch) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """Place a batch with its padding, so that shapes never change; inputs as they are stored."""
@@ -192,6 +185,8 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             sums, self._failures = self._run(self._step, *placed, *map(tf.constant, numbers))
             return sums
         later = Later(self.run_queued)
+        if self._ragged and self.queued and not graphs.same_shapes(placed, self.queued[0][0][:3]):
+            self.run_queued()
         self.queued.append(((*placed, *numbers), later))
         if len(self.queued) == self._per_call:
             self.run_queued()
@@ -205,8 +200,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         # so the length of the weights, arguments[2], identifies it.
         key = graph, arguments[2].shape[0]
         if key not in self._compiled:
-            like = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
-            self._compiled[key] = graph.get_concrete_function(*like)
+            self._compiled[key] = graph.get_concrete_function(*graphs.signature(self._sample, arguments))
         return self._call(self._compiled[key], *arguments)
 
     def run_queued(self) -> None:
@@ -214,22 +208,21 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         if not steps:
             return
         flat = [tf.nest.flatten(arguments) for arguments, _ in steps]
-        first = flat[0]
-        if first[0].shape not in self._steps:
-            like = tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape), x.dtype), steps[0][0])
-            self._steps[first[0].shape] = graph(self._traced_steps).get_concrete_function(*like)
-        # Each argument of all steps, (steps, ...): a batch's tensors are on the device, numbers are not.
-        columns = [tf.stack(x) if tf.is_tensor(x[0]) else tf.constant(np.stack(x)) for x in zip(*flat, strict=True)]
+        first, rows = flat[0], steps[0][0][2].shape[0]
+        if rows not in self._steps:
+            like = graphs.signature(self._sample, steps[0][0], None)
+            self._steps[rows] = graph(self._traced_steps).get_concrete_function(*like)
+        together = graphs.columns(flat)
         started = time.perf_counter()
         if self._common:
             self._common.attach()
-        sums = self._call(self._steps[first[0].shape], *tf.nest.pack_sequence_as(steps[0][0], columns))
+        sums = self._call(self._steps[rows], *tf.nest.pack_sequence_as(steps[0][0], together))
         for (_, later), of_step in zip(steps, tf.unstack(sums), strict=True):
             later.sums = of_step
         if self.config.steps_per_execution == "auto":
             self._calls += 1
             self._seconds = min(self._seconds, (time.perf_counter() - started) / len(steps))
-            self._per_call = steps_per_call(self._seconds, [x for x in first if tf.is_tensor(x)])
+            self._per_call = graphs.steps_per_call(self._seconds, [x for x in first if tf.is_tensor(x)])
             self._alone = self._per_call == 1 and self._calls == 8  # a loop of one step is 5 % slower than none
 
     def flat_weights(self) -> list[tf.Tensor]:

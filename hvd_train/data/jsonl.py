@@ -1,0 +1,61 @@
+"""JSON lines: one object a line, as columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_train.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
+
+LONGEST = 1 << 26  # bytes of a line
+MEND = "mend it, or leave the line out"
+
+
+def first_keys(path: Path) -> list[str]:
+    """Return the keys of the first line."""
+    with open(path, "rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
+            if line.strip():
+                return list(_record(line, path, number))
+    raise DataError("the file has no line", where=str(path))
+
+
+def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, ChunkedArray]:
+    """Read these keys of all lines."""
+    import pyarrow
+
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    with open(path, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            record = _record(line, path, number)
+            for name, column in values.items():
+                if record.get(name) is None:
+                    raise DataError(f"'{name}' has no value", where=f"{path}, line {number}", fix=MEND)
+                column.append(record[name])
+    columns = {}
+    for name, column in values.items():
+        try:
+            columns[name] = pyarrow.chunked_array([pyarrow.array(column)])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"'{name}' holds values of several kinds: {reason}", where=str(path), fix=MEND) from error
+    return columns
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] or type(error).__name__
+        raise DataError(f"no JSON: {reason}", where=where, fix=MEND) from error
+    if not isinstance(record, dict):
+        raise DataError("not an object of names and values", where=where, fix='write {"text": "...", "label": 0}')
+    return record

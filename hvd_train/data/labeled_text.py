@@ -1,0 +1,99 @@
+"""Texts with a class each, whose words a tokenizer numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data import tables
+from hvd_train.data.arrays import Arrays
+from hvd_train.data.classes import Known
+from hvd_train.data.column import LABEL
+from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, known
+from hvd_train.data.masked import CLS, SPECIAL, tokenizer_of, vocabulary
+from hvd_train.data.ragged import joined_rows
+from hvd_train.errors import DataError
+
+TOKENS = "tokens"  # the name of the input
+
+
+def open_labeled_text(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """texts with a class: a .csv, .tsv, .jsonl or .parquet file, or a folder of train.*, val.*; features, labels"""
+    path = existing_path(config)
+    files = tables.find_all(path) if path.is_dir() else {"train": path}
+    column, label = _columns(config, files["train"], request)
+    classes, parts, tokenizer = known(config, request), dict[str, Arrays](), None
+    for part, file in files.items():
+        if part == "test" and not request.reads_test:
+            continue
+        table = tables.Table.read(file, [column] + [label] * request.labels)
+        texts = table.texts(column)
+        if tokenizer is None:  # of the first part, which is the training's
+            tokenizer = _tokenizer(texts, config, request)
+        parts[part] = _part(table, texts, tokenizer, label, classes, config, task, request)
+        classes = classes.after(parts["train"])
+    return {**parts} if "val" in parts else Whole(parts["train"], config.val_fraction)
+
+
+def _columns(config: DataConfig, file: Path, request: DataRequest) -> tuple[str, str]:
+    """Return the names of the columns of texts and of labels."""
+    have = tables.names_of(file)
+    if not isinstance(config.labels, str):
+        fix = "name the column of the classes"
+        raise DataError("texts need one column of labels", where="data.labels", fix=fix)
+    features = config.features or [name for name in have if name != config.labels]
+    if len(features) != 1:
+        what = f"{len(features)} columns for one text: {', '.join(features[:10])}"
+        raise DataError(what, where="data.features", fix="name the column of the text: features: [text]")
+    for key, name in (("features", features[0]), ("labels", config.labels)):
+        if name not in have and (key == "features" or request.labels):
+            raise DataError(f"no column '{name}'", where=f"{file}, data.{key}", fix=f"there are {', '.join(have)}")
+    return features[0], config.labels
+
+
+def _tokenizer(texts: list[str], config: DataConfig, request: DataRequest) -> Any:
+    """Return the tokenizer: of a file, of the run, or learned from the texts of the training file."""
+    if config.vocabulary is not None:
+        tokenizer = tokenizer_of(config.vocabulary)
+    else:
+        tokenizer = vocabulary([texts], config.vocabulary_size, None, request.vocabulary)
+        from tokenizers.processors import TemplateProcessing
+
+        first = SPECIAL[CLS]  # so that no text is empty
+        tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, CLS)])
+    tokenizer.no_padding()  # by data.lengths alone
+    tokenizer.no_truncation()
+    if request.vocabulary and json.loads(tokenizer.to_str()) != json.loads(request.vocabulary):
+        what = "is another vocabulary than the run's, whose numbers stand for other tokens"
+        raise DataError(what, where=f"data.vocabulary: {config.vocabulary}", fix="leave it out: the run has its own")
+    return tokenizer
+
+
+def _part(
+    table: tables.Table,
+    texts: list[str],
+    tokenizer: Any,
+    label: str,
+    classes: Known,
+    config: DataConfig,
+    task: TaskConfig,
+    request: DataRequest,
+) -> Arrays:
+    where, lengths = str(table.path), config.lengths
+    assert lengths is not None  # the configuration wants it
+    numbers = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(texts)]
+    sizes = np.array([len(one) for one in numbers], np.int64)
+    rows = joined_rows(np.concatenate(numbers), sizes, f"column '{config.features or 'text'}'", where, lengths)
+    labels = {LABEL: table.classes(label, classes.label(LABEL, True), task.ignore_index)} if request.labels else {}
+    part = Arrays({TOKENS: rows}, labels, where, classes, task, table.notes, False)
+    part.note = ""  # that whole numbers stay whole is no news of tokens
+    size = tokenizer.get_vocab_size()
+    field = replace(part.sample.inputs[TOKENS], classes=size)
+    part.sample = replace(part.sample, inputs={TOKENS: field})
+    part.vocabulary = tokenizer.to_str()
+    return part

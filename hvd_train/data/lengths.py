@@ -1,0 +1,148 @@
+"""Batches of samples of different lengths: padded to buckets, with a mask (``data.lengths``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config.keys.lengths import LengthsConfig
+from hvd_train.data.order import mix, permute
+from hvd_train.data.ragged import Varying
+from hvd_train.data.transforms import drawn
+from hvd_train.errors import DataError
+from hvd_train.protocol import Field, Fields, Sample, Source
+
+WHERE = "data.lengths"
+AUTO = 8  # buckets
+BLOCKS = 0x1E46  # the key of their order
+
+
+class Lengths:
+    """Another source's samples, whose batches are cut to a length that all ranks know.
+
+    A batch is as long as the bucket of its longest sample, over all ranks: the numbers of N ranks are those of one.
+    Training takes samples in blocks of one bucket. They follow from lengths, seed and epoch alone, not from the size of
+    a batch, so a run goes on in the middle of an epoch on any number of ranks: the samples are permuted as ever and
+    divided by their buckets, each bucket is cut into blocks, and whole blocks are permuted. What is left of each bucket
+    comes last.
+
+    ``varying``: of the samples of ``source``; ``chosen(places, seed, epoch)``: those that stand at these places of an
+    epoch, where they are not each taken once.
+    """
+
+    def __init__(
+        self, source: Source, varying: Varying, config: LengthsConfig, buckets: np.ndarray, chosen: Any = None
+    ) -> None:
+        self._source, self._config, self._chosen, self.fingerprint = source, config, chosen, source.fingerprint
+        self.note, self.ordered = getattr(source, "note", ""), False
+        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
+        self.rows = getattr(source, "rows", None)
+        self._lengths, self._buckets = varying.lengths, buckets
+        self.sample = with_lengths(source.sample, varying, config)
+        self._ragged = [
+            {name for name, field in fields.items() if field.ragged}
+            for fields in (self.sample.inputs, self.sample.labels)
+        ]
+        self._orders: tuple[Any, np.ndarray] = None, np.zeros(0, np.int64)  # (seed, epoch) of the last one
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: np.ndarray) -> tuple[Fields, Fields]:
+        return self._masked(self._source.fetch(indices), self._lengths[indices])
+
+    def drawn(self, indices: np.ndarray, seed: int, epoch: int) -> tuple[Fields, Fields]:
+        return self._masked(drawn(self._source, indices, seed, epoch), self._lengths_of(indices, seed, epoch))
+
+    def _masked(self, fetched: tuple[Fields, Fields], lengths: np.ndarray) -> tuple[Fields, Fields]:
+        inputs, labels = fetched
+        if self._config.mask:
+            inputs = {**inputs, self._config.mask: np.arange(self._config.max_length) < lengths[:, None]}
+        return inputs, labels
+
+    def _lengths_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        return self._lengths[self._chosen(places, seed, epoch) if self._chosen else places]
+
+    def cut_length(self, indices: np.ndarray, seed: int, epoch: int | None) -> int:
+        """Return the length of a batch of these samples; ``epoch`` None: of an evaluation."""
+        lengths = self._lengths[indices] if epoch is None else self._lengths_of(indices, seed, epoch)
+        longest = int(lengths.max(initial=1))
+        if epoch is None or not len(self._buckets):  # an evaluation does not depend on buckets
+            return longest
+        return int(self._buckets[np.searchsorted(self._buckets, longest)])
+
+    def cut(self, fetched: tuple[Fields, Fields], length: int) -> tuple[Fields, Fields]:
+        """Cut (k, max_length, ...) to (k, length, ...) where a field's length varies."""
+        inputs, labels = (
+            {name: np.ascontiguousarray(x[:, :length]) if name in ragged else x for name, x in fields.items()}
+            for fields, ragged in zip(fetched, self._ragged, strict=True)
+        )
+        return inputs, labels
+
+    def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Return the samples (k,) at these places (k,) of an epoch."""
+        known, order = self._orders
+        if known != (seed, epoch):
+            order = self._order(seed, epoch)
+            self._orders = (seed, epoch), order  # at once: threads read it
+        return order[places]
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        indices = permute(np.arange(len(self)), len(self), seed, epoch)
+        if not len(self._buckets):
+            return indices
+        lengths, block, key = self._lengths_of(indices, seed, epoch), self._config.block, mix(seed, BLOCKS)
+        buckets = np.searchsorted(self._buckets, lengths)
+        of_buckets = [indices[buckets == k] for k in range(len(self._buckets))]
+        whole = [x[: len(x) // block * block].reshape(-1, block) for x in of_buckets]
+        blocks, rest = np.concatenate(whole), [x[len(x) // block * block :] for x in of_buckets]
+        if len(blocks):
+            blocks = blocks[permute(np.arange(len(blocks)), len(blocks), key, epoch)]
+        return np.concatenate([blocks.reshape(-1), *rest])
+
+    def describe(self) -> str:
+        """Describe lengths, buckets and the share of padding in a line."""
+        n, limit = self._lengths, self._config.max_length
+        low, high = int(n.min()), int(n.max())
+        if not len(self._buckets):
+            return f"{WHERE}: {low:,} to {high:,} (max_length {limit:,}); each batch is padded to its longest sample"
+        padded = self._buckets[np.searchsorted(self._buckets, n)]
+        share, all_ = 1 - n.sum() / padded.sum(), 1 - n.mean() / high
+        listed = ", ".join(map(str, self._buckets.tolist()))
+        return (
+            f"{WHERE}: {low:,} to {high:,} (max_length {limit:,}); buckets {listed}: "
+            f"{share:.0%} of the places are padding, {all_:.0%} where all are padded to the longest"
+        )
+
+
+def with_lengths(sample: Sample, varying: Varying, config: LengthsConfig) -> Sample:
+    """Mark the fields that vary, and add the mask to the inputs."""
+
+    def marked(fields: Any, names: tuple[str, ...]) -> dict[str, Field]:
+        # A single field of a finished run may have another name than in the data.
+        names = names if all(name in fields for name in names) else tuple(fields)[: len(names)]
+        return {name: replace(field, ragged=name in names) for name, field in fields.items()}
+
+    inputs = marked(sample.inputs, varying.inputs)
+    if config.mask:
+        if config.mask in inputs:
+            what = f"the data have an input '{config.mask}' of their own"
+            raise DataError(what, where=f"{WHERE}.mask", fix="give the mask another name")
+        inputs[config.mask] = Field((config.max_length,), "bool", ragged=True)
+    return replace(sample, inputs=inputs, labels=marked(sample.labels, varying.labels))
+
+
+def buckets_of(lengths: np.ndarray, config: LengthsConfig) -> np.ndarray:
+    """Return the lengths to which batches are padded, rising; () where each is padded to its longest sample.
+
+    ``auto`` takes the lengths below which 1/8, 2/8, ... of the training samples are. The last one takes all.
+    """
+    if config.buckets is None:
+        return np.zeros(0, np.int64)
+    if config.buckets == "auto":
+        bounds = np.quantile(lengths, np.arange(1, AUTO + 1) / AUTO, method="higher")
+    else:
+        bounds = np.array(config.buckets)
+    return np.unique(np.append(bounds.astype(np.int64), config.max_length))

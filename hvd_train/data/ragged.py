@@ -1,0 +1,96 @@
+"""Arrays of samples of different lengths, which are read as if they were padded to one length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config.keys.lengths import LengthsConfig
+from hvd_train.errors import DataError
+
+LONGER = "raise data.lengths.max_length, or set data.lengths.truncate: true"
+
+
+@dataclass(frozen=True)
+class Varying:
+    """The fields of a source whose first axis differs from sample to sample, and its length in each sample, (n,)."""
+
+    lengths: np.ndarray
+    inputs: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    def part(self, rows: np.ndarray) -> Varying:
+        return Varying(self.lengths[rows], self.inputs, self.labels)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Varying]) -> Varying:
+        return cls(np.concatenate([part.lengths for part in parts]), parts[0].inputs, parts[0].labels)
+
+
+class RaggedRows:
+    """Samples (length, ...) one after the other, and read by rows as (k, limit, ...).
+
+    ``starts``, ``lengths``: (n,), of each sample in ``flat`` (all places, ...). ``padding``: the value of places after
+    a sample's end.
+    """
+
+    def __init__(self, flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limit: int, padding: int = 0) -> None:
+        self._flat, self._starts, self.lengths, self._padding = flat, starts, lengths, padding
+        self.shape, self.dtype = (len(lengths), limit, *flat.shape[1:]), flat.dtype
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """rows (k,), or a slice."""
+        lengths, places = self.lengths[rows], np.arange(self.shape[1])
+        there = places < lengths[:, None]  # (k, limit)
+        out = np.full((len(lengths), *self.shape[1:]), self._padding, self.dtype)
+        out[there] = self._flat[(self._starts[rows][:, None] + places)[there]]
+        return out
+
+
+def is_ragged(value: Any) -> bool:
+    """Return whether a value is a list of samples that have a length each."""
+    listed = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
+    return listed and len(value) > 0 and not isinstance(value[0], str | bytes) and np.ndim(value[0]) > 0
+
+
+def ragged_rows(value: Iterable[Any], name: str, where: str, config: LengthsConfig, padding: int = 0) -> RaggedRows:
+    """Join a list of samples, (length, ...) each, within the limit."""
+    samples = []
+    for k, one in enumerate(value):
+        try:
+            samples.append(np.asarray(one))
+        except ValueError as error:
+            raise DataError(f"{name} of sample {k} is not an array of numbers", where=where) from error
+    kinds = {(x.shape[1:], x.dtype.kind) for x in samples if len(x)}
+    if len(kinds) > 1:
+        what = f"{name} differ in more than their lengths: {', '.join(f'{kind}' for kind in sorted(map(str, kinds)))}"
+        raise DataError(what, where=where, fix="give each sample the same further axes, and one kind of numbers")
+    lengths = np.array([len(x) for x in samples], np.int64)
+    return joined_rows(np.concatenate(samples), lengths, name, where, config, padding)
+
+
+def joined_rows(
+    flat: np.ndarray, lengths: np.ndarray, name: str, where: str, config: LengthsConfig, padding: int = 0
+) -> RaggedRows:
+    """Make rows of samples that lie one after the other in ``flat``, within the limit; ``lengths``: (n,)."""
+    check_lengths(lengths, name, where, config)
+    limit = config.max_length
+    return RaggedRows(flat, np.cumsum(lengths) - lengths, np.minimum(lengths, limit), limit, padding)
+
+
+def check_lengths(lengths: np.ndarray, name: str, where: str, config: LengthsConfig) -> None:
+    """Refuse samples that are empty, or longer than the limit where they are not cut."""
+    if not lengths.all():
+        bad = int(np.argmin(lengths))
+        raise DataError(f"{name} of sample {bad} has the length 0", where=where, fix="leave the sample out")
+    if lengths.max(initial=0) > config.max_length and not config.truncate:
+        bad, count = int(np.argmax(lengths)), int((lengths > config.max_length).sum())
+        what = f"{name} of sample {bad} has the length {lengths[bad]:,}, over {config.max_length:,}"
+        more = f" (so have {count - 1:,} others)" if count > 1 else ""
+        raise DataError(what + more, where=where, fix=LONGER)

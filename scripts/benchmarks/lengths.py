@@ -1,0 +1,101 @@
+"""Samples a second of a text classifier, padded in buckets and padded to the longest of all texts, in turn.
+
+Texts are the paragraphs of Python's documentation, of two classes: of the language, and of a module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TITLE = "text classification: buckets against the longest of all"
+FRAMEWORKS, TURNS, EPOCHS, MOST = ("pytorch", "tensorflow"), 3, 3, 256
+COUNT = 6000  # texts
+PADDED = {"buckets": "auto", "longest of all": f"[{MOST}]"}
+
+
+def build(num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 4):  # noqa: ANN201
+    """A transformer of one layer and the mean over the places of a text, in PyTorch."""
+    import torch
+    from torch import nn
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(vocabulary_size, width), nn.Linear(width, num_classes)
+            self.layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            x = self.layer(self.words(tokens), src_key_padding_mask=~mask) * mask[..., None]
+            return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+
+    return Classifier()
+
+
+def build_keras(input_shape: dict, num_classes: int, vocabulary_size: int, width: int = 64, heads: int = 4):  # noqa: ANN201
+    """The same in Keras."""
+    import keras
+    from keras import layers
+
+    kinds = {"tokens": "int64", "mask": "bool"}
+    inputs = {name: keras.Input(input_shape[name], dtype=kind, name=name) for name, kind in kinds.items()}
+    x = layers.Embedding(vocabulary_size, width)(inputs["tokens"])
+    shown = layers.Lambda(lambda mask: mask[:, None, :])(inputs["mask"])
+    attended = layers.MultiHeadAttention(heads, width // heads)(x, x, attention_mask=shown)
+    x = layers.LayerNormalization()(layers.Add()([x, attended]))
+    x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(width)(layers.Dense(4 * width, "relu")(x))]))
+    x = layers.GlobalAveragePooling1D()(x, mask=inputs["mask"])
+    return keras.Model(inputs, layers.Dense(num_classes)(x))
+
+
+def write(path: Path) -> None:
+    """Write the texts as JSON lines."""
+    from pydoc_data.topics import topics
+
+    from hvd_train.data.formats import docstrings
+
+    modules = [file for file in sorted(Path(os.__file__).parent.glob("*.py")) if file.stem in sys.stdlib_module_names]
+    documents = {"language": [*topics.values()], "module": [docstrings(file.read_bytes()) for file in modules]}
+    lines = []
+    for label, texts in documents.items():
+        paragraphs = [" ".join(part.split()) for text in texts for part in text.split("\n\n") if part.strip()]
+        lines += [json.dumps({"text": text, "label": label}) for text in paragraphs[: COUNT // 2]]
+    path.write_text("\n".join(lines))
+
+
+def run(framework: str, buckets: str, folder: Path) -> float:
+    """Train for some epochs; return the samples a second."""
+    (folder / "lengths.py").write_text(Path(__file__).read_text())
+    model = "lengths:build" if framework == "pytorch" else "lengths:build_keras"
+    keys = {"framework": framework, "model.name": model, "data.name": "labeled_text", "data.path": "texts.jsonl"}
+    keys |= {"data.labels": "label", "data.lengths.max_length": MOST, "data.lengths.truncate": "true"}
+    keys |= {"data.lengths.buckets": buckets, "max_epochs": EPOCHS, "optim.name": "adam", "optim.lr": 0.001}
+    keys |= {"run_dir": "run", "tensorboard": "false", "batch_size": 32}
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    line = [str(Path(sys.executable).parent / "hvd-train"), "fit", "--overwrite", *sets]
+    subprocess.run(line, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return json.loads((folder / "run" / "summary.json").read_text())["samples_per_second"]
+
+
+def measure() -> list[dict]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "texts.jsonl")
+        for framework in FRAMEWORKS:
+            speeds: dict[str, list[float]] = {name: [] for name in PADDED}
+            for _ in range(TURNS):
+                for name, buckets in PADDED.items():
+                    speeds[name].append(run(framework, buckets, Path(folder)))
+            best = {name: max(values) for name, values in speeds.items()}
+            row = {"framework": framework} | {f"samples/s, {name}": value for name, value in best.items()}
+            rows.append(row | {"times as fast": best["buckets"] / best["longest of all"]})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    measure()

@@ -1,0 +1,199 @@
+"""Texts with a class each, JSON lines, and columns of lists."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import csv, parquet
+
+from hvd_train.config import DataConfig, TaskConfig, load_config
+from hvd_train.data.catalog import open_data
+from hvd_train.data.dataset import DataRequest
+from hvd_train.data.formats import python_documents
+from hvd_train.data.loader import Loader
+from hvd_train.errors import ConfigError, DataError
+from tests.own_models import strokes
+
+TEXTS = [" ".join(part.split()) for part in "\n\n".join(python_documents()[:8]).split("\n\n")]
+TEXTS = [text for text in TEXTS if text][:120]
+CLASSES = ["short" if len(text) < 100 else "long" for text in TEXTS]
+LENGTHS = {"max_length": 64, "truncate": True, "block": 16}
+
+
+def written(folder, name="texts.jsonl", texts=TEXTS, labels=CLASSES):
+    path = folder / name
+    rows = [{"text": text, "kind": label} for text, label in zip(texts, labels, strict=True)]
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    elif path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        csv.write_csv(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def opened(path, name="labeled_text", request=None, task=None, **keys):
+    keys = {"labels": "kind", "lengths": LENGTHS} | keys
+    config = DataConfig.model_validate({"name": name, "path": str(path), **keys})
+    return open_data(config, task or TaskConfig(), request=request or DataRequest())
+
+
+def rows(source):
+    inputs, labels = source.fetch(np.arange(len(source)))
+    return [x[m] for x, m in zip(inputs["tokens"], inputs["mask"], strict=True)], labels["label"]
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.csv", "texts.parquet"])
+def test_texts_are_numbered_by_a_tokenizer_that_is_learned(tmp_path, name):
+    from tokenizers import Tokenizer
+
+    data = opened(written(tmp_path, name), vocabulary_size=400)
+    tokenizer = Tokenizer.from_str(data.vocabulary)
+    found = {}
+    for part in (data.train, data.val):
+        for ids, label in zip(*rows(part), strict=True):
+            assert ids[0] == tokenizer.token_to_id("[CLS]") and len(ids) <= 64
+            found[tokenizer.decode(ids[1:].tolist())] = data.sample.labels["label"].names[label]
+    wanted = dict(zip(TEXTS, CLASSES, strict=True))
+    for text, label in found.items():
+        assert any(whole.startswith(text.strip()[:20]) and label == wanted[whole] for whole in wanted)
+    assert data.sample.inputs["tokens"].classes == tokenizer.get_vocab_size() <= 400
+    assert data.sample.inputs["tokens"].dtype == "int32" and data.sample.num_classes == 2
+
+
+def test_a_tokenizer_that_is_given_and_that_of_a_run(tmp_path):
+    path = written(tmp_path)
+    learned = opened(path, vocabulary_size=400)
+    (tmp_path / "tokenizer.json").write_text(learned.vocabulary)
+    given = opened(path, vocabulary=str(tmp_path / "tokenizer.json"))
+    of_run = opened(path, request=DataRequest(learned.sample, "val", vocabulary=learned.vocabulary))
+    for one in (given.val, of_run.parts["val"]):
+        assert all(np.array_equal(a, b) for a, b in zip(rows(one)[0], rows(learned.val)[0], strict=True))
+    with pytest.raises(DataError, match="no readable vocabulary"):
+        opened(path, vocabulary=str(path))
+    other = opened(path, vocabulary_size=300).vocabulary
+    with pytest.raises(DataError, match="another vocabulary than the run's"):
+        opened(
+            path,
+            vocabulary=str(tmp_path / "tokenizer.json"),
+            request=DataRequest(learned.sample, "val", vocabulary=other),
+        )
+
+
+def test_parts_of_a_folder_and_predictions_without_labels(tmp_path):
+    for part, cut in (("train", slice(0, 80)), ("val", slice(80, 100)), ("test", slice(100, 120))):
+        written(tmp_path, f"{part}.jsonl", TEXTS[cut], CLASSES[cut])
+    data = opened(tmp_path)
+    assert (len(data.train), len(data.val)) == (80, 20)
+    request = DataRequest(data.sample, "test", labels=False, vocabulary=data.vocabulary)
+    assert len(opened(tmp_path, request=request).parts["test"]) == 20
+    (tmp_path / "others.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    request = DataRequest(data.sample, "all", labels=False, vocabulary=data.vocabulary)
+    assert len(opened(tmp_path / "others.jsonl", request=request).parts["all"]) == 120
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"labels": None}, "texts need one column of labels"),
+        ({"labels": "kinds", "features": ["text"]}, "no column 'kinds'"),
+        ({"labels": "kind", "features": ["words"]}, "no column 'words'"),
+        ({"lengths": {"max_length": 8}}, "column 'text' of sample"),
+    ],
+)
+def test_mistakes(tmp_path, keys, words):
+    with pytest.raises(DataError) as caught:
+        opened(written(tmp_path), **keys)
+    assert words in str(caught.value) and caught.value.fix
+
+
+def test_lengths_are_needed():
+    with pytest.raises(ConfigError, match="labeled_text needs it"):
+        load_config(base={"data": {"name": "labeled_text", "path": "x.jsonl", "labels": "kind"}})
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('{"text": "a", "kind": 0}\n{"text"', "line 2; mend it"),
+        ('{"text": "a", "kind": 0}\n[1]', "not an object of names and values"),
+        ('{"text": "a", "kind": 0}\n{"text": "a"}', "'kind' has no value"),
+        ('{"text": "a", "kind": 0}\n{"text": 3, "kind": 0}', "'text' holds values of several kinds"),
+        ("\n", "the file has no line"),
+    ],
+)
+def test_lines_that_cannot_be_read(tmp_path, lines, words):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(lines)
+    with pytest.raises(DataError) as caught:
+        opened(path)
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+# ---- lists
+
+(SAMPLES, LABELS), _ = strokes(200)
+
+
+def lists(folder, name="strokes.jsonl", **more):
+    path = folder / name
+    columns = {"pixels": [one.tolist() for one in SAMPLES], "kind": LABELS.tolist()} | more
+    if path.suffix == ".jsonl":
+        keys = list(columns)
+        path.write_text(
+            "\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in zip(*columns.values(), strict=True))
+        )
+    else:
+        parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["strokes.jsonl", "strokes.parquet"])
+def test_columns_of_lists_are_inputs_by_their_names(tmp_path, name):
+    ages = (LABELS / 10).tolist()
+    data = opened(lists(tmp_path, name, age=ages), "table")
+    assert data.sample.input_shape == {"pixels": (None,), "age": (), "mask": (None,)}
+    found = []
+    for step in Loader(data.train, global_batch=20, seed=1).epoch(0):
+        (batch,) = step.micro_batches
+        columns = [x[: batch.count] for x in (*batch.inputs.values(), *batch.labels.values())]
+        for ids, age, mask, label in zip(*columns, strict=True):
+            found.append((tuple(ids[mask]), label))
+            assert age == np.float32(label / 10)
+    wanted = [(tuple(one), label) for one, label in zip(SAMPLES, LABELS, strict=True)]
+    assert len(found) == len(data.train) and all(one in wanted for one in found)
+
+
+def test_labels_in_lists(tmp_path):
+    at_places = [(np.asarray(one) % 3).tolist() for one in SAMPLES]
+    data = opened(lists(tmp_path, kind=at_places), "table")
+    inputs, labels = data.train.fetch(np.arange(9))
+    assert ((labels["label"] == -100) == ~inputs["mask"]).all()
+    assert (labels["label"] == np.where(inputs["mask"], inputs["pixels"] % 3, -100)).all()
+
+
+def test_jsonl_of_numbers_is_a_table(tmp_path):
+    path = tmp_path / "table.jsonl"
+    path.write_text("\n".join(json.dumps({"a": k, "b": k / 2, "kind": ["even", "odd"][k % 2]}) for k in range(40)))
+    data = opened(path, "table", lengths=None)
+    assert data.sample.input_shape == (2,) and data.sample.labels["label"].names == ("even", "odd")
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "words"),
+    [
+        ({}, {"lengths": None}, "of lists"),
+        ({"pixels": [["a"]] * 160}, {}, "holds lists of string"),
+        ({"pixels": [[[1]]] * 160}, {}, "holds lists of list"),
+        ({"kind": [[0.5] * len(one) for one in SAMPLES]}, {}, "holds lists of double"),
+        ({"kind": [[1]] * 160}, {}, "places in"),
+        ({"other": [1] * 160}, {"labels": ["kind", "other"]}, "several labels of a table with lists"),
+    ],
+)
+def test_lists_that_cannot_be_read(tmp_path, more, keys, words):
+    with pytest.raises(DataError) as caught:
+        opened(lists(tmp_path, **more), "table", **keys)
+    assert words in str(caught.value) and caught.value.fix

@@ -102,7 +102,6 @@ def fit(
     hvd-train fit -np 2 -c job.yaml                 two ranks on this host
     mpirun -np 2 hvd-train fit -c job.yaml          the same, started by mpirun
     hvd-train fit -np 2 -c job.yaml --resume auto   go on where the last run stopped
-    hvd-train fit -np 2 -c job.yaml --max-restarts 3
     hvd-train fit -np 2 -c job.yaml --check         try all of it with one step, and write nothing
     """
     from hvd_train.config import load_config

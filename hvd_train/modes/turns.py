@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass
 class Result:
-    """What was measured of a way; ``problem``: why it cannot run, with the exit code of the command.
+    """The measurements of a way; ``problem``: why it cannot run, with the exit code of the command.
 
     ``figures``: of each turn, as ``jobs/measure.py`` writes them; ``curve``: (samples of all ranks, mean loss since
     the point before) of the longest turn.

@@ -59,7 +59,7 @@ class Terminal:
 
 
 class LongStep:
-    """What is under way and for how long: on the last line of a terminal, elsewhere a line each minute."""
+    """Tell what is under way and for how long, on the last line of a terminal, elsewhere a line each minute."""
 
     def __init__(self, name: str) -> None:
         self._name, self._began, self._ended = name, time.monotonic(), threading.Event()

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it learns of a run."""
+"""The interface of a tracker, and the facts of a run that it learns."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class Framework:
     between ranks, a ``protocol.CommunicatorModule``; ``horovod``: Horovod's module for it; ``packages``: what must be
     installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
-    ``stages``: the front-end of a rank that has a part of the model (empty: none). ``channels_first``: so it takes
+    ``stages``: the front-end of a rank that has a part of the model; ``placed``: of one that has several devices
+    (empty: none). ``channels_first``: so it takes
     images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent;
     ``unneeded``: packages that it imports if they are installed, and that no training needs.
@@ -40,6 +41,7 @@ class Framework:
     packages: tuple[str, ...]
     zoo: str = ""
     stages: str = ""
+    placed: str = ""
     exporter: str = ""
     format: str = ""
     ending: str = ""
@@ -63,6 +65,13 @@ class Framework:
         if not self.stages:
             raise ConfigError(f"{self.name} has no pipeline stages", where="parallel.pipeline", fix="set it to 1")
         return importlib.import_module(self.stages)
+
+    def placed_module(self) -> FrontEndModule:
+        """Return the front-end of several devices; the framework must be loaded."""
+        if not self.placed:
+            what = f"{self.name} takes one device"
+            raise ConfigError(what, where="parallel.devices_per_rank", fix="set it to 1")
+        return importlib.import_module(self.placed)
 
     def make_communicator(self, expected_size: int) -> Communicator:
         """Make the communicator of ``expected_size`` ranks, not yet opened; the framework must be loaded."""
@@ -123,6 +132,7 @@ PYTORCH = register(
         packages=("torch",),
         zoo="pt_models",
         stages="hvd_train.frontends.pytorch.stages",
+        placed="hvd_train.frontends.pytorch.placed",
         exporter="hvd_train.frontends.pytorch.export",
         format="pytorch",
         ending=".pt",
@@ -142,6 +152,7 @@ TENSORFLOW = register(
         packages=("tensorflow", "keras"),
         zoo="tf_models",
         stages="hvd_train.frontends.tensorflow.stages",
+        placed="hvd_train.frontends.tensorflow.placed",
         exporter="hvd_train.frontends.tensorflow.export",
         format="keras",
         ending=".keras",

@@ -34,6 +34,7 @@ class RunFacts:
     two_phase: bool = True  # False: of a version in which bf16 and int8 did not round sums
     stages: str = "1"  # blocks of each, as "3 + 2"
     axes: str | None = None  # in which residuals lie; None: there is none, or an older checkpoint does not tell
+    devices: str = "1"  # blocks of each device of a rank, where a compressor's buckets depend on them
 
     @classmethod
     def of(
@@ -47,6 +48,7 @@ class RunFacts:
         axes: str | None = None,
     ) -> RunFacts:
         stopping, plateau, split = config.early_stopping, config.optim.plateau, config.parallel.split
+        placed = config.parallel.devices_per_rank > 1
         return cls(
             framework=framework,
             compression=compression,
@@ -61,6 +63,7 @@ class RunFacts:
             two_phase=two_phase,
             stages=" + ".join(map(str, split)) if config.parallel.pipeline > 1 else "1",
             axes=axes,
+            devices=" + ".join(map(str, split)) if placed and compression not in (None, "none") else "1",
         )
 
 
@@ -172,7 +175,7 @@ RULES = (
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
     Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),
-    Rule("ranks, pipeline stages", "nothing", "what each rank kept to itself is left behind"),
+    Rule("ranks, pipeline stages, devices of a rank", "nothing", "what each rank kept to itself is left behind"),
     Rule("framework, exchange", "--allow-change KEY", "what each rank kept to itself is left behind"),
     Rule("a GPU or a CPU, with a compression", "nothing", "residuals of images' models are left behind"),
     Rule("bf16 or int8 of an earlier version", "nothing", "residuals go on, and take up the rest of sums", _round_sums),
@@ -194,7 +197,7 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
 
     It belongs to its rank, to the axis order of its framework and device and to its compressor; else all begin at zero.
     """
-    names = ("ranks", "stages", "framework", "compression", "mode", "axes")
+    names = ("ranks", "stages", "devices", "framework", "compression", "mode", "axes")
     pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
     return ", ".join(changes) or ("" if same_shapes else "their shapes are others")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from hvd_train.config import Config
-from hvd_train.errors import ConfigError
+from hvd_train.errors import ConfigError, amount
 from hvd_train.protocol import Communicator
 
 
@@ -36,6 +36,30 @@ def gpu_of(config: Config, communicator: Communicator, visible: int, framework: 
         fix = "set device: cpu, or see 'hvd-train doctor'"
         raise ConfigError(f"this {framework} sees no GPU", where="device: cuda", fix=fix)
     return gpu_index(visible, communicator.local_rank, config.devices)
+
+
+def gpus_of(config: Config, communicator: Communicator, visible: int, framework: str) -> list[int]:
+    """Return the GPUs of this rank, ``parallel.devices_per_rank`` of them; none: it computes on the CPU.
+
+    Local rank r takes numbers k r to k r + k - 1 of the visible ones, or of ``devices``. Raises ConfigError where
+    the host has too few.
+    """
+    count, local = config.parallel.devices_per_rank, communicator.local_size
+    if count == 1 or not visible or config.device == "cpu":
+        index = gpu_of(config, communicator, visible, framework)
+        return [] if index is None else [index]
+    choice = list(range(visible)) if config.devices is None else config.devices
+    # With --gpus-per-task Slurm shows each rank its GPUs alone.
+    alone = config.devices is None and "SLURM_GPUS_PER_TASK" in os.environ and visible < count * local
+    first = 0 if alone else count * communicator.local_rank
+    indices = choice[first : first + count]
+    too_few = not alone and len(choice) < count * local
+    if too_few or len(indices) < count or max(indices) >= visible or len(set(indices)) < count:
+        needed = f"{amount(local, 'rank')} of {count} devices need {count * local} GPUs"
+        what = f"{needed}, and this host has {visible}" + f" (devices {choice})" * (config.devices is not None)
+        fix = "start fewer ranks on a host, set parallel.devices_per_rank: 1, or set device: cpu"
+        raise ConfigError(what, where=f"parallel.devices_per_rank: {count}", fix=fix)
+    return indices
 
 
 def gpu_index(visible: int, local_rank: int, devices: Sequence[int] | None) -> int:

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from hvd_train import __version__
 from hvd_train.config import Config, digest
@@ -86,7 +87,11 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     """Build the model on every rank, and compare over the ranks all that training rests on."""
     groups = session.groups
     config = with_class_weights(config, data, groups.world)
-    module = FRAMEWORKS[config.framework].stages_module() if groups.links else session.module
+    record, parts, module = FRAMEWORKS[config.framework], 1, session.module
+    if groups.links:
+        parts, module = groups.links.size, record.stages_module()
+    elif config.parallel.devices_per_rank > 1:
+        parts, module = config.parallel.devices_per_rank, record.placed_module()
     frontend = collectively(groups.world, lambda: module.open_frontend(config, groups, data.sample))
     # All that ranks must have in common. One that read other data, or another version, would train on silently.
     sizes = " + ".join(str(len(part)) for part in data.parts.values())
@@ -98,10 +103,10 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         **versions(config),
     }
     agree_on_start(config.model.name, frontend, facts)
-    if groups.links:
-        from hvd_train.frontends.stages.frontend import cut
+    if parts > 1:
+        from hvd_train.frontends.stages.in_blocks import InBlocks, divide
 
-        config = cut(frontend, config)
+        config = divide(cast(InBlocks, frontend), config, parts)
     return Job(config, session, data, frontend, user_config, split)
 
 

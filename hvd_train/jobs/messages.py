@@ -40,7 +40,9 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
         stages, micro = trainer.groups.links.size, c.parallel.microbatches
         replicas = amount(trainer.groups.data.size, "replica")
         lines.append(f"{stages} stages, {replicas}, {micro} micro-batches a step ({c.parallel.schedule})")
-        lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
+    if (devices := c.parallel.devices_per_rank) > 1:
+        lines.append(f"{devices} devices a rank: {', '.join(map(str, getattr(job.frontend, 'devices', ())))}")
+    lines += [text for text in [getattr(job.frontend, "stage_table", "")] if text]
     # The shape as the model sees it: a wrong order of axes is seen at once.
     lines.append(f"the model gets {_inputs(job)}")
     # The same note of both parts is printed once.

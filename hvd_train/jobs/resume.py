@@ -45,21 +45,23 @@ def best_rule(config: Config) -> tuple[str, str]:
 
 
 def split_as_before(config: Config, communicator: Communicator, resume: str | None) -> Config:
-    """Keep to the stages of the run that goes on, where ``parallel.split`` is auto: measured anew, they could differ.
+    """Keep to the stages or devices of the run that goes on, where ``parallel.split`` is auto.
 
-    Rank 0 reads the checkpoint's manifest.
+    Measured anew, they could differ. Rank 0 reads the checkpoint's manifest.
     """
-    if resume is None or config.parallel.pipeline == 1 or config.parallel.split != "auto":
+    parallel = config.parallel
+    if resume is None or parallel.pipeline == parallel.devices_per_rank == 1 or parallel.split != "auto":
         return config
     split: list[int] = []
     if communicator.rank == 0:
         with suppress(CheckpointError, OSError):  # reported where the checkpoint is loaded
             before = store.config_of(_place(config, resume)).get("parallel") or {}
-            if before.get("pipeline") == config.parallel.pipeline and before.get("split") != "auto":
+            same = before.get("pipeline") == parallel.pipeline
+            same &= before.get("devices_per_rank", 1) == parallel.devices_per_rank
+            if same and before.get("split") != "auto":
                 split = before["split"]
     split = json.loads(communicator.broadcast_bytes(json.dumps(split).encode()))
-    parallel = config.parallel.model_copy(update={"split": split or "auto"})
-    return config.model_copy(update={"parallel": parallel})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"split": split or "auto"})})
 
 
 def _place(config: Config, resume: str) -> Path:

@@ -15,11 +15,15 @@ Tree = dict[str, np.ndarray]  # flat: key -> array
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A trainable tensor: canonical name, shape in the framework's axis order, NumPy dtype name."""
+    """A trainable tensor: canonical name, shape in the framework's axis order, NumPy dtype name.
+
+    ``place``: the number of the device that it lies on, among those of the rank.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    place: int = 0
 
     @property
     def size(self) -> int:

@@ -23,13 +23,13 @@ def plan(
 ) -> tuple[tuple[int, ...], ...]:
     """Return buckets of indices into ``specs``, last layers first: backward finishes their gradients first.
 
-    Every index stands in exactly one bucket; a bucket holds one dtype and tensors of one of ``rules``, which has an
-    entry for each tensor, or none. Tensors of fewer than ``small`` entries and those of ``whole`` stand in other
-    buckets. The plan depends on these alone, so it is the same on all ranks; the buckets of one rule do not depend on
-    the tensors of others.
+    Every index stands in exactly one bucket; a bucket holds one dtype, lies on one device, and has tensors of one of
+    ``rules``, which has an entry for each tensor, or none. Tensors of fewer than ``small`` entries and those of
+    ``whole`` stand in other buckets. The plan depends on these alone, so it is the same on all ranks; the buckets of
+    one rule do not depend on the tensors of others.
     """
     buckets: list[tuple[int, ...]] = []
-    open_buckets: dict[tuple[str, bool, Hashable], list[int]] = {}
+    open_buckets: dict[tuple[str, bool, Hashable, int], list[int]] = {}
     for i in reversed(range(len(specs))):
         spec, little = specs[i], specs[i].size < small or i in whole
         limits = JOINED if little else packing
@@ -37,7 +37,7 @@ def plan(
         if spec.nbytes >= limits.alone_bytes:
             buckets.append((i,))
             continue
-        members = open_buckets.setdefault((spec.dtype, little, rules[i] if rules else None), [])
+        members = open_buckets.setdefault((spec.dtype, little, rules[i] if rules else None, spec.place), [])
         if members and sum(specs[j].nbytes for j in members) + spec.nbytes > limits.bucket_bytes:
             # The bucket is full, and this tensor begins the next one.
             buckets.append(tuple(members))

@@ -73,7 +73,7 @@ def verify(
                 for name, one in _plans(config, framework, num_proc, steps, folder).items():
                     # Workers read their configurations from the folder, and leave their records in it.
                     (folder / f"{name}.yaml").write_text(
-                        resolved_yaml(one if size > 1 else one.without_stages()), encoding="utf-8"
+                        resolved_yaml(one if size > 1 else one.without_stages().on_one_device()), encoding="utf-8"
                     )
                 print(f"{_title(framework, size)}: {steps} steps ...", flush=True)
                 code = launch(size, launcher, ["record", str(folder)], verbose, module)

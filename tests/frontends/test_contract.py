@@ -611,10 +611,10 @@ def test_a_gpu_runs_kernels_that_repeat_their_bits(monkeypatch):
 
     from hvd_train.frontends.pytorch import device
 
-    monkeypatch.setattr(device, "gpu_of", lambda *_: 0)
+    monkeypatch.setattr(device, "gpus_of", lambda *_: [0])
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    assert str(device.device_of(Config(), Serial())) == "cuda:0"
+    assert str(device.devices_of(Config(), Serial())[0]) == "cuda:0"
     assert torch.backends.cudnn.deterministic
 
 

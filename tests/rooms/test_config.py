@@ -248,6 +248,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "optim.sharded",
         "hooks",
         "parallel.pipeline",
+        "parallel.devices_per_rank",
         "parallel.schedule",
         "parallel.split",
     ]

@@ -61,7 +61,7 @@ def alone(tied: bool, limit: float):
 def train(groups, split, micro, schedule, tied, limit):
     weights, blocks = model(tied)
     frontend = NumpyStages(groups, weights, blocks, schedule)
-    frontend.keep_stage(split)
+    frontend.take_split(split)
     exchange = StagedExchange(
         frontend.specs(), frontend.packing, make("none", groups.data.size), groups.data, frontend.ops, Clip(limit),
         world=groups.world, frontend=frontend,
@@ -104,7 +104,7 @@ def test_what_cannot_be_cut_is_refused():
 
     def cut(groups, split, blocks):
         with pytest.raises(ConfigError) as caught:
-            NumpyStages(groups, weights, blocks, "1f1b").keep_stage(split)
+            NumpyStages(groups, weights, blocks, "1f1b").take_split(split)
         return str(caught.value)
 
     left = staged_ranks(2, 2, lambda groups: cut(groups, [1, 2], blocks[:3]))

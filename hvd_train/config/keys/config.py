@@ -166,6 +166,7 @@ class Config(Section):
         if self.parallel.pipeline > 1 and self.data.lengths:
             problems.append(("data.lengths", "stages exchange activations of one shape: leave parallel.pipeline out"))
         problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
+        problems += self._not_with_devices() if self.parallel.devices_per_rank > 1 else []
         if self.devices is not None and self.device == "cpu":
             problems.append(("devices", "names GPUs, but device is cpu"))
         raise_problems(problems)
@@ -230,6 +231,15 @@ class Config(Section):
             "exchange.compression_error_every_n_steps": exchange.compression_error_every_n_steps and "it",
         }
         return [(key, f"{no} {why}") for key, why in wrong.items() if why]
+
+    def _not_with_devices(self) -> list[tuple[str, str]]:
+        """Return what several devices of a rank do not go with."""
+        wrong = {
+            "optim.sharded": self.optim.sharded and "it: the slots of a block lie on its device",
+            "optim.groups": self.optim.groups and "it",
+            "optim.name": self.optim.is_users and "an optimizer of yours",
+        }
+        return [(key, f"parallel.devices_per_rank does not go with {why}") for key, why in wrong.items() if why]
 
     @property
     def _watching(self) -> list[tuple[str, Any]]:
@@ -301,6 +311,11 @@ class Config(Section):
         """Return a copy of which each rank holds the whole model; its numbers are the same."""
         parallel = self.parallel.model_copy(update={"pipeline": 1})
         return self.model_copy(update={"parallel": parallel}) if self.parallel.pipeline > 1 else self
+
+    def on_one_device(self) -> Config:
+        """Return a copy of which each rank holds the model on one device; its numbers are the same."""
+        parallel = self.parallel.model_copy(update={"devices_per_rank": 1})
+        return self.model_copy(update={"parallel": parallel})
 
     def global_batch(self, world_size: int) -> int:
         """Return the samples per step: global_batch_size, or batch_size x world size x accumulate_grad_batches."""

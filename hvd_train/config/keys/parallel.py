@@ -12,7 +12,10 @@ PER_STAGE = 4  # micro-batches: with so many for each stage, a stage waits less 
 
 
 class ParallelConfig(Section):
-    """The division of one model over several ranks. rank = replica x pipeline + stage."""
+    """The division of one model over several ranks, or over several devices of each.
+
+    rank = replica x pipeline + stage.
+    """
 
     pipeline: Positive = free(
         1, description="stages: each rank holds and trains one of so many parts of the model's blocks; 1: all of it"
@@ -24,14 +27,23 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe"] = free(
         "1f1b", description="1f1b keeps few micro-batches in memory; gpipe takes all forward, then all backward"
     )
+    devices_per_rank: Positive = free(
+        1, description="devices (GPUs, or CPU devices) of each rank, over which the model's blocks are placed"
+    )
     split: Literal["auto"] | Annotated[list[Positive], Field(min_length=1)] = free(
-        "auto", description="blocks of each stage, as [3, 2]; auto: as even as possible by measured time and memory"
+        "auto", description="blocks of each stage or device, as [3, 2]; auto: even by measured time and memory"
     )
 
     @model_validator(mode="after")
     def _combinations(self) -> ParallelConfig:
         problems = []
+        if self.pipeline > 1 and self.devices_per_rank > 1:
+            what = "a rank that holds a stage has one device; set parallel.pipeline or parallel.devices_per_rank to 1"
+            problems.append(("devices_per_rank", what))
         if self.split != "auto" and self.pipeline > 1 and len(self.split) != self.pipeline:
             problems.append(("split", f"{len(self.split)} numbers of blocks for {self.pipeline} stages"))
+        if self.split != "auto" and self.devices_per_rank > 1 and len(self.split) != self.devices_per_rank:
+            what = f"{len(self.split)} numbers of blocks for {self.devices_per_rank} devices"
+            problems.append(("split", what))
         raise_problems(problems)
         return self

@@ -9,7 +9,7 @@ import torch
 
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
-from hvd_train.frontends.devices import gpu_of
+from hvd_train.frontends.devices import gpus_of
 from hvd_train.protocol import Communicator
 
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -36,13 +36,14 @@ def seeder(device: torch.device) -> Callable[[int], object]:
     return lambda seed: (seed_cpu(seed), seed_gpu(seed))
 
 
-def device_of(config: Config, communicator: Communicator) -> torch.device:
-    index = gpu_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
-    if index is None:
-        return torch.device("cpu")
-    torch.cuda.set_device(index)
+def devices_of(config: Config, communicator: Communicator) -> list[torch.device]:
+    """Return the devices of this rank, ``parallel.devices_per_rank`` of them: GPUs, or the CPU in place of each."""
+    indices = gpus_of(config, communicator, torch.cuda.device_count() if torch.cuda.is_available() else 0, "PyTorch")
+    if not indices:
+        return [torch.device("cpu")] * config.parallel.devices_per_rank
+    torch.cuda.set_device(indices[0])
     # cuDNN's default gradients of convolutions differ in their last bits from run to run. Repeatable ones cost
     # nothing (one H200: CNN 1.13, ResNet-18 0.97, MLP and GPT 1.0 of the speed). Making all of PyTorch's kernels
     # repeatable cost the MLP and the GPT a third.
     torch.backends.cudnn.deterministic = True
-    return torch.device("cuda", index)
+    return [torch.device("cuda", index) for index in indices]

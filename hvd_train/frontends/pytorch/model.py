@@ -21,7 +21,7 @@ from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
-from hvd_train.frontends.pytorch.device import MIXED, device_of, mixed_context, seeder
+from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import array_of
@@ -44,7 +44,7 @@ class PyTorchFrontEnd(StateTree):
 
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups, self._sample = config, groups, sample
-        self.device = device_of(config, groups.world)
+        self.device, *_ = self.devices = devices_of(config, groups.world)  # the first one has all but layers
         self.ops = TorchOps(self.device)
         self.dtype = DTYPES.get(config.precision, torch.float32)
         self.task = Task(config.task, sample, self.ops)
@@ -55,8 +55,8 @@ class PyTorchFrontEnd(StateTree):
         self._seed = seeder(self.device)
         options = dict(config.model.options)
         model, module, _ = build_model(PYTORCH.zoo, config.model.name, options, sample, native_shape, config.restores)
-        self._module = module
-        self.model, self._channels_last = (model := joined(model)).to(self.device, self.dtype), False
+        self._module, self._channels_last = module, False
+        self.model = model = self._on_devices(joined(model))
         # Before batch normalization is prepared: a lazy one becomes another class.
         if lazy(model):
             self._take_shapes()
@@ -82,6 +82,9 @@ class PyTorchFrontEnd(StateTree):
     @property
     def axes(self) -> str:  # type: ignore[override]
         return "channels last" if self._channels_last else "channels first"
+
+    def _on_devices(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.device, self.dtype)
 
     def _take_shapes(self) -> None:
         """Give lazy layers (``LazyLinear``) their shapes by a forward pass of two samples."""
@@ -204,7 +207,7 @@ class PyTorchFrontEnd(StateTree):
                     flat.move_to(weight)
                 self._known_changes = self._changes()
             return ShardedOptimizer(self.config.optim, self._flats, self.layouts, self.ops, update)
-        return flat_optimizer(self.config.optim, self._flats, self.layouts, self.ops)
+        return flat_optimizer(self.config.optim, self._flats, self.layouts, TorchOps(self.device))
 
     def _overlap(self) -> bool:
         """Return whether exchanges start within backward; where gradients are looked at first, all are awaited."""
@@ -237,7 +240,7 @@ class PyTorchFrontEnd(StateTree):
     def _gradient(self, bucket: int) -> torch.Tensor:
         """Return the flat gradient of a bucket, joined once a step."""
         if bucket not in self._gathered:
-            self._gathered[bucket] = self._flats[bucket].gather()
+            self._gathered[bucket] = self._flats[bucket].gather().to(self.device)
         return self._gathered[bucket]
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -321,7 +324,7 @@ class PyTorchFrontEnd(StateTree):
         return self._finite
 
     def flat_weights(self) -> list[torch.Tensor]:
-        return [torch.cat(flat.parts(flat.weight)) for flat in self._flats]
+        return [torch.cat(flat.parts(flat.weight)).to(self.device) for flat in self._flats]
 
     def _native(self, stored: np.ndarray) -> np.ndarray:
         return stored.transpose(0, 3, 1, 2) if self._channels_last and stored.ndim == 4 else stored

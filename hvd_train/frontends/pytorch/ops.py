@@ -20,6 +20,10 @@ class TorchOps(EagerControl):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def at(self, device: torch.device) -> TorchOps:
+        """Return the verbs over tensors of another device."""
+        return self if device == self.device else TorchOps(device)
+
     def from_numpy(self, x) -> torch.Tensor:
         return torch.from_numpy(np.array(x)).to(self.device)
 

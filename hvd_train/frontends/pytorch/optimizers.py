@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 from hvd_train.config import OptimConfig
 from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.frontends.pytorch.buckets import Flat
-from hvd_train.protocol import Ops
+from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.update import optimizers as formulas
 from hvd_train.update.elementwise import ELEMENTWISE
 from hvd_train.update.muon import muon
@@ -55,7 +55,7 @@ class Kernel(Protocol):
 class SGD:
     counts_steps = per_tensor = False
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options = options
         self.slots = ("momentum",) if options.momentum else ()
 
@@ -71,7 +71,7 @@ class Adam:
     slots = ("exp_avg", "exp_avg_sq")
     counts_steps, per_tensor = True, False
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options = options
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
@@ -86,7 +86,7 @@ class Elementwise:
 
     per_tensor = False
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops, self._row = options, ops, ELEMENTWISE[options.name]
         self.slots, self.counts_steps = self._row.slots_of(options), self._row.counts_steps
 
@@ -94,8 +94,8 @@ class Elementwise:
         torch._foreach_add_(steps, 1)
         t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
         for k, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            old = [of_slot[k] for of_slot in slots]
-            loss, *new = self._row.formula(weight, gradient, old, t, learning_rate, self.options, self.ops)
+            old, now, ops = [of_slot[k] for of_slot in slots], t.to(weight.device), self.ops.at(weight.device)
+            loss, *new = self._row.formula(weight, gradient, old, now, learning_rate, self.options, ops)
             weight.sub_(loss)
             for slot, value in zip(old, new, strict=True):
                 slot.copy_(value)
@@ -105,12 +105,12 @@ class LARS:
     slots = ("momentum",)
     counts_steps, per_tensor = False, True
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops = options, ops
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         rounds = [
-            formulas.lars(w, g, m, learning_rate, self.options, self.ops)
+            formulas.lars(w, g, m, learning_rate, self.options, self.ops.at(w.device))
             for w, g, m in zip(weights, gradients, *slots, strict=True)
         ]
         _move(weights, slots, rounds, total)
@@ -120,7 +120,7 @@ class LAMB:
     slots = ("exp_avg", "exp_avg_sq")
     counts_steps = per_tensor = True
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops = options, ops
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
@@ -128,7 +128,7 @@ class LAMB:
         # (), in 64 bits, as 1 - beta^t cancels in 32.
         t = steps[0].double()
         rounds = [
-            formulas.lamb(w, g, m, v, t, learning_rate, self.options, self.ops)
+            formulas.lamb(w, g, m, v, t.to(w.device), learning_rate, self.options, self.ops.at(w.device))
             for w, g, m, v in zip(weights, gradients, *slots, strict=True)
         ]
         _move(weights, slots, rounds, total)
@@ -140,14 +140,15 @@ class Muon:
     slots = ("exp_avg", "exp_avg_sq")
     counts_steps = per_tensor = True
 
-    def __init__(self, options: OptimConfig, ops: Ops) -> None:
+    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
         self.options, self.ops = options, ops
 
     def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
         torch._foreach_add_(steps, 1)
         t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
         for weight, gradient, m, v in zip(weights, gradients, *slots, strict=True):
-            loss, *new = muon(weight, gradient, m, v, t, learning_rate, self.options, self.ops)
+            now, ops = t.to(weight.device), self.ops.at(weight.device)
+            loss, *new = muon(weight, gradient, m, v, now, learning_rate, self.options, ops)
             weight.sub_(loss)
             m.copy_(new[0])
             v.copy_(new[1])
@@ -190,8 +191,8 @@ class FlatOptimizer(NamedArrays):
 
     words = 2
 
-    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: Ops) -> None:
-        self.layouts, self._flats = layouts, flats
+    def __init__(self, options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps) -> None:
+        self.layouts, self._flats, self._home = layouts, flats, ops.device
         self.kernel: Kernel = KERNELS[options.name](options, ops)
         weights = [flat.weight for flat in flats]  # (n,) each, like their slots
         self.slots = {name: [torch.zeros_like(w) for w in weights] for name in self.kernel.slots}
@@ -216,12 +217,13 @@ class FlatOptimizer(NamedArrays):
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         for part in self._parts:
-            aligned = [flat.aligned(gradients[b]) for flat, b in zip(part.flats, part.buckets, strict=True)]
+            pairs = zip(part.flats, part.buckets, strict=True)
+            aligned = [flat.aligned(gradients[b].to(flat.weight.device)) for flat, b in pairs]
             rate = learning_rate * part.rule.factor
             part.kernel(part.weights, self._for_kernel(part.flats, aligned), part.slots, part.steps, rate)
 
     def weights(self, bucket: int) -> torch.Tensor:
-        return self._flats[bucket].packed()
+        return self._flats[bucket].packed().to(self._home)
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
         """Return (n,): a slot of the weights of a bucket; not to be changed in place."""
@@ -230,7 +232,7 @@ class FlatOptimizer(NamedArrays):
     @torch.no_grad()
     def take(self, bucket: int, weights: torch.Tensor) -> None:
         flat = self._flats[bucket]
-        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights))
+        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights.to(flat.weight.device)))
 
     def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
         """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""

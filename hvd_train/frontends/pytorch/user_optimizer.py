@@ -14,9 +14,9 @@ from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.pytorch.buckets import Flat
+from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
 from hvd_train.frontends.user_optimizer import build_optimizer
-from hvd_train.protocol import Ops
 
 PREFIX = "slots/torch"
 STEPS = f"{PREFIX}/steps"
@@ -158,7 +158,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def flat_optimizer(
-    options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: Ops
+    options: OptimConfig, flats: list[Flat], layouts: dict[str, Layout], ops: TorchOps
 ) -> FlatOptimizer | UserOptimizer:
     """Return the optimizer that ``optim.name`` names."""
     if options.is_users:

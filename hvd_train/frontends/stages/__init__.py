@@ -1,6 +1,6 @@
-"""Pipeline stages: each rank of a replica holds some of the model's blocks (``parallel.pipeline``)."""
+"""Models in blocks: on ranks of a pipeline (``parallel.pipeline``) or on devices (``parallel.devices_per_rank``)."""
 
 NO_BLOCKS = (
     "let the model function return a list of blocks, each of which takes one tensor and gives one, or set "
-    "parallel.pipeline: 1"
+    "parallel.pipeline and parallel.devices_per_rank: 1"
 )

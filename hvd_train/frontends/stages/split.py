@@ -59,8 +59,8 @@ def stage_of(split: Sequence[int]) -> list[int]:
     return [stage for stage, count in enumerate(split) for _ in range(count)]
 
 
-def listed(costs: Sequence[Cost], split: Sequence[int]) -> str:
-    """Return the table of the stages, and the shares of their largest."""
+def listed(costs: Sequence[Cost], split: Sequence[int], title: str = "stage") -> str:
+    """Return the table of the stages or devices, with the share of each."""
     rows, at = [], 0
     seconds, weights = sum(c.seconds for c in costs), sum(c.weights for c in costs)
     for stage, count in enumerate(split):
@@ -72,4 +72,4 @@ def listed(costs: Sequence[Cost], split: Sequence[int]) -> str:
             + [f"{size / 1e6:.2f}", f"{size / (weights or 1):.0%}"]
         )
         at += count
-    return table(["stage", "blocks", "ms a micro-batch", "of all", "MB of weights", "of all"], rows)
+    return table([title, "blocks", "ms a micro-batch", "of all", "MB of weights", "of all"], rows)

@@ -130,6 +130,16 @@ class Later:
         return self.sums.numpy()
 
 
+def seed_generators(numbered: Sequence[tuple[int, Any]], seed: tf.Tensor) -> None:
+    """Give each generator, a variable with a number, its pair of uint32.
+
+    So masks depend on (seed, step, rank), and repeat after a resume.
+    """
+    for i, variable in numbered:
+        pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
+        variable.value.assign(tf.cast(pair, variable.value.dtype))
+
+
 def packing(communicator: Communicator) -> Packing:
     """Return the limits of buckets for this network."""
     # Joining costs a copy each way, and saves messages, which are expensive over Gloo: with all but the largest tensors

@@ -23,11 +23,11 @@ from hvd_train.frontends.host_memory import HostMemory
 from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm, graphs
 from hvd_train.frontends.tensorflow.blocks import joined
-from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, device_of
+from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, devices_of
 from hvd_train.frontends.tensorflow.graphs import BetweenSteps, Later, awaited, graph, packing, seconds_waited
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-from hvd_train.frontends.tensorflow.optimizers import view
+from hvd_train.frontends.tensorflow.optimizers import view, zeros_beside
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
@@ -42,7 +42,8 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
         self._ragged = any(field.ragged for field in sample.inputs.values())
-        self._device = device_of(config, groups.world)
+        self._devices = devices_of(config, groups.world)  # the rank's; the first one has all but layers
+        self._device = self._devices[0]
         self.ops = TensorFlowOps(self._device)
         self.task = Task(config.task, sample, self.ops)
         self.dtype = DTYPES.get(config.precision, "float32")
@@ -55,10 +56,10 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         with tf.device(self._device):
             # A variable, of which no graph makes a constant: see ``_ready``.
             self._one = tf.Variable(1.0, trainable=False)
-            self.model, module, _ = build_model(
-                TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores
-            )
-            self.model, self._module = joined(self.model), module
+        # Where there are several devices, none needs to have room for all of the model.
+        with tf.device(self._device if len(self._devices) == 1 else "/CPU:0"):
+            model, module, _ = build_model(TENSORFLOW.zoo, config.model.name, options, sample, restores=config.restores)
+            self.model, self._module = joined(model), module
             self._try_forward()
         if not self.model.trainable_variables:
             raise ConfigError("the model has no trainable variable", where=f"model.name: {config.model.name}")
@@ -71,7 +72,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
         # A generator's state is no weight: broadcasting or comparing it would give all ranks the same dropout masks.
-        self._seeds = [v for path, v in fixed.items() if path.endswith("seed_generator_state")]
+        self._numbered = list(enumerate(v for path, v in fixed.items() if path.endswith("seed_generator_state")))
         self._fixed = {path: v for path, v in fixed.items() if not path.endswith("seed_generator_state")}
         self.layouts = layouts_of({path: tuple(v.shape) for path, v in (self._trainable | self._fixed).items()}, table)
         if table:
@@ -125,8 +126,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
     def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         self.update = update
         threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-        wanted = self.config.exchange.overlap
-        self._overlap = overlaps(wanted, self.groups.data, self._device != "/CPU:0", threads)
+        self._overlap = overlaps(self.config.exchange.overlap, self.groups.data, self._device != "/CPU:0", threads)
         with tf.device(self._device):
             optimizer: Optimizer | ShardedOptimizer
             if isinstance(update, Sharded):
@@ -136,10 +136,8 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
                 optimizer = variable_optimizer(
                     self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
                 )
-            self._accumulated = [
-                tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
-                for v in (self._moved.values() if self.config.micro_batches > 1 else ())
-            ]
+            accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
+            self._accumulated = [zeros_beside(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
         self._accumulate = graph(self._traced_accumulate)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
@@ -248,12 +246,12 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self.run_queued()
         return tf.nest.map_structure(lambda x: x.numpy(), self._predict(placed[0]))
 
-    def _backward(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
-        # uint32 pairs, one per generator: masks depend on (seed, step, rank) and repeat after a resume.
-        for i, variable in enumerate(self._seeds):
-            pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
-            variable.value.assign(tf.cast(pair, variable.value.dtype))
+    def _begin_forward(self, weights: Any, seed: Any) -> None:
+        seed_generators(self._numbered, seed)
         self._batchnorm.weights = weights
+
+    def _backward(self, inputs, labels, weights, scale, seed) -> tuple[list[tf.Tensor], tf.Tensor]:
+        self._begin_forward(weights, seed)
         # watch_accessed_variables=False, or the tape would record variables that are not trained.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [v.value for v in self._moved.values()]

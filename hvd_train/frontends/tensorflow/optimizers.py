@@ -219,10 +219,7 @@ class VariableOptimizer(NamedArrays):
         rules = [rule_of(options, layouts[path].name) for path in trainable]
         kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules}
         self._rules = [(kernels[rule], rule) for rule in rules]
-        self.slots = {
-            slot: [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trainable.values()]
-            for slot in self.kernel.slots
-        }
+        self.slots = {slot: [zeros_beside(v) for v in trainable.values()] for slot in self.kernel.slots}
         self.steps = {step_key(rule): tf.Variable(0, trainable=False, dtype=tf.int64) for rule in rules}
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
@@ -275,6 +272,12 @@ class VariableOptimizer(NamedArrays):
 def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
     parts = [tf.reshape(v, (-1,)) for v in variables]
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def zeros_beside(variable: Any) -> tf.Variable:
+    """Make a variable of zeros like a variable of Keras, on its device."""
+    with tf.device(variable.value.device):
+        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
 
 
 def view(variable: tf.Variable) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_train.config import Config
-from hvd_train.errors import ConfigError, TrainError
-from hvd_train.frontends.stages.frontend import TURNS, Micro, Staged, one_tensor
+from hvd_train.errors import TrainError
+from hvd_train.frontends.stages.frontend import Micro, Staged
 from hvd_train.frontends.stages.links import Message
-from hvd_train.frontends.stages.split import Cost
 from hvd_train.frontends.tensorflow.blocks import blocks_of
 from hvd_train.frontends.tensorflow.graphs import graph
-from hvd_train.frontends.tensorflow.model import TensorFlowFrontEnd
-from hvd_train.protocol import Batch, Groups, Sample, Update, made_up, one_or_all
+from hvd_train.frontends.tensorflow.in_blocks import TensorFlowInBlocks, run
+from hvd_train.protocol import Groups, Sample, Update
 
 
 class Kept(NamedTuple):
@@ -54,72 +52,20 @@ class Chain:
         return [layer for block in self.layers for layer in block._flatten_layers()]
 
 
-def run(block: keras.layers.Layer, x: Any, training: bool) -> Any:
-    takes = getattr(block, "_call_has_training_arg", False)
-    return block(x, training=training) if takes else block(x)
-
-
-class StagedTensorFlow(Staged, TensorFlowFrontEnd):
-    UNTAKEN = (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError)
-
+class StagedTensorFlow(Staged, TensorFlowInBlocks):
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         super().__init__(config, groups, sample)
         self._begin_stages(groups.links)
         self._blocks = blocks_of(self.model, self._module, config.model.name)
-        if self.model.losses:
-            what = "the model adds losses of its own (regularizers, add_loss), which stages do not add up"
-            raise ConfigError(what, where=f"model.name: {config.model.name}", fix="take optim.weight_decay instead")
-        self._numbered = list(enumerate(self._seeds))  # a generator has the masks that it has in the whole model
+        self._refuse_losses()
         self._link_error: TrainError | None = None
 
     # ---- the blocks, once
 
-    def _names_of_blocks(self) -> list[set[str]]:
-        native = {id(v): path for path, v in (self._trainable | self._fixed).items()}
-        return [{native[id(v)] for v in block.variables if id(v) in native} for block in self._blocks]
-
-    def _title(self, block: keras.layers.Layer) -> str:
-        return block.name
-
-    def _check_between(self, x: Any, block: str, where: str) -> None:
-        one_tensor(x, block, where, tf.Tensor, lambda x: x.dtype.is_floating)
-        if getattr(x, "_keras_mask", None) is not None:
-            what = f"{block} gives a mask beside its tensor"
-            raise ConfigError(what, where=where, fix="switch mask_zero off, or set parallel.pipeline: 1")
-
-    def _inputs(self, inputs: Any) -> Any:
-        """Return what the first block takes: a tensor, or several by name."""
-        return one_or_all({name: self._ready(inputs[name], field) for name, field in self._sample.inputs.items()})
-
-    def check_blocks(self) -> None:
-        inputs = self._inputs(self.to_device(made_up(self._sample))[0])
-        self._in_turn(inputs, lambda number, block, x: run(block, x, training=False))
-
-    def costs(self, batch: Batch) -> list[Cost]:
-        best, activations = [np.inf] * len(self._blocks), [0] * len(self._blocks)
-
-        def timed(number: int, block: Any, x: Any) -> Any:
-            variables = [v.value for v in block.trainable_variables]
-            sources = [*variables, *([x] if number else [])]
-            for _ in range(TURNS):
-                began = time.perf_counter()
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(sources)
-                    output = run(block, x, training=False)
-                outputs = tf.nest.flatten(output)
-                if sources:
-                    tape.gradient(outputs, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-                best[number] = min(best[number], time.perf_counter() - began)
-            activations[number] = sum(int(tf.size(one)) * one.dtype.size for one in outputs)
-            return output
-
-        self._in_turn(self._inputs(self.to_device(batch)[0]), timed)
-        weights = [sum(4 * int(np.prod(v.shape)) for v in block.trainable_variables) for block in self._blocks]
-        return self._costs(best, weights, activations)
-
     def _cut(self, first: int, last: int) -> None:
         mine = Chain(self._blocks[first:last])
         here = {id(v) for block in mine.layers for v in block.variables}
+        # A generator has the masks that it has in the whole model.
         self._numbered = [(i, v) for i, v in self._numbered if id(v) in here]
         # Layers know their neighbours, so those of other stages stay: their variables must not.
         for v in self.model.variables:
@@ -145,12 +91,6 @@ class StagedTensorFlow(Staged, TensorFlowFrontEnd):
 
     def _fill(self, sums: Sums, values: Any) -> None:
         sums.values = values
-
-    def _begin_forward(self, weights: Any, seed: Any) -> None:
-        for i, variable in self._numbered:
-            pair = tf.stack([tf.bitwise.bitwise_and(seed, 0xFFFFFFFF), tf.bitwise.right_shift(seed, 32) + i])
-            variable.value.assign(tf.cast(pair, variable.value.dtype))
-        self._batchnorm.weights = weights
 
     def _traced_forward(self, x, weights, seed) -> tf.Tensor:
         self._begin_forward(weights, seed)

@@ -1,0 +1,164 @@
+"""The part of a front-end of blocks that knows no framework: their cost, which belong together, what cannot be cut."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hvd_train.config import Config
+from hvd_train.core.agreement import collectively
+from hvd_train.data.order import share
+from hvd_train.errors import ConfigError, amount
+from hvd_train.frontends.base import StateTree
+from hvd_train.frontends.stages.split import Cost, balanced, listed, stage_of
+from hvd_train.protocol import Batch, Sample, made_up
+
+TURNS = 3  # of a block that is measured; the fastest counts
+
+
+class InBlocks(StateTree):
+    """The methods of a front-end whose model is a list of blocks; comes before the framework's.
+
+    ``PART``: what has some of the blocks; ``KEY``: the key that says how many there are.
+    """
+
+    PART = "stage"
+    KEY = "parallel.pipeline"
+    UNTAKEN: tuple[type[Exception], ...]  # what a block raises that does not take its input
+    config: Config
+    _blocks: Sequence[Any]
+    stage_table = ""
+    _sample: Sample
+    _trainable: dict[str, Any]
+    _fixed: dict[str, Any]
+
+    @abstractmethod
+    def check_blocks(self) -> None:
+        """Raise ConfigError if a block takes or gives anything but one tensor of numbers."""
+
+    @abstractmethod
+    def _title(self, block: Any) -> str:
+        """Return the name of a block for messages."""
+
+    @abstractmethod
+    def _check_between(self, x: Any, block: str, where: str) -> None:
+        """Raise ConfigError if ``x``, the output of ``block``, is not one tensor of floating-point numbers."""
+
+    def _in_turn(self, x: Any, each: Callable[[int, Any, Any], Any]) -> None:
+        """Run the blocks in turn by ``each(number, block, input)``; ``x``: the input of the first."""
+        where = f"model.name: {self.config.model.name}"
+        for number, block in enumerate(self._blocks):
+            title = f"block {number} ({self._title(block)})"
+            try:
+                x = each(number, block, x)
+            except self.UNTAKEN as error:
+                if number == 0:
+                    raise
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                what = f"{title} does not take the one tensor of the block before it: {reason}"
+                fix = "let each block take one tensor, the output of the one before it"
+                raise ConfigError(what, where=where, fix=fix) from error
+            if number < len(self._blocks) - 1:
+                self._check_between(x, title, where)
+
+    def _costs(self, seconds: Sequence[float], weights: Sequence[int], activations: Sequence[int]) -> list[Cost]:
+        titles = [f"{self._title(block)} {number}" for number, block in enumerate(self._blocks)]
+        return [Cost(*row) for row in zip(titles, seconds, weights, activations, strict=True)]
+
+    @abstractmethod
+    def costs(self, batch: Batch) -> list[Cost]:
+        """Measure each block, forward and backward; nothing of the model changes."""
+
+    @abstractmethod
+    def _names_of_blocks(self) -> list[set[str]]:
+        """Return the native names of the tensors of each block."""
+
+    @abstractmethod
+    def take_split(self, split: Sequence[int]) -> None:
+        """Give each part its blocks; ``split``: how many each has."""
+
+    def _holders(self, split: Sequence[int]) -> dict[str, set[int]]:
+        """Return the parts that hold each tensor, by its native name; raise ConfigError where that cannot be."""
+        names, part_of_block = self._names_of_blocks(), stage_of(split)
+        holders: dict[str, set[int]] = {}
+        for tensors, part in zip(names, part_of_block, strict=True):
+            for name in tensors:
+                holders.setdefault(name, set()).add(part)
+        where = f"model.name: {self.config.model.name}"
+        left = [name for name in (*self._trainable, *self._fixed) if name not in holders]
+        if left:
+            what = f"{', '.join(left[:8])} is in no block of the model"
+            raise ConfigError(what, where=where, fix="use all weights in the blocks")
+        twice = [name for name in self._fixed if len(holders[name]) > 1]
+        if twice:
+            what = f"blocks of several {self.PART}s change {', '.join(twice[:8])}"
+            raise ConfigError(
+                what, where=where, fix=f"choose parallel.split such that one {self.PART} has these blocks"
+            )
+        return holders
+
+
+def check_count(config: Config, blocks: int, parts: int, part: str, key: str) -> None:
+    """Raise ConfigError if there are more parts than blocks, or ``parallel.split`` does not count all blocks."""
+    wanted = config.parallel.split
+    if blocks < parts:
+        what = f"{amount(parts, part)} for {amount(blocks, 'block')}"
+        raise ConfigError(what, where=f"{key}: {parts}", fix=f"set {key} to at most {blocks}")
+    if wanted != "auto" and sum(wanted) != blocks:
+        what = f"{sum(wanted)} blocks, and the model has {blocks}"
+        raise ConfigError(what, where=f"parallel.split: {wanted}", fix="count them all")
+
+
+def divide(frontend: InBlocks, config: Config, parts: int) -> Config:
+    """Divide the model, which each rank has built whole, into ``parts``; return the configuration with the split.
+
+    All ranks call it. Rank 0 measures.
+    """
+    world, wanted = frontend.groups.world, config.parallel.split
+
+    def measured() -> tuple[list[Cost], list[int]]:
+        frontend.check_blocks()
+        names = frontend._names_of_blocks()
+        check_count(config, len(names), parts, frontend.PART, frontend.KEY)
+        if world.rank:
+            return [], []
+        global_batch = config.global_batch(frontend.groups.data.size)
+        rows = share(share(global_batch, config.micro_batches, 0)[1], frontend.groups.data.size, 0)[1]
+        costs = frontend.costs(tiled(made_up(frontend._sample), rows))
+        live = config.parallel.pipeline  # micro-batches whose activations are kept
+        shares = [(cost.seconds, float(cost.weights + live * cost.activations), float(cost.weights)) for cost in costs]
+        return costs, balanced(shares, parts) if wanted == "auto" else list(wanted)
+
+    costs, split = collectively(world, measured)
+    split = json.loads(world.broadcast_bytes(json.dumps(split).encode()))
+    collectively(world, lambda: frontend.take_split(split))
+    frontend.stage_table = listed(costs, split, frontend.PART) if costs else ""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"split": split})})
+
+
+def tiled(batch: Batch, rows: int) -> Batch:
+    """Return a batch of ``rows`` samples, those of ``batch`` again and again."""
+
+    def each(fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.resize(x, (rows, *x.shape[1:])) for name, x in fields.items()}
+
+    weights = np.ones(rows, np.float32)
+    return replace(
+        batch, inputs=each(batch.inputs), labels=each(batch.labels), weights=weights, indices=np.arange(rows)
+    )
+
+
+def one_tensor(x: Any, block: str, where: str, kind: type, is_floating: Callable[[Any], bool]) -> None:
+    """Raise ConfigError if the output of ``block`` is not one tensor of floating-point numbers."""
+    if not isinstance(x, kind):
+        what = f"{block} gives {type(x).__name__}, and not one tensor"
+    elif not is_floating(x):
+        what = f"{block} gives whole numbers, through which no gradient flows"
+    else:
+        return
+    raise ConfigError(what, where=where, fix="let each block but the last give one tensor of floating-point numbers")

@@ -1,0 +1,54 @@
+"""The part of a front-end with several devices that knows no framework: which device has which block and weight."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvd_train.frontends.stages.in_blocks import InBlocks, check_count
+from hvd_train.frontends.stages.split import balanced, stage_of
+from hvd_train.protocol import TensorSpec
+
+
+class Placed(InBlocks):
+    """The methods of a front-end that places blocks on several devices of the rank; comes before the framework's.
+
+    Activations move between the devices. The first device, home, gets the outputs of the model and computes the loss.
+    A weight that blocks of several devices use lies on the first of them.
+    """
+
+    PART = "device"
+    KEY = "parallel.devices_per_rank"
+    places: Sequence[int] = ()  # of each block: a number of a device
+    _place_of: dict[str, int]  # of each tensor, by its native name
+
+    @abstractmethod
+    def _put(self) -> None:
+        """Move the tensors to their places."""
+
+    @abstractmethod
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor, by its native name."""
+
+    def _begin_devices(self) -> None:
+        """Place the blocks by the bytes of their weights, before anything is measured: one device may be too small."""
+        parts = self.config.parallel.devices_per_rank
+        names = self._names_of_blocks()
+        check_count(self.config, len(names), parts, self.PART, self.KEY)
+        split = self.config.parallel.split
+        self.take_split(balanced([(self._sum(x),) for x in names], parts) if split == "auto" else split)
+
+    def _sum(self, names: set[str]) -> float:
+        return float(sum(map(self._nbytes, names)))
+
+    def take_split(self, split: Sequence[int]) -> None:
+        self._place_of = {name: min(places) for name, places in self._holders(split).items()}
+        self.places = stage_of(split)
+        self._put()
+
+    def specs(self) -> list[TensorSpec]:
+        # No bucket has tensors of two devices.
+        names = list(self._moved)
+        specs: list[TensorSpec] = super().specs()  # type: ignore[misc]  # of the framework's front-end
+        return [replace(spec, place=self._place_of[name]) for spec, name in zip(specs, names, strict=True)]

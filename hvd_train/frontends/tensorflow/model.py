@@ -24,7 +24,15 @@ from hvd_train.frontends.named_arrays import layouts_of
 from hvd_train.frontends.tensorflow import batchnorm, graphs
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, devices_of
-from hvd_train.frontends.tensorflow.graphs import BetweenSteps, Later, awaited, graph, packing, seconds_waited
+from hvd_train.frontends.tensorflow.graphs import (
+    BetweenSteps,
+    Later,
+    awaited,
+    graph,
+    packing,
+    seconds_waited,
+    seed_generators,
+)
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import view, zeros_beside

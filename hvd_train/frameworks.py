@@ -6,11 +6,12 @@ import gc
 import importlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hvd_train.errors import ConfigError
 
@@ -27,7 +28,8 @@ class Framework:
     installed; ``zoo``: the package of its models, a file each (empty: it has none). ``format``, ``ending``:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
     ``stages``: the front-end of a rank that has a part of the model; ``placed``: of one that has several devices
-    (empty: none). ``channels_first``: so it takes
+    (empty: none). ``weight_files``: the module that reads files of weights, by their endings (empty: none).
+    ``channels_first``: so it takes
     images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent;
     ``unneeded``: packages that it imports if they are installed, and that no training needs.
@@ -42,6 +44,7 @@ class Framework:
     zoo: str = ""
     stages: str = ""
     placed: str = ""
+    weight_files: str = ""
     exporter: str = ""
     format: str = ""
     ending: str = ""
@@ -72,6 +75,10 @@ class Framework:
             what = f"{self.name} takes one device"
             raise ConfigError(what, where="parallel.devices_per_rank", fix="set it to 1")
         return importlib.import_module(self.placed)
+
+    def weight_readers(self) -> Mapping[str, Callable[[Path], dict[str, Any]]]:
+        """Return {ending of a file: function that reads its arrays by name}; the framework must be loaded."""
+        return importlib.import_module(self.weight_files).WEIGHT_FILES if self.weight_files else {}
 
     def make_communicator(self, expected_size: int) -> Communicator:
         """Make the communicator of ``expected_size`` ranks, not yet opened; the framework must be loaded."""
@@ -133,6 +140,7 @@ PYTORCH = register(
         zoo="pt_models",
         stages="hvd_train.frontends.pytorch.stages",
         placed="hvd_train.frontends.pytorch.placed",
+        weight_files="hvd_train.frontends.pytorch.weight_files",
         exporter="hvd_train.frontends.pytorch.export",
         format="pytorch",
         ending=".pt",
@@ -153,6 +161,7 @@ TENSORFLOW = register(
         zoo="tf_models",
         stages="hvd_train.frontends.tensorflow.stages",
         placed="hvd_train.frontends.tensorflow.placed",
+        weight_files="hvd_train.frontends.tensorflow.weight_files",
         exporter="hvd_train.frontends.tensorflow.export",
         format="keras",
         ending=".keras",

@@ -48,14 +48,33 @@ class StateTree(NamedArrays):
     axes = ""
     whole: Tree = {}  # of a model in stages
     frozen: Collection[str] = ()  # canonical names
+    fixed: Collection[str] = ()
     _trainable: Mapping[str, Any]  # by native names
 
-    def freeze(self, names: Collection[str]) -> None:
+    def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
         """Leave the trainable tensors of these canonical names as they are from the next ``connect`` on.
 
-        ``specs`` has the others. A later call takes the place of an earlier one.
+        ``specs`` has the others. A later call takes the place of an earlier one. ``fixed``: those of them whose batch
+        normalization uses its running statistics.
         """
-        self.frozen = frozenset(names)
+        self.frozen, self.fixed = frozenset(names), frozenset(fixed)
+
+    def _fixed_statistics(self) -> list[str]:
+        """Return the native names of ``fixed``."""
+        return [name for name in self._trainable if self.layouts[name].name in self.fixed]
+
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+        """Return {name in a file: (key of ``state``, layout of the file's axes; None: canonical)}.
+
+        ``canonical``: the file has names and axes of checkpoints, else those of the framework, with dots for slashes.
+        """
+        known: dict[str, tuple[str, Layout | None]] = {}
+        for key in self._keys():
+            prefix, layout = self._split(key)
+            if layout:
+                name = layout.name if canonical else key.removeprefix(prefix).replace("/", ".")
+                known[name] = prefix + layout.name, None if canonical else layout
+        return known
 
     @property
     def _moved(self) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from hvd_train.run_folder.trackers import load
 def check(config: Config, resume: str | None, allow_change: Sequence[str], overwrite: bool, verbose: bool) -> int:
     """Do what comes before a training, then one step and one batch of an evaluation; write nothing."""
     run_dir, occupied = Path(config.run_dir), ""
+    if resume and config.model.init_from:  # the checkpoint has all weights
+        config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": None})})
     if world().rank == 0:
         try:
             layout.check_free(run_dir, resume, overwrite)

@@ -91,7 +91,7 @@ def _freeze(job: Job, epoch: int) -> list[Rule]:
     frontend = job.frontend
     if job.parameter_groups is None:
         job.parameter_groups = ParameterGroups(job.config.optim, frontend.specs())
-    frontend.freeze(job.parameter_groups.frozen(epoch))
+    frontend.freeze(job.parameter_groups.frozen(epoch), job.parameter_groups.fixed(epoch))
     return [job.parameter_groups.rules[spec.name] for spec in frontend.specs()]
 
 

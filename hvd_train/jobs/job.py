@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +17,7 @@ from hvd_train.data.dataset import DataSet
 from hvd_train.data.loader import Loader
 from hvd_train.frameworks import FRAMEWORKS, version
 from hvd_train.jobs.class_weights import with_class_weights
+from hvd_train.jobs.initial_weights import initialize
 from hvd_train.jobs.resume import data_as_before, resumes, split_as_before
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, FrontEnd, Sample, one_or_all
@@ -35,6 +36,7 @@ class Job:
     frontend: FrontEnd
     user_config: Config  # the configuration without what the data added
     split: str = "val"  # the part that eval and predict read
+    initialization: Sequence[str] = ()  # what model.init_from has given, in lines; on rank 0
     parameter_groups: ParameterGroups | None = None  # of a training with optim.groups
 
     @property
@@ -103,11 +105,13 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
         **versions(config),
     }
     agree_on_start(config.model.name, frontend, facts)
+    begins = config.model.init_from and not config.restores and groups.world.rank == 0
+    initialization = collectively(groups.world, lambda: initialize(config, frontend) if begins else [])
     if parts > 1:
         from hvd_train.frontends.stages.in_blocks import InBlocks, divide
 
         config = divide(cast(InBlocks, frontend), config, parts)
-    return Job(config, session, data, frontend, user_config, split)
+    return Job(config, session, data, frontend, user_config, split, initialization)
 
 
 def with_classes(config: Config, sample: Sample) -> Config:

@@ -48,7 +48,7 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
-    lines += [*_classes(job.data.sample), *job.data.remarks, *(groups.table() if groups else [])]
+    lines += [*_classes(job.data.sample), *job.data.remarks, *job.initialization, *(groups.table() if groups else [])]
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")

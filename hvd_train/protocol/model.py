@@ -44,8 +44,11 @@ class FrontEnd(Protocol):
     def specs(self) -> list[TensorSpec]:
         """Trainable tensors of this rank, in the same order on every rank of ``groups.data``; none that is frozen."""
 
-    def freeze(self, names: Collection[str]) -> None:
-        """Leave the trainable tensors of these names as they are from the next ``connect`` on, and no others."""
+    def freeze(self, names: Collection[str], fixed: Collection[str] = ()) -> None:
+        """Leave the trainable tensors of these names as they are from the next ``connect`` on, and no others.
+
+        ``fixed``: those whose batch normalization uses its running statistics in training, and leaves them.
+        """
 
     def without_dropout(self) -> None:
         """Set the rate of every dropout layer to 0; before ``connect``."""
@@ -121,6 +124,12 @@ class FrontEnd(Protocol):
 
     def predict(self, placed: Any) -> np.ndarray:
         """(at least count, ..., num_classes) float: logits, one row for each label; padding may follow."""
+
+    def aliases(self, canonical: bool) -> Mapping[str, tuple[str, Any]]:
+        """Return {name in a file of weights: (key of ``state``, Layout of the file's axes; None: canonical)}.
+
+        ``canonical``: the file has names and axes of checkpoints, else those of the framework, with dots for slashes.
+        """
 
     def state(self, into: Tree | None = None) -> Tree:
         """Copy what a model is: weights ``weights/NAME``, running statistics ``statistics/NAME``.

@@ -22,6 +22,7 @@ class Rule:
     factor: float
     weight_decay: float
     since: int | None = 0
+    fixed: bool = False  # while it is frozen, batch normalization uses running statistics
 
     def options(self, optim: OptimConfig) -> OptimConfig:
         """Return the keys of ``optim`` as they hold for this tensor."""
@@ -43,15 +44,15 @@ def matches(pattern: str, name: str) -> bool:
 def rule_of(optim: OptimConfig, name: str) -> Rule:
     """Return the rule for the tensor of this canonical name."""
     rate, decay, since = optim.lr, optim.weight_decay, 0
-    frozen = False
+    frozen = fixed = False
     for group in optim.groups:
         if matches(group.match, name):
             rate = group.lr if group.lr is not None else rate
             decay = group.weight_decay if group.weight_decay is not None else decay
             if group.freeze is not None:
-                frozen, since = group.freeze, group.until_epoch or 0
+                frozen, since, fixed = group.freeze, group.until_epoch or 0, group.fix_statistics
     # A quotient: what scaling, schedule and plateaus make of ``optim.lr`` holds for each group alike.
-    return Rule(rate / optim.lr, decay, None if frozen and not since else since)
+    return Rule(rate / optim.lr, decay, None if frozen and not since else since, fixed)
 
 
 class ParameterGroups:
@@ -75,6 +76,10 @@ class ParameterGroups:
     def frozen(self, epoch: int) -> list[str]:
         """Return the names of the tensors that are not trained in this epoch (from 0)."""
         return [name for name, rule in self.rules.items() if rule.since is None or rule.since > epoch]
+
+    def fixed(self, epoch: int) -> list[str]:
+        """Return those of the frozen tensors whose batch normalization uses its running statistics."""
+        return [name for name in self.frozen(epoch) if self.rules[name].fixed]
 
     def phase(self, epoch: int) -> int:
         """Return the first epoch (from 0) since which the same tensors are trained as in this one."""

@@ -36,7 +36,7 @@ THEIRS = (
     "docker build -t hvd-train .",
     "apptainer build train.sif train.def",
 )
-WRITTEN = {"first.yaml", "job.yaml"}  # which the reader has written, as the pages say
+WRITTEN = {"first.yaml", "job.yaml", "head.yaml"}  # which the reader has written, as the pages say
 LINK = re.compile(r"!?\[[^]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -108,12 +108,13 @@ for x, y in ht.shard(torch.utils.data.DataLoader(data, 4, shuffle=True)):
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 """
+OWN_TESTS = {"fine-tuning"}  # pages whose examples run in tests of their own
 # Pages that begin with a whole script, and the file that it saves.
 SCRIPT_PAGES = {"pytorch-script": "digits.pt", "keras-script": "digits.keras"}
 PAGES_RUN = [
     name if name in ("README", "packing") else pytest.param(name, marks=pytest.mark.long("other pages run each time"))
     for name in PAGES
-    if name not in SCRIPT_PAGES
+    if name not in {*SCRIPT_PAGES, *OWN_TESTS}
     and any(page == name and not ELSEWHERE.search(line) and len(line.split()) > 2 for page, line in commands())
 ]
 
@@ -184,7 +185,7 @@ def fits():
     The first block of three pages runs each time, the others with --long.
     """
     for page, text in PAGES.items():
-        for k, block in enumerate(blocks(text, "yaml")):
+        for k, block in enumerate(blocks(text, "yaml") if page not in OWN_TESTS else ()):
             if not re.search(r"^(model|data|task):", block, re.MULTILINE):
                 continue
             always = page in ("model-and-data", "own-loss", "tables") and k == 0

@@ -51,6 +51,9 @@ OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_mode
 TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
 # Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
 TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
+# Of running statistics that stay: no rank's batches matter.
+FIXED = [{"match": "norm.*", "freeze": True, "fix_statistics": True}]
+TRAININGS["norm-fixed"] = NORM | {"optim.groups": FIXED, "max_steps": 8}
 RESNET = {"model": {"name": "resnet", "width": 4, "blocks": [1, 1]}, "data.name": "digits", "sync_batchnorm": True}
 TRAININGS["resnet"] = NORM | RESNET | {"global_batch_size": 50, "optim.lr": 0.02, "max_steps": 32}
 TRAININGS["resnet"].pop("model.name")

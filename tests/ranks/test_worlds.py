@@ -97,6 +97,8 @@ def test_batch_normalization_apart_depends_on_the_world(worlds, framework, launc
     assert {"statistics|norm.mean", "statistics|norm.variance"} <= one[0].keys()
     assert all((other[0][k] == tree[k]).all() for tree in other for k in tree)
     assert distance(worlds(framework, launcher, 1).trees("norm")[0], one[0])[0] < TOLERANCE, "one rank is whole"
+    fixed = worlds(framework, launcher, 1).trees("norm-fixed")[0]
+    assert not fixed["statistics|norm.mean"].any() and (fixed["statistics|norm.variance"] == 1).all()
 
 
 @pytest.mark.parametrize(("launcher", "size"), BOTH)

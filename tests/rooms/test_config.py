@@ -247,6 +247,7 @@ def test_the_keys_that_a_resumed_run_may_change():
         "slurm",
         "optim.sharded",
         "hooks",
+        "model.init_from",
         "parallel.pipeline",
         "parallel.devices_per_rank",
         "parallel.schedule",

@@ -221,6 +221,7 @@ class Config(Section):
         exchange, no = self.exchange, "pipeline stages do not go with"
         wrong = {
             "optim.sharded": self.optim.sharded and "it: each rank has the slots of its stage alone already",
+            "model.init_from": self.model.init_from and "it",
             "optim.groups": self.optim.groups and "it",
             "optim.name": (self.optim.is_users and "an optimizer of yours")
             or (self.optim.schedule_free and self.optim.name),

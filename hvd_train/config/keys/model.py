@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from hvd_train.config.keys.section import Section
+from hvd_train.config.keys.section import Section, free, raise_problems
+
+
+def _as_section(value: Any) -> Any:
+    """Return a path as the section that it stands for."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+class InitConfig(Section):
+    """The file that a run begins with. Names are those of the file, with dots for slashes."""
+
+    path: str = Field("", description="run folder, checkpoint, .safetensors, .pt (weights alone), .keras, .weights.h5")
+    exclude: list[str] = Field([], description="patterns of names of the model's weights that keep their first values")
+    rename: dict[str, str] = Field(
+        {}, description="pattern of names in the file: name here; each * stands for what it matched"
+    )
+
+    @model_validator(mode="after")
+    def _combinations(self) -> InitConfig:
+        problems = [] if self.path else [("path", "give a run folder, a checkpoint or a file of weights")]
+        problems += [
+            ("rename", f"{new!r} has other * than {old!r}")
+            for old, new in self.rename.items()
+            if old.count("*") != new.count("*")
+        ]
+        raise_problems(problems)
+        return self
 
 
 class ModelConfig(Section):
@@ -16,8 +42,11 @@ class ModelConfig(Section):
     name: str = Field(
         "mlp", description="a built-in model ('hvd-train models'), or your function 'package.module:function'"
     )
+    init_from: Annotated[InitConfig | None, BeforeValidator(_as_section)] = free(
+        None, description="what the first weights are taken from, a path or a section; null: they are drawn"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keys besides ``name``, as the build function gets them."""
+        """Return the keys besides ours, as the build function gets them."""
         return dict(self.model_extra or {})

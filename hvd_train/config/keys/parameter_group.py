@@ -28,6 +28,9 @@ class GroupConfig(Section):
     until_epoch: Positive | None = Field(
         None, description="freeze: the number of epochs after which they are trained; null: never"
     )
+    fix_statistics: bool = Field(
+        False, description="freeze: their batch normalization uses its running statistics, and leaves them"
+    )
 
     @model_validator(mode="after")
     def _combinations(self) -> GroupConfig:
@@ -38,6 +41,8 @@ class GroupConfig(Section):
             problems.append(("match", f"{self.match!r} sets nothing: give lr, weight_decay or freeze"))
         if self.until_epoch and not self.freeze:
             problems.append(("until_epoch", "belongs to freeze: true"))
+        if self.fix_statistics and not self.freeze:
+            problems.append(("fix_statistics", "belongs to freeze: true"))
         if self.freeze and not self.until_epoch and (self.lr is not None or self.weight_decay is not None):
             problems.append(("freeze", "frozen weights have no lr and no weight_decay, unless until_epoch ends that"))
         raise_problems(problems)
@@ -51,4 +56,5 @@ class GroupConfig(Section):
             said.append(f"frozen for {self.until_epoch} epochs" if self.until_epoch else "frozen")
         elif self.freeze is False:
             said.append("not frozen")
+        said += ["batch normalization with running statistics"] * self.fix_statistics
         return ", ".join(said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -139,6 +139,12 @@ def _others(x: torch.Tensor) -> list[int]:
 
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return values.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def of_weights(model: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
+    """Return the layers that have one of these weights."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    return [x for name, x in layers if any(f"{name}.{kind}".lstrip(".") in names for kind in ("weight", "bias"))]
 
 
 def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool) -> Context:

@@ -22,6 +22,7 @@ from hvd_train.frontends.pytorch import batchnorm
 from hvd_train.frontends.pytorch.blocks import joined
 from hvd_train.frontends.pytorch.buckets import GPU_ALIGN, Flat, in_memory, stored_shape
 from hvd_train.frontends.pytorch.device import MIXED, devices_of, mixed_context, seeder
+from hvd_train.frontends.pytorch.freezing import freeze, thaw
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.frontends.pytorch.optimizers import array_of
@@ -66,6 +67,7 @@ class PyTorchFrontEnd(StateTree):
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)
         if (hidden_layers := hidden(self.model)) and not config.restores:
             raise ConfigError(not_part(hidden_layers), where=f"model.name: {config.model.name}", fix=HIDDEN_FIX)
+        thaw(self.model)
         self._trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise ConfigError("the model has no trainable parameter", where=f"model.name: {config.model.name}")
@@ -179,21 +181,20 @@ class PyTorchFrontEnd(StateTree):
     def connect(self, update: Update) -> Optimizer | ShardedOptimizer:
         self.update = update
         names, parameters = list(self._moved), list(self._moved.values())
-        for name, parameter in self._trainable.items():
-            parameter.requires_grad_(name in names)
+        freeze(self._trainable, names)
         align = GPU_ALIGN if self.device.type == "cuda" else 1
         # From here on the parameters are views into the buckets.
         self._flats = [
             Flat([names[i] for i in b], [parameters[i] for i in b], self._channels_last, align, update.delay + 1)
             for b in update.buckets
         ]
-        self._layers = list(self.model.modules())
+        self._fixed_layers = batchnorm.of_weights(self.model, self._fixed_statistics())
+        self._layers = [layer for layer in self.model.modules() if layer not in self._fixed_layers]
         self._sent, self._last = Overlap(update, self._start), False  # within a step's last backward
         self._gathered: dict[int, torch.Tensor] = {}
-        self._finite = True
+        self._finite, self._arrivals = True, Counter[int]()
         # None: the first step shows whether a part of backward runs twice (reentrant checkpointing of shared layers).
         self._overlapping = None if (overlap := self._overlap()) and self.config.exchange.overlap == "auto" else overlap
-        self._arrivals = Counter[int]()
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -290,6 +291,8 @@ class PyTorchFrontEnd(StateTree):
         # ``train()`` walks through the tree of layers, which takes 1 ms of each step for 200 of them.
         if not all(map(IN_TRAINING, self._layers)):
             self.model.train()
+            for layer in self._fixed_layers:
+                layer.eval()
         self._seed(seed)
         # Before the forward pass: a rank without samples computes on a row of padding.
         self._batchnorm.take(weights)

@@ -5,6 +5,7 @@ Keras counts padding as samples, keeps the biased variance, and adds nothing ove
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ class Context:
     def __init__(self, communicator: Communicator, ops: Ops, sync: bool) -> None:
         self.communicator: Communicator = communicator if sync else Serial()
         self.ops = ops
+        self.fixed: set[int] = set()  # layers whose statistics were fixed at some time
         self.weights: Tensor = None  # (length,): 1 for a sample, 0 for padding
 
 
@@ -105,6 +107,16 @@ class _Joined(keras.layers.BatchNormalization):
         return normalize(x, value_weights, scale, bias)
 
 
+def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
+    """Let the layers of these weights use their running statistics in training and leave them, and no other layer."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, _Joined):
+            fixed = any(v is not None and v.path in paths for v in (layer.gamma, layer.beta))
+            if fixed or id(layer) in layer._context.fixed:
+                layer.trainable = not fixed
+                layer._context.fixed.add(id(layer))
+
+
 def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
     """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
     instances change their class, nothing else."""
@@ -112,6 +124,8 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
     for number, layer in enumerate(model._flatten_layers()):
         if not isinstance(layer, native):
             continue
+        if isinstance(layer, _Joined) and id(layer) in layer._context.fixed:  # by an earlier training of the same model
+            layer.trainable = True
         kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {layer.name}"
         if kind.call is not native.call:

@@ -20,7 +20,7 @@ from hvd_train.frameworks import TENSORFLOW
 from hvd_train.frontends.base import StateTree
 from hvd_train.frontends.devices import overlaps
 from hvd_train.frontends.host_memory import HostMemory
-from hvd_train.frontends.named_arrays import layouts_of
+from hvd_train.frontends.named_arrays import Layout, layouts_of
 from hvd_train.frontends.tensorflow import batchnorm, graphs
 from hvd_train.frontends.tensorflow.blocks import joined
 from hvd_train.frontends.tensorflow.device import DTYPES, MIXED, devices_of
@@ -39,6 +39,7 @@ from hvd_train.frontends.tensorflow.optimizers import view, zeros_beside
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
+from hvd_train.frontends.tensorflow.weight_files import numbered
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import Batch, Field, Groups, Optimizer, Sample, Scale, TensorSpec, Update, made_up, one_or_all
 from hvd_train.task.task import Task
@@ -147,6 +148,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
             accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
             self._accumulated = [zeros_beside(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
+        batchnorm.fix_statistics(self.model, self._fixed_statistics())
         self._accumulate = graph(self._traced_accumulate)
         self.queued: list[tuple[tuple[Any, ...], Later]] = []
         self.retrace()
@@ -355,6 +357,10 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         variables = {f"weights/{p}": v for p, v in self._trainable.items()}
         variables |= {f"statistics/{p}": v for p, v in self._fixed.items()}
         return variables
+
+    def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
+        known = super().aliases(canonical)
+        return known if canonical else known | numbered(self.model, known)
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         return {key: partial(view, v.value) for key, v in self._variables().items()}

@@ -1,0 +1,24 @@
+"""Parameters that a training leaves as they are: no gradient is computed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+FROZEN = "_frozen_by_hvd_train"  # an attribute of such a parameter
+
+
+def freeze(trainable: Mapping[str, torch.nn.Parameter], moved: Collection[str]) -> None:
+    """Freeze the parameters that are not in ``moved``, and no others."""
+    for name, parameter in trainable.items():
+        parameter.requires_grad_(name in moved)
+        if name not in moved or hasattr(parameter, FROZEN):
+            setattr(parameter, FROZEN, name not in moved)
+
+
+def thaw(model: torch.nn.Module) -> None:
+    """Undo what an earlier training of the same model has frozen."""
+    for parameter in model.parameters():
+        if getattr(parameter, FROZEN, False):
+            parameter.requires_grad_(True)

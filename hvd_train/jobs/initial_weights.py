@@ -1,0 +1,206 @@
+"""``model.init_from``: the first weights of a run from a checkpoint or a file, with a table of what was taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_train.checkpoint import store
+from hvd_train.config import Config
+from hvd_train.config.names import nearest
+from hvd_train.errors import CheckpointError, ConfigError, amount
+from hvd_train.frameworks import FRAMEWORKS
+from hvd_train.protocol import FrontEnd, Tree
+from hvd_train.update.parameter_groups import matches
+
+SHOWN = 20  # rows of the table of each kind
+UNUSED = "num_batches_tracked"  # PyTorch's count, which no arithmetic uses
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """``arrays`` by the file's names, with dots.
+
+    ``canonical``: names and axes are those of our checkpoints; ``origin``: the framework and the model of these, where
+    they are known.
+    """
+
+    arrays: Tree
+    canonical: bool
+    origin: tuple[str, str] = ("", "")
+
+
+@dataclass
+class Initialization:
+    """``taken``: by keys of the front-end's state, ready to load; others: {name: why}."""
+
+    taken: Tree = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def initialize(config: Config, frontend: FrontEnd) -> list[str]:
+    """Give this rank's model the weights of ``model.init_from``; return lines that say what was taken, left and why.
+
+    Rank 0 calls it: all ranks get rank 0's weights when the training begins.
+    """
+    options = config.model.init_from
+    assert options
+    where = f"model.init_from: {options.path}"
+    file = _read(Path(options.path).expanduser(), config, where)
+    _check_origin(config, file, where)
+    state = frontend.state()
+    done = assign(file, frontend.aliases(file.canonical), state, options.exclude, options.rename, where)
+    if not done.taken:
+        there, here = (", ".join(list(names)[:8]) for names in (file.arrays, frontend.aliases(file.canonical)))
+        what = f"nothing of the file fits the model: it has {there}; the model has {here}"
+        raise ConfigError(" ".join(what.split()), where=where, fix="give model.init_from.rename, or another file")
+    frontend.load(done.taken)
+    return _table(done, options.path)
+
+
+def assign(
+    file: WeightFile,
+    aliases: Mapping[str, tuple[str, Any]],
+    state: Tree,
+    exclude: list[str],
+    rename: Mapping[str, str],
+    where: str,
+) -> Initialization:
+    """Decide, for each array of the file and each of the model, whether it is taken.
+
+    ``aliases``: {name as the file has it: (key of ``state``, layout of the file's axes or None)}.
+    """
+    done = Initialization()
+    renamed, used = _renamed(file.arrays, rename)
+    if unused := [pattern for pattern in rename if pattern not in used]:
+        raise _unmatched(unused[0], "rename", list(file.arrays), where)
+    keys = {key: key.partition("/")[2] for key in state}
+    for pattern in exclude:
+        if not any(matches(pattern, name) for name in keys.values()):
+            raise _unmatched(pattern, "exclude", list(keys.values()), where)
+    excluded = {key for key, name in keys.items() if any(matches(pattern, name) for pattern in exclude)}
+    for name, array in file.arrays.items():
+        key, layout = aliases.get(renamed[name], ("", None))
+        if name.endswith(UNUSED) and not key:
+            continue
+        shape = (layout.native_shape if layout else state[key].shape) if key else ()
+        if not key:
+            done.left[name] = "the model has no such weight"
+        elif key in excluded:
+            done.left[name] = "excluded"
+        elif array.shape != shape:
+            done.left[name] = f"{array.shape} in the file, {shape} in the model"
+        elif key in done.taken:
+            raise ConfigError(
+                f"two arrays of the file are {keys[key]}, one of them {name}", where=where, fix="rename one"
+            )
+        else:
+            x = layout.to_canonical(array) if layout else array
+            done.taken[key] = np.asarray(x).astype(state[key].dtype)
+    reasons = {aliases.get(renamed[name], ("",))[0]: why for name, why in done.left.items()}
+    done.kept = {
+        keys[key]: "excluded" if key in excluded else reasons.get(key, "not in the file")
+        for key in state
+        if key not in done.taken
+    }
+    return done
+
+
+def _renamed(names: Mapping[str, Any], rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Return {name: name here}, by the first pattern that matches, and the patterns that matched."""
+    found, used = {name: name for name in names}, set()
+    for name in names:
+        for pattern, new in rename.items():
+            parts = [re.escape(part) for part in pattern.replace("/", ".").split("*")]
+            match = re.fullmatch("(.*)".join(parts), name)
+            if match:
+                pieces = new.replace("/", ".").split("*")
+                stars = [*match.groups(), ""]
+                found[name] = "".join(piece + star for piece, star in zip(pieces, stars, strict=True))
+                used.add(pattern)
+                break
+    return found, used
+
+
+def _unmatched(pattern: str, key: str, names: list[str], where: str) -> ConfigError:
+    near = nearest(pattern.strip("*?."), {part for name in names for part in name.split(".")})
+    guess = f"is it {near!r}? " if near else ""
+    what = f"{key}: {pattern!r} matches nothing"
+    return ConfigError(what, where=where, fix=f"{guess}there are {', '.join(names[:20])}")
+
+
+def _check_origin(config: Config, file: WeightFile, where: str) -> None:
+    """Refuse weights of a user's model of the other framework: a square matrix would be taken as it stands."""
+    framework, model = file.origin
+    if framework and framework != config.framework and (":" in model or ":" in config.model.name):
+        what = f"the weights are of a {framework} model, whose axes lie otherwise than those of {config.framework}"
+        raise ConfigError(
+            what, where=where, fix="only built-in models cross; bring the weights over in a file of your own"
+        )
+
+
+# ---- files
+
+
+def _read(path: Path, config: Config, where: str) -> WeightFile:
+    if not path.exists():
+        raise ConfigError(
+            "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
+        )
+    if path.is_dir():
+        snapshot = store.load(store.resolve(path, str(path)), model_only=True)
+        arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
+        model = (snapshot.meta.get("config") or {}).get("model") or {}
+        return WeightFile(arrays, True, (snapshot.framework, model.get("name", "")))
+    if path.suffix == ".safetensors":
+        return _safetensors(path, where)
+    readers = FRAMEWORKS[config.framework].weight_readers()
+    ending = next((ending for ending in readers if path.name.endswith(ending)), None)
+    if ending is None:
+        known = ", ".join([".safetensors", *readers])
+        what = f"a file {path.suffix or 'without an ending'} cannot be read here"
+        raise ConfigError(what, where=where, fix=f"give a run folder, a checkpoint, or a file that ends in {known}")
+    try:
+        arrays = readers[ending](path)
+    except Exception as error:  # readers have many
+        reason = " ".join(str(error).split())[:200]
+        what = f"the file cannot be read: {type(error).__name__}: {reason}"
+        raise ConfigError(what, where=where, fix="give a file of weights alone") from error
+    return WeightFile({name.replace("/", "."): x for name, x in arrays.items()}, False)
+
+
+def _safetensors(path: Path, where: str) -> WeightFile:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            about = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+    except (OSError, SafetensorError, TypeError) as error:
+        raise CheckpointError(f"the file cannot be read: {' '.join(str(error).split())}", where=where) from error
+    ours = about.get("trained_with", "").startswith("hvd_train")
+    framework = about.get("trained_with", "").rpartition(", ")[2] if ours else "pytorch"
+    arrays = {name.replace("/", "."): x for name, x in arrays.items()}
+    # A file of others has PyTorch's axes, as those of Hugging Face.
+    model = about.get("model", "") if ours else "of:others"
+    return WeightFile(arrays, ours, (framework if framework in FRAMEWORKS else "", model))
+
+
+# ---- the table
+
+
+def _table(done: Initialization, path: str) -> list[str]:
+    weights = sum(x.size for x in done.taken.values())
+    lines = [f"model.init_from: {amount(len(done.taken), 'tensor')} of {weights:,} weights taken from {path}"]
+    for title, rows in (("kept as drawn", done.kept), ("left in the file", done.left)):
+        shown = sorted(rows.items())[:SHOWN]
+        lines += [f"  {title}: {name} ({why})" for name, why in shown]
+        if len(rows) > len(shown):
+            lines.append(f"  {title}: {len(rows) - len(shown)} more")
+    return lines

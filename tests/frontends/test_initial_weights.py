@@ -1,0 +1,242 @@
+"""``model.init_from``: which arrays of a file become first weights, in which axes, and what is told of the others."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+import hvd_train
+from hvd_train.checkpoint.store import newest
+from hvd_train.config import load_config
+from hvd_train.errors import ConfigError, TrainError
+from hvd_train.frontends.named_arrays import Layout
+from hvd_train.jobs.initial_weights import WeightFile, assign
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(90, 6)).astype(np.float32)
+Y = X[:, :3].argmax(1)
+DATA = (X[:60], Y[:60]), (X[60:], Y[60:])
+TWO = tuple((x, y % 2) for x, y in DATA)
+STATE = {
+    "weights/body.kernel": (2, 3),
+    "weights/body.bias": (3,),
+    "weights/head.kernel": (3, 2),
+    "statistics/n.mean": (3,),
+}
+
+
+def assigned(arrays, exclude=(), rename=(), canonical=True):
+    state = {key: np.zeros(shape, np.float32) for key, shape in STATE.items()}
+    aliases = {key.partition("/")[2]: (key, None) for key in state}
+    if not canonical:  # a kernel (out, in), as in PyTorch
+        layout = Layout("body.kernel", (3, 2), (3, 2), (1, 0), (2, 3))
+        aliases = {"fc.weight": ("weights/body.kernel", layout)}
+    return assign(WeightFile(arrays, canonical), aliases, state, list(exclude), dict(rename), "model.init_from: x")
+
+
+def test_what_fits_is_taken_and_all_else_is_told():
+    arrays = {
+        "body.kernel": np.arange(6.0).reshape(2, 3),
+        "body.bias": np.ones(3),
+        "head.kernel": np.ones((3, 10)),
+        "tail.bias": np.ones(1),
+        "n.num_batches_tracked": np.ones(()),
+    }
+    done = assigned(arrays, exclude=["*.bias"])
+    assert list(done.taken) == ["weights/body.kernel"] and done.taken["weights/body.kernel"].dtype == np.float32
+    assert done.left == {
+        "body.bias": "excluded",
+        "head.kernel": "(3, 10) in the file, (3, 2) in the model",
+        "tail.bias": "the model has no such weight",
+    }
+    assert done.kept == {
+        "body.bias": "excluded",
+        "head.kernel": "(3, 10) in the file, (3, 2) in the model",
+        "n.mean": "not in the file",
+    }
+
+
+def test_names_change_by_patterns_and_axes_by_layouts():
+    x = np.arange(6.0).reshape(3, 2)
+    done = assigned({"encoder.fc.weight": x}, rename={"encoder.*": "*"}, canonical=False)
+    assert (done.taken["weights/body.kernel"] == x.T).all()
+    done = assigned({"a.kernel": np.ones((2, 3)), "a.bias": np.ones(3)}, rename={"a/*": "body/*"})
+    assert list(done.taken) == ["weights/body.kernel", "weights/body.bias"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"exclude": ["haed.*"]},
+            "exclude: 'haed.*' matches nothing; model.init_from: x; is it 'head'? there",
+        ),
+        ({"rename": {"bdy.*": "body.*"}}, "rename: 'bdy.*' matches nothing; model.init_from: x; is it 'body'?"),
+        ({"rename": {"tail.bias": "body.bias"}}, "two arrays of the file are body.bias, one of them tail.bias"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        assigned({"body.bias": np.ones(3), "tail.bias": np.ones(3)}, **keys)
+    assert message in str(caught.value)
+
+
+def test_a_path_stands_for_the_section():
+    assert load_config(None, ["model.init_from=runs/a"]).model.init_from.path == "runs/a"
+    config = load_config(
+        None, ['model.init_from={path: a, exclude: ["*.bias"], rename: {"a.*": "b.*"}}', "model.hidden=[3]"]
+    )
+    assert config.model.options == {"hidden": [3]} and config.model.init_from.rename == {"a.*": "b.*"}
+    for value, message in {
+        '{exclude: ["a"]}': "model.init_from.path: give a run folder",
+        '{path: a, rename: {"a.*": "b"}}': "model.init_from.rename: 'b' has other * than 'a.*'",
+    }.items():
+        with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
+            load_config(None, [f"model.init_from={value}"])
+
+
+def run(folder, framework="pytorch", data=DATA, model=None, resume=None, allow_change=(), **keys):
+    config = {"framework": framework, "precision": "64", "tensorboard": False, "run_dir": str(folder)}
+    config |= {"global_batch_size": 30, "max_epochs": 1, "optim": {"lr": 1e-300}}
+    if model is None:
+        config["model"] = {"name": "mlp", "hidden": [5]} | keys.pop("model_keys", {})
+    else:
+        config["model"] = keys.pop("model_keys", {})
+    hvd_train.fit(config | keys, model=model, data=data, resume=resume, allow_change=allow_change)
+    return newest(folder / "checkpoints", print).tree
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """A run of three classes, in PyTorch."""
+    folder = tmp_path_factory.mktemp("init") / "before"
+    return folder, run(folder, optim={"lr": 0.3})
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_another_head_on_the_body_of_a_run_which_then_needs_nothing_else(before, tmp_path, framework, capsys):
+    folder, tree = tmp_path / "copied", before[1]
+    shutil.copytree(before[0], folder)
+    keys = {"init_from": {"path": str(folder), "exclude": ["fc2.bias"]}}
+    drawn = run(tmp_path / "drawn", framework, TWO)
+    here = run(tmp_path / "run", framework, TWO, model_keys=keys)
+    for name in ("fc1.kernel", "fc1.bias"):
+        assert (here[f"weights/{name}"] == tree[f"weights/{name}"]).all()
+    for name in ("fc2.kernel", "fc2.bias"):
+        assert np.abs(here[f"weights/{name}"] - drawn[f"weights/{name}"]).max() < 1e-200
+    out = capsys.readouterr().out
+    assert f"model.init_from: 2 tensors of 35 weights taken from {folder}\n" in out
+    assert "  kept as drawn: fc2.kernel ((5, 3) in the file, (5, 2) in the model)\n" in out
+    assert "  kept as drawn: fc2.bias (excluded)\n" in out
+    shutil.rmtree(folder)
+    rest = run(tmp_path / "run", framework, TWO, resume="last", model_keys=keys, max_epochs=2)
+    assert (rest["weights/fc1.kernel"] == tree["weights/fc1.kernel"]).all()
+
+
+def test_files_of_pytorch(tmp_path, capsys):
+    """A state dictionary, one within a checkpoint of another trainer, safetensors; never what could run code."""
+    import torch
+    from safetensors.torch import save_file
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)
+            self.head = torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(self.body(x)))
+
+    torch.manual_seed(1)
+    source = Model()
+    source.norm.running_mean += 3
+    weights = source.state_dict()
+    torch.save(weights, tmp_path / "a.pt")
+    torch.save({"epoch": 3, "state_dict": {f"net.{n}": x for n, x in weights.items()}}, tmp_path / "b.ckpt")
+    save_file(weights, tmp_path / "c.safetensors")
+    save_file({n: x.bfloat16() for n, x in weights.items() if x.is_floating_point()}, tmp_path / "d.safetensors")
+    for name, keys in {
+        "a.pt": {},
+        "b.ckpt": {"rename": {"net.*": "*"}},
+        "c.safetensors": {},
+        "d.safetensors": {},
+    }.items():
+        keys = {"init_from": {"path": str(tmp_path / name), **keys}}
+        tree = run(tmp_path / f"run {name}", model=Model(), model_keys=keys)
+        exact = weights["body.weight"].bfloat16() if name.startswith("d") else weights["body.weight"]
+        assert (tree["weights/body.weight"] == exact.double().numpy()).all(), name
+        assert (tree["statistics/norm.running_mean"] > 2).all()
+        assert "kept as drawn" not in capsys.readouterr().out
+    torch.save(source.body, tmp_path / "whole.pt")
+    refused = {
+        "whole.pt": "the file cannot be read: UnpicklingError",
+        "nothing.pt": "there is no such file or folder",
+        "model.keras": "a file .keras cannot be read here",
+    }
+    (tmp_path / "model.keras").write_bytes(b"")
+    for name, message in refused.items():
+        with pytest.raises(TrainError, match=message) as caught:
+            run(tmp_path / "refused", model=Model(), model_keys={"init_from": str(tmp_path / name)})
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="nothing of the file fits the model: it has body.weight") as caught:
+        run(tmp_path / "refused", model_keys={"init_from": str(tmp_path / "a.pt")})
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_keras(tmp_path, before, capsys):
+    import keras
+
+    keras.backend.clear_session()
+
+    def layers():
+        return [
+            keras.Input((6,)),
+            keras.layers.Dense(4, name="body"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.1),
+            keras.layers.Dense(3, name="head"),
+        ]
+
+    def model(input_shape, num_classes):
+        return keras.Sequential(layers())
+
+    source = keras.Sequential(layers())
+    source.compile("adam", "mse")
+    source.get_layer("norm").moving_mean.assign([3.0] * 4)
+    source.save(tmp_path / "a.keras")
+    source.save_weights(tmp_path / "b.weights.h5")
+    for name in ("a.keras", "b.weights.h5"):
+        keys = {"init_from": str(tmp_path / name)}
+        tree = run(tmp_path / f"run {name}", "tensorflow", model=model, model_keys=keys)
+        kernel = next(x for key, x in tree.items() if key.startswith("weights/") and key.endswith("body.kernel"))
+        assert (kernel == source.get_layer("body").kernel.numpy()).all(), name
+        mean = next(x for key, x in tree.items() if key.endswith("norm.moving_mean"))
+        assert (mean > 2).all()
+        assert "kept as drawn" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="the weights are of a pytorch model, whose axes lie otherwise"):
+        run(tmp_path / "refused", "tensorflow", model=model, model_keys={"init_from": str(before[0])})
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_built_model_is_frozen_for_one_training_alone(tmp_path, framework):
+    """Twice in one process, as in a notebook."""
+    if framework == "pytorch":
+        import torch
+
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3))
+        frozen = "0.*"
+    else:
+        import keras
+
+        norm = keras.layers.BatchNormalization(name="norm", dtype="float64")
+        model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(3, dtype="float64")])
+        frozen = "*norm.*"
+    groups = [{"match": frozen, "freeze": True, "fix_statistics": True}]
+    first = run(tmp_path / "first", framework, model=model, optim={"lr": 0.1, "groups": groups})
+    second = run(tmp_path / "second", framework, model=model, optim={"lr": 0.1})
+    weights = {key for key in first if key.startswith("weights/")}
+    assert weights == {key for key in second if key.startswith("weights/")}
+    moved = {key for key in first if (first[key] != second[key]).any()}
+    assert moved == first.keys(), "all weights and running statistics"

@@ -29,8 +29,7 @@ class Framework:
     its own kind of file, which the module ``exporter`` writes (empty: none), and whether it loads by that ending.
     ``stages``: the front-end of a rank that has a part of the model; ``placed``: of one that has several devices
     (empty: none). ``weight_files``: the module that reads files of weights, by their endings (empty: none).
-    ``channels_first``: so it takes
-    images.
+    ``channels_first``: so it takes images.
     ``settings``: environment variables that it reads while it loads; ``quiet``: those that keep it silent;
     ``unneeded``: packages that it imports if they are installed, and that no training needs.
     ``threads_wait``: in each operation its threads wait for the last one of them.

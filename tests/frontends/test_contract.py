@@ -629,7 +629,7 @@ def test_weights_that_begin_at_multiples_of_bytes_train_to_the_same_numbers(opti
         frontend = opened("pytorch", {"name": "mlp", "hidden": [5, 7]}, {"name": optim, "lr": 0.1})
         stepped(frontend, [batch(k) for k in range(3)])
         states.append(everything(frontend))
-        places = [weight.data_ptr() - flat.weight.data_ptr() for flat in frontend._flats for weight in flat._parameters]
+        places = [weight.data_ptr() - flat.weight.data_ptr() for flat in frontend._flats for weight in flat.parameters]
         assert align == 1 or not any(place % align for place in places)
     assert states[0].keys() == states[1].keys()
     for key, array in states[0].items():  # a fused optimizer rounds a vector's last entries in its own way

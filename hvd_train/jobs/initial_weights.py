@@ -114,7 +114,7 @@ def assign(
 
 def _renamed(names: Mapping[str, Any], rename: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """Return {name: name here}, by the first pattern that matches, and the patterns that matched."""
-    found, used = {name: name for name in names}, set()
+    renamed, used = {name: name for name in names}, set()
     for name in names:
         for pattern, new in rename.items():
             parts = [re.escape(part) for part in pattern.replace("/", ".").split("*")]
@@ -122,10 +122,10 @@ def _renamed(names: Mapping[str, Any], rename: Mapping[str, str]) -> tuple[dict[
             if match:
                 pieces = new.replace("/", ".").split("*")
                 stars = [*match.groups(), ""]
-                found[name] = "".join(piece + star for piece, star in zip(pieces, stars, strict=True))
+                renamed[name] = "".join(piece + star for piece, star in zip(pieces, stars, strict=True))
                 used.add(pattern)
                 break
-    return found, used
+    return renamed, used
 
 
 def _unmatched(pattern: str, key: str, names: list[str], where: str) -> ConfigError:

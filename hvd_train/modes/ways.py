@@ -30,7 +30,7 @@ class Way:
 
     @property
     def exact(self) -> str:
-        """Whether N ranks train as one rank does."""
+        """Say whether N ranks train as one rank does."""
         return "no" if not MODES[self.mode].exact else "yes" if self.compression == PLAIN else "nearly"
 
     def interval(self, config: Config) -> int:

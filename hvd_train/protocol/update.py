@@ -231,7 +231,7 @@ class Update(Protocol):
 
     @property
     def has_global_weights(self) -> bool:
-        """Whether the model has the weights that the training stands for."""
+        """Return whether the model has the weights that the training stands for."""
 
     def keep_average(self, make: Callable[..., Any]) -> None:
         """Let the training stand for averages of its weights, where ``diverged`` is always false.

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from hvd_train.config import OptimConfig
 from hvd_train.protocol import Ops, Tensor
+from hvd_train.update.optimizers import Formula
 
 # Of the polynomial a s + b s^3 + c s^5 of singular values s, which brings those in (0, 1] near 1; how often.
 COEFFICIENTS, TIMES = (3.4445, -4.7750, 2.0315), 5
 RMS = 0.2  # of the entries of AdamW's steps
 
 
-def muon(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops
-) -> tuple[Tensor, Tensor, Tensor]:
+def muon(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> Formula:
     """Return what is to be taken from the weight, then the new slots; ``t``: the number of the step (float64, from 1).
 
     m = momentum m + g; w -= rate (0.2 sqrt(longer side) orthogonal(m) + decay w), with nesterov g + momentum m for m.
     v is not used for a matrix.
     """
+    yield []  # it needs no sums over the ranks
     if len(w.shape) == 2:
         m = o.momentum * m + g
         u = orthogonal(g + o.momentum * m if o.nesterov else m, ops) * (RMS * max(map(int, w.shape)) ** 0.5)

@@ -16,8 +16,11 @@ LISTED = 30  # names in a message
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tensor is moved. ``factor``: its learning rate over that of the schedule; ``since``: the epoch (from 0)
-    from which on it is trained, None: never."""
+    """The settings by which a tensor is moved.
+
+    ``factor``: its learning rate over that of the schedule; ``since``: the epoch (from 0) from which on it is trained,
+    None: never.
+    """
 
     factor: float
     weight_decay: float

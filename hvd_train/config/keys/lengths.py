@@ -10,7 +10,7 @@ from hvd_train.config.keys.section import Positive, Section, raise_problems
 
 
 class LengthsConfig(Section):
-    """How samples of different lengths become batches."""
+    """Padding, order and mask of samples of different lengths."""
 
     max_length: Positive = Field(512, description="places of a sample, at most")
     truncate: bool = Field(False, description="cut longer samples at their end; false: refuse them")

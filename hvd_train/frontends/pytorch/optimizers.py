@@ -117,6 +117,9 @@ class LARS:
 
 
 class LAMB:
+    """Formulas of a tensor, two slots and the number of the step."""
+
+    formula = staticmethod(formulas.lamb)
     slots = ("exp_avg", "exp_avg_sq")
     counts_steps = per_tensor = True
 
@@ -128,30 +131,14 @@ class LAMB:
         # (), in 64 bits, as 1 - beta^t cancels in 32.
         t = steps[0].double()
         rounds = [
-            formulas.lamb(w, g, m, v, t.to(w.device), learning_rate, self.options, self.ops.at(w.device))
+            self.formula(w, g, m, v, t.to(w.device), learning_rate, self.options, self.ops.at(w.device))
             for w, g, m, v in zip(weights, gradients, *slots, strict=True)
         ]
         _move(weights, slots, rounds, total)
 
 
-class Muon:
-    """The formula of update/muon.py, for each tensor by itself."""
-
-    slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = per_tensor = True
-
-    def __init__(self, options: OptimConfig, ops: TorchOps) -> None:
-        self.options, self.ops = options, ops
-
-    def __call__(self, weights, gradients, slots, steps, learning_rate, total=None) -> None:
-        torch._foreach_add_(steps, 1)
-        t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
-        for weight, gradient, m, v in zip(weights, gradients, *slots, strict=True):
-            now, ops = t.to(weight.device), self.ops.at(weight.device)
-            loss, *new = muon(weight, gradient, m, v, now, learning_rate, self.options, ops)
-            weight.sub_(loss)
-            m.copy_(new[0])
-            v.copy_(new[1])
+class Muon(LAMB):
+    formula = staticmethod(muon)
 
 
 def _move(weights: Tensors, slots: Sequence[Tensors], rounds: Sequence[formulas.Formula], total: Total | None) -> None:
@@ -182,7 +169,22 @@ class Part(NamedTuple):
     steps: Tensors
 
 
-class FlatOptimizer(NamedArrays):
+class FlatWeights:
+    """Parameters, read and assigned by flat buckets; (n,) each, read on the device ``_home``."""
+
+    _flats: list[Flat]
+    _home: torch.device
+
+    def weights(self, bucket: int) -> torch.Tensor:
+        return self._flats[bucket].packed().to(self._home)
+
+    @torch.no_grad()
+    def take(self, bucket: int, weights: torch.Tensor) -> None:
+        flat = self._flats[bucket]
+        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights.to(flat.weight.device)))
+
+
+class FlatOptimizer(FlatWeights, NamedArrays):
     """A kernel over flat weights, each with a flat tensor for each slot.
 
     Slots are made at once, so that every checkpoint has them. A bucket has tensors of one rule of ``optim.groups``;
@@ -206,9 +208,9 @@ class FlatOptimizer(NamedArrays):
                 KERNELS[options.name](rule.options(options), ops),
                 rule,
                 buckets,
-                own := [flats[b] for b in buckets],
-                self._for_kernel(own, [weights[b] for b in buckets]),
-                [self._for_kernel(own, [slots[b] for b in buckets]) for slots in self.slots.values()],
+                chosen := [flats[b] for b in buckets],
+                self._for_kernel(chosen, [weights[b] for b in buckets]),
+                [self._for_kernel(chosen, [slots[b] for b in buckets]) for slots in self.slots.values()],
                 [self.steps[b] for b in buckets],
             )
             for rule, buckets in places.items()
@@ -222,17 +224,9 @@ class FlatOptimizer(NamedArrays):
             rate = learning_rate * part.rule.factor
             part.kernel(part.weights, self._for_kernel(part.flats, aligned), part.slots, part.steps, rate)
 
-    def weights(self, bucket: int) -> torch.Tensor:
-        return self._flats[bucket].packed().to(self._home)
-
     def slot(self, name: str, bucket: int) -> torch.Tensor:
         """Return (n,): a slot of the weights of a bucket; not to be changed in place."""
         return self._flats[bucket].packed(self.slots[name][bucket])
-
-    @torch.no_grad()
-    def take(self, bucket: int, weights: torch.Tensor) -> None:
-        flat = self._flats[bucket]
-        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights.to(flat.weight.device)))
 
     def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
         """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""

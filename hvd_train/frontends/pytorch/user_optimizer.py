@@ -15,21 +15,22 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.pytorch.buckets import Flat
 from hvd_train.frontends.pytorch.ops import TorchOps
-from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, array_of
+from hvd_train.frontends.pytorch.optimizers import FlatOptimizer, FlatWeights, array_of
 from hvd_train.frontends.user_optimizer import build_optimizer
 
 PREFIX = "slots/torch"
 STEPS = f"{PREFIX}/steps"
 
 
-class UserOptimizer:
+class UserOptimizer(FlatWeights):
     """``optim.name: package.module:function``. The schedule sets the rate of the first group; others keep their ratio.
 
     A checkpoint has its state by the parameters' names, in torch's shapes: ``slots/torch/PARAMETER/STATE``.
     """
 
     def __init__(self, options: OptimConfig, flats: list[Flat], layouts: Mapping[str, Layout]) -> None:
-        self._flats, self._where = flats, f"optim.name: {options.name}"
+        self._flats, self._home = flats, flats[0].weight.device
+        self._where = f"optim.name: {options.name}"
         self._parameters = {n: p for flat in flats for n, p in zip(flat.names, flat.parameters, strict=True)}
         names = [layouts[n].name for n in self._parameters]
         self.optimizer = build_optimizer(options, list(self._parameters.values()), names, torch.optim.Optimizer)
@@ -106,14 +107,6 @@ class UserOptimizer:
             self.optimizer.state.clear()
         self.optimizer.step()
         self._steps += 1
-
-    def weights(self, bucket: int) -> torch.Tensor:
-        return self._flats[bucket].packed()
-
-    @torch.no_grad()
-    def take(self, bucket: int, weights: torch.Tensor) -> None:
-        flat = self._flats[bucket]
-        torch._foreach_copy_(flat.parts(flat.weight), flat.parts(weights))
 
     # ---- state
 

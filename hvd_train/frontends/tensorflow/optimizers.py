@@ -145,8 +145,9 @@ class LARS:
 
 
 class LAMB:
-    """The formula of update/optimizers.py."""
+    """Formulas of a tensor, two slots and the number of the step."""
 
+    formula = staticmethod(formulas.lamb)
     slots = ("exp_avg", "exp_avg_sq")
     counts_steps = per_tensor = True
 
@@ -156,29 +157,15 @@ class LAMB:
     def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
         m, v = slots
         t = tf.cast(step, tf.float64)
-        formula = formulas.lamb(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
+        formula = self.formula(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
         ((loss, *new),) = formulas.side_by_side([formula], total)
         m.assign(new[0])
         v.assign(new[1])
         weight.assign_sub(loss)
 
 
-class Muon:
-    """The formula of update/muon.py."""
-
-    slots = ("exp_avg", "exp_avg_sq")
-    counts_steps = per_tensor = True
-
-    def __init__(self, options: OptimConfig) -> None:
-        self.options, self.ops = options, TensorFlowOps()
-
-    def __call__(self, weight, gradient, slots, step, rate, total=formulas.whole) -> None:
-        m, v = slots
-        t = tf.cast(step, tf.float64)
-        loss, *new = muon(weight.value(), gradient, m.value(), v.value(), t, rate, self.options, self.ops)
-        m.assign(new[0])
-        v.assign(new[1])
-        weight.assign_sub(loss)
+class Muon(LAMB):
+    formula = staticmethod(muon)
 
 
 KERNELS: dict[str, Any] = {
@@ -197,7 +184,23 @@ def rated(rate: tf.Tensor, rule: Rule) -> tf.Tensor:
     return rate if rule.factor == 1 else rate * tf.constant(rule.factor, rate.dtype)
 
 
-class VariableOptimizer(NamedArrays):
+class BucketWeights:
+    """Trainable variables, read and assigned by buckets; (n,) each."""
+
+    _weights: Sequence[Any]
+    _buckets: Sequence[Sequence[int]]
+
+    def weights(self, bucket: int) -> tf.Tensor:
+        return _joined([self._weights[i].value for i in self._buckets[bucket]])
+
+    def take(self, bucket: int, weights: tf.Tensor) -> None:
+        variables = [self._weights[i] for i in self._buckets[bucket]]
+        parts = tf.split(weights, [math.prod(v.shape) for v in variables])
+        for v, part in zip(variables, parts, strict=True):
+            v.value.assign(tf.reshape(part, v.shape))
+
+
+class VariableOptimizer(BucketWeights, NamedArrays):
     """A kernel over Keras' trainable variables, each with a variable for each slot.
 
     ``from_buckets`` cuts the gradients of buckets into those of tensors.
@@ -235,18 +238,9 @@ class VariableOptimizer(NamedArrays):
             for key, count in counts.items():
                 self.steps[key].assign(count)
 
-    def weights(self, bucket: int) -> tf.Tensor:
-        return _joined([self._weights[i].value for i in self._buckets[bucket]])
-
     def slot(self, name: str, bucket: int) -> tf.Tensor:
         """Return (n,): a slot of the weights of a bucket."""
         return _joined([self.slots[name][i] for i in self._buckets[bucket]])
-
-    def take(self, bucket: int, weights: tf.Tensor) -> None:
-        variables = [self._weights[i] for i in self._buckets[bucket]]
-        parts = tf.split(weights, [math.prod(v.shape) for v in variables])
-        for v, part in zip(variables, parts, strict=True):
-            v.value.assign(tf.reshape(part, v.shape))
 
     def _variables(self) -> dict[str, tf.Variable]:
         variables = {

@@ -17,7 +17,7 @@ from hvd_train.protocol import Groups, Sample
 
 
 class PlacedTensorFlow(Placed, TensorFlowInBlocks):
-    """Each block has a tape of its own.
+    """Record each block on a separate tape.
 
     A graph's operations stand where the code that makes them says, and a single tape would put all of backward on one
     device.

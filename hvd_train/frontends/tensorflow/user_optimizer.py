@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,13 +13,13 @@ import tensorflow as tf
 from hvd_train.config import OptimConfig
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
-from hvd_train.frontends.tensorflow.optimizers import VariableOptimizer, view
+from hvd_train.frontends.tensorflow.optimizers import BucketWeights, VariableOptimizer, view
 from hvd_train.frontends.user_optimizer import build_optimizer
 
 PREFIX = "slots/keras"
 
 
-class UserOptimizer:
+class UserOptimizer(BucketWeights):
     """``optim.name: package.module:function``. The schedule sets the learning rate.
 
     A checkpoint has its variables in their order: ``slots/keras/NUMBER.PATH``.
@@ -53,15 +52,6 @@ class UserOptimizer:
         rate = self.optimizer._learning_rate
         rate.assign(tf.cast(learning_rate, rate.dtype))
         self.optimizer.apply(self._from_buckets(gradients), self._weights)
-
-    def weights(self, bucket: int) -> tf.Tensor:
-        parts = [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
-        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-
-    def take(self, bucket: int, weights: tf.Tensor) -> None:
-        variables = [self._weights[i] for i in self._buckets[bucket]]
-        for v, part in zip(variables, tf.split(weights, [math.prod(v.shape) for v in variables]), strict=True):
-            v.value.assign(tf.reshape(part, v.shape))
 
     def views(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
         for key, v in self._kept.items():

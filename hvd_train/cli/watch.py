@@ -72,14 +72,14 @@ def _follow_in_lines(run: WatchedRun) -> None:
     from hvd_train.report.watch import news
 
     click.echo(run.title())
-    seen = 0
+    shown = 0
     while True:
         ended = run.end()
         if run.update():
-            seen = min(seen, len(run.rows))  # a run that was resumed repeats lines
-            for line in news(run, seen):
+            shown = min(shown, len(run.rows))  # a run that was resumed repeats lines
+            for line in news(run, shown):
                 click.echo(line)
-            seen = len(run.rows)
+            shown = len(run.rows)
         if ended:
             click.echo(ended)
             return

@@ -102,7 +102,7 @@ class Trainer(Training):
             self._saver.wait()
         finally:  # an error that ends the training is no reason to lose a checkpoint
             self._saver.writer.wait()
-        self.update.settle()  # no rank leaves while something travels
+        self.update.finish_transfers()  # no rank leaves while something travels
         if not self.update.has_global_weights:  # the result of the training, for whoever takes the model from here
             self.update.take_global_weights()
         result = summary(self)

@@ -18,7 +18,7 @@ from hvd_train.data.loader import Step
 LENGTH = 1 << 32
 
 
-class Board(Protocol):
+class LogBoard(Protocol):
     """Sums that ranks leave for rank 0's line of the log, without waiting for one another."""
 
     def leave(self, sums: np.ndarray) -> None: ...
@@ -30,7 +30,7 @@ class Board(Protocol):
 class Pace(Protocol):
     """The steps of an epoch on this rank, and what follows each."""
 
-    board: Board | None
+    board: LogBoard | None
 
     def steps(self) -> Generator[Step, None, None]:
         """Yield this rank's steps of what is left of the epoch, until it is closed."""
@@ -47,7 +47,7 @@ class Pace(Protocol):
 class Lockstep:
     """All ranks take each step together. They sync by the clock, so nobody has to ask for it."""
 
-    board: Board | None = None
+    board: LogBoard | None = None
 
     def __init__(self, training: Training, rules: StepRules, sync_due: Callable[[], bool]) -> None:
         self._training, self._rules, self._sync_due = training, rules, sync_due
@@ -95,7 +95,7 @@ class Stretches:
 
     def __init__(self, training: Training, rules: StepRules) -> None:
         self._training, self._rules, ranks = training, rules, training.groups.data
-        self.board: Board | None
+        self.board: LogBoard | None
         task = training.frontend.task
         self._board = self.board = SharedBoard(training, task.length + len(task.objectives) * task.weighted_by_data)
         self._counter = ranks.window(int(ranks.rank == 0), "int64")
@@ -122,8 +122,8 @@ class Stretches:
         ranks = self._training.groups.data.size
 
         def shortened(old: np.ndarray) -> np.ndarray:
-            length, taken = divmod(int(old[0]), LENGTH)
-            return np.array([min(length, -(-taken // ranks)) * LENGTH + taken])
+            length, count = divmod(int(old[0]), LENGTH)
+            return np.array([min(length, -(-count // ranks)) * LENGTH + count])
 
         self._counter.change(0, shortened)
 
@@ -154,7 +154,7 @@ class Stretches:
         if ranks.rank == 0:
             self._counter.change(0, lambda _: np.array([length * LENGTH + ranks.size]))
         ranks.barrier()
-        self._asked, seen, more = False, first, True
+        self._asked, reached, more = False, first, True
         # The first part of each rank is its own, so that every rank has a step after which it meets the others.
         parts = deque([fetch(ranks.rank)])
         while parts:
@@ -164,14 +164,14 @@ class Stretches:
                 more = number < length * ranks.size
                 if more:
                     parts.append(fetch(number))
-            taken, part = parts.popleft()
+            place, part = parts.popleft()
             self._met = not parts
             # Where the ranks meet they are at the same step, whoever took which part.
-            at = length - 1 if self._met else taken // ranks.size
+            at = length - 1 if self._met else place // ranks.size
             p.step, p.consumed = first_step + at, first + at * batch
             end = min(first + (at + 1) * batch, training.train_size)
-            here = end if self._met else min(first + (taken + 1) * batch // ranks.size, end)
+            here = end if self._met else min(first + (place + 1) * batch // ranks.size, end)
             self._parts += 1
             # What all ranks together took since this one's last step, so that each counts all samples.
-            yield replace(part.result(), count=here - seen, consumed=end)
-            seen = here
+            yield replace(part.result(), count=here - reached, consumed=end)
+            reached = here

@@ -57,7 +57,7 @@ def save(
     """
     faults.at("save")
     communicator = training.communicator
-    training.update.settle()
+    training.update.finish_transfers()
     local = _gather_local(training, keep)
     # Joining shards is a collective, so all ranks do it before rank 0 looks at what it has.
     entries = training.update.state()
@@ -177,7 +177,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     Returns what of it was left behind, a line each.
     """
     communicator, groups, notes = training.communicator, training.groups, []
-    training.update.settle()  # of a training that goes back
+    training.update.finish_transfers()  # of a training that goes back
     averages: Tree = {}  # this rank's running statistics, where the run was interrupted
     # Rank 0 alone reads the checkpoint; the others get its facts, then the tensors piece by piece.
     head = collectively(communicator, lambda: _head(snapshot) if communicator.rank == 0 else b"")
@@ -192,8 +192,8 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
             Resumption(training.progress, before, now, training.train_size, sums, loss_scale)
         )
         local: Tree = {}
-        alike = (before.ranks, before.stages) == (now.ranks, now.stages)
-        if alike:
+        same_layout = (before.ranks, before.stages) == (now.ranks, now.stages)
+        if same_layout:
             local = unpack(communicator.scatter_bytes([pack(part) for part in snapshot.local] if snapshot else []))
         averages = {key: local.pop(key) for key in list(local) if key.startswith(STATISTICS)}
         # Weights of a rank are there where they differed, and have the shapes of the model's, which are checked below.
@@ -224,7 +224,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
     for piece in broadcast(source, tree):
         training.frontend.load(piece)
         training.update.load(piece, Placement.REPLICATED)
-    if saved and alike:
+    if saved and same_layout:
         collectively(communicator, lambda: _check_averages(training, averages) if saved["neutral"] else None)
         training.frontend.load(averages)
     training.update.load(kept, Placement.PER_RANK)

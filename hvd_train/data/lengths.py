@@ -73,7 +73,7 @@ class Lengths:
             return longest
         return int(self._buckets[np.searchsorted(self._buckets, longest)])
 
-    def cut(self, fetched: tuple[Fields, Fields], length: int) -> tuple[Fields, Fields]:
+    def shortened(self, fetched: tuple[Fields, Fields], length: int) -> tuple[Fields, Fields]:
         """Cut (k, max_length, ...) to (k, length, ...) where a field's length varies."""
         inputs, labels = (
             {name: np.ascontiguousarray(x[:, :length]) if name in ragged else x for name, x in fields.items()}

@@ -172,7 +172,7 @@ class Loader:
         # {name: (count, ...)} each.
         inputs, labels = self.source.fetch(asked) if epoch is None else drawn(self.source, asked, self.seed, epoch)
         if length is not None:
-            inputs, labels = self.source.cut((inputs, labels), length)  # type: ignore[attr-defined]
+            inputs, labels = self.source.shortened((inputs, labels), length)  # type: ignore[attr-defined]
         if count < self.length:
             inputs, labels = ({k: self._padded(x) for k, x in each.items()} for each in (inputs, labels))
         return Batch(inputs, labels, weights, indices)

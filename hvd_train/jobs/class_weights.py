@@ -24,26 +24,28 @@ def with_class_weights(config: Config, data: DataSet, communicator: Communicator
 
     Rank 0 alone counts the labels: where a source gives them with the inputs only, it reads all samples once.
     """
-    given = config.task.class_weights
-    if given is None or not data.sample.labels:
+    wanted = config.task.class_weights
+    if wanted is None or not data.sample.labels:
         return config
     ((name, field),) = data.sample.labels.items()
-    local = collectively(communicator, lambda: _numbers(given, name, field, data) if communicator.rank == 0 else [])
+    local = collectively(communicator, lambda: _numbers(wanted, name, field, data) if communicator.rank == 0 else [])
     weights = json.loads(communicator.broadcast_bytes(json.dumps(local).encode()))
     return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": weights})})
 
 
-def _numbers(given: Any, name: str, field: Field, data: DataSet) -> list[float]:
+def _numbers(wanted: Any, name: str, field: Field, data: DataSet) -> list[float]:
     classes = field.classes or 0
-    if isinstance(given, Mapping):
+    if isinstance(wanted, Mapping):
         names = [str(one) for one in field.names or range(classes)]
-        if unknown := [one for one in given if one not in names]:
+        if unknown := [one for one in wanted if one not in names]:
             raise ConfigError(did_you_mean(unknown[0], names), where=WHERE, fix="name classes of the data")
-        return [float(given.get(one, 1.0)) for one in names]
-    if given != "balanced":
-        if len(given) != classes:
-            raise ConfigError(f"{len(given)} numbers for {classes} classes", where=WHERE, fix="give one for each class")
-        return [float(weight) for weight in given]
+        return [float(wanted.get(one, 1.0)) for one in names]
+    if wanted != "balanced":
+        if len(wanted) != classes:
+            raise ConfigError(
+                f"{len(wanted)} numbers for {classes} classes", where=WHERE, fix="give one for each class"
+            )
+        return [float(weight) for weight in wanted]
     counts = class_counts(data.train, name, classes)
     if not counts.all():
         lacking = ", ".join(str((field.names or range(classes))[k]) for k in np.flatnonzero(counts == 0)[:10])

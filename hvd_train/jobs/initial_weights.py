@@ -37,9 +37,9 @@ class WeightFile:
 
 @dataclass
 class Initialization:
-    """``taken``: by keys of the front-end's state, ready to load; others: {name: why}."""
+    """``loaded``: by keys of the front-end's state, ready to load; others: {name: why}."""
 
-    taken: Tree = field(default_factory=dict)
+    loaded: Tree = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -56,11 +56,11 @@ def initialize(config: Config, frontend: FrontEnd) -> list[str]:
     _check_origin(config, file, where)
     state = frontend.state()
     done = assign(file, frontend.aliases(file.canonical), state, options.exclude, options.rename, where)
-    if not done.taken:
+    if not done.loaded:
         there, here = (", ".join(list(names)[:8]) for names in (file.arrays, frontend.aliases(file.canonical)))
         what = f"nothing of the file fits the model: it has {there}; the model has {here}"
         raise ConfigError(" ".join(what.split()), where=where, fix="give model.init_from.rename, or another file")
-    frontend.load(done.taken)
+    frontend.load(done.loaded)
     return _table(done, options.path)
 
 
@@ -96,18 +96,18 @@ def assign(
             done.left[name] = "excluded"
         elif array.shape != shape:
             done.left[name] = f"{array.shape} in the file, {shape} in the model"
-        elif key in done.taken:
+        elif key in done.loaded:
             raise ConfigError(
                 f"two arrays of the file are {keys[key]}, one of them {name}", where=where, fix="rename one"
             )
         else:
             x = layout.to_canonical(array) if layout else array
-            done.taken[key] = np.asarray(x).astype(state[key].dtype)
+            done.loaded[key] = np.asarray(x).astype(state[key].dtype)
     reasons = {aliases.get(renamed[name], ("",))[0]: why for name, why in done.left.items()}
     done.kept = {
         keys[key]: "excluded" if key in excluded else reasons.get(key, "not in the file")
         for key in state
-        if key not in done.taken
+        if key not in done.loaded
     }
     return done
 
@@ -196,8 +196,8 @@ def _safetensors(path: Path, where: str) -> WeightFile:
 
 
 def _table(done: Initialization, path: str) -> list[str]:
-    weights = sum(x.size for x in done.taken.values())
-    lines = [f"model.init_from: {amount(len(done.taken), 'tensor')} of {weights:,} weights taken from {path}"]
+    weights = sum(x.size for x in done.loaded.values())
+    lines = [f"model.init_from: {amount(len(done.loaded), 'tensor')} of {weights:,} weights taken from {path}"]
     for title, rows in (("kept as drawn", done.kept), ("left in the file", done.left)):
         shown = sorted(rows.items())[:SHOWN]
         lines += [f"  {title}: {name} ({why})" for name, why in shown]

@@ -40,7 +40,7 @@ class Part(NamedTuple):
     last: int
     weight: Any  # (last - first,)
 
-    def cut(self, x: Any) -> Any:
+    def part_of(self, x: Any) -> Any:
         return keras.ops.reshape(keras.ops.stop_gradient(keras.ops.convert_to_tensor(x)), (-1,))[self.first : self.last]
 
 
@@ -180,10 +180,10 @@ class ShardedUpdate:
         pairs = [pair for pair in pairs if pair[0].last > pair[0].first] or pairs[:1]
         weights = [part.weight for part, _ in pairs]
         for part, _ in pairs:
-            part.weight.assign(part.cut(part.variable))
+            part.weight.assign(part.part_of(part.variable))
         if any(optimizer._use_weight_decay(weight) for weight in weights):
             kind._apply_weight_decay(optimizer, weights)
-        kind._backend_update_step(optimizer, [part.cut(g) for part, g in pairs], weights, learning_rate)
+        kind._backend_update_step(optimizer, [part.part_of(g) for part, g in pairs], weights, learning_rate)
         self._gather(set(positions))
 
     def _gather(self, moved: set[int]) -> None:
@@ -194,7 +194,8 @@ class ShardedUpdate:
                 continue
             parts = [self._parts[i] for i in members]
             values = [
-                part.weight if i in moved else part.cut(part.variable) for i, part in zip(members, parts, strict=True)
+                part.weight if i in moved else part.part_of(part.variable)
+                for i, part in zip(members, parts, strict=True)
             ]
             values = [keras.ops.cast(x, _wire(part.variable)) for x, part in zip(values, parts, strict=True)]
             joined = keras.ops.concatenate(values) if len(values) > 1 else values[0]
@@ -218,12 +219,12 @@ class ShardedUpdate:
         received = [memoryview(part) for part in self._communicator.gather_bytes(local)]
         arrays = []
         for slot, part in self.slots.values() if received else ():
-            kind, found = to_numpy(slot).dtype, []
+            kind, pieces = to_numpy(slot).dtype, []
             for rank, (first, last) in enumerate(part.bounds):
                 length = (last - first) * kind.itemsize
-                found.append(np.frombuffer(received[rank][:length], kind))
+                pieces.append(np.frombuffer(received[rank][:length], kind))
                 received[rank] = received[rank][length:]
-            arrays.append(np.concatenate(found).reshape(tuple(part.variable.shape)))
+            arrays.append(np.concatenate(pieces).reshape(tuple(part.variable.shape)))
         return self._from_rank_0(arrays) if everywhere else arrays
 
     def _from_rank_0(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

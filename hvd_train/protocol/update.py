@@ -252,7 +252,7 @@ class Update(Protocol):
         """Give back what the update has outside this process, when training has ended; on all ranks alike."""
 
     # For checkpoints.
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Bring to an end what travels between steps, so that ``state`` is whole; on all ranks together."""
 
     def state(self) -> Sequence[Entry]: ...

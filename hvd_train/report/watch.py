@@ -45,10 +45,10 @@ class WatchedRun:
     def update(self) -> bool:
         """Read what is new; return whether there was any."""
         try:
-            found = os.stat(self.run_dir / jsonl.NAME)
+            status = os.stat(self.run_dir / jsonl.NAME)
         except OSError:
             return False
-        stamp = found.st_ino, found.st_size, found.st_mtime_ns
+        stamp = status.st_ino, status.st_size, status.st_mtime_ns
         if stamp == self._stamp:
             return False
         with suppress(CheckpointError):  # removed just now, or the file system does not answer
@@ -150,9 +150,9 @@ def curve(run: WatchedRun, name: str, width: int) -> list[str]:
     return [title, *rows, axis]
 
 
-def news(run: WatchedRun, seen: int) -> Iterator[str]:
-    """Yield a line for each evaluation among the rows from number ``seen`` on."""
-    for row in run.rows[seen:]:
+def news(run: WatchedRun, shown: int) -> Iterator[str]:
+    """Yield a line for each evaluation among the rows from number ``shown`` on."""
+    for row in run.rows[shown:]:
         if row["event"] == "val":
             listed = (f"{name} {row[name]:.4f}" for name in row if name not in FIXED and _number(row[name]))
             yield printable(f"epoch {row['epoch']}, step {row['step']:,}: validation {', '.join(listed)}")

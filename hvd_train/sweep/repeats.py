@@ -86,11 +86,11 @@ def best_group(sweep: Sweep) -> Group | None:
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
     """Return (header, rows): the values of each combination, its trials with a result, means and deviations."""
-    found = groups(sweep)
-    metrics = list(dict.fromkeys(name for one in found for name in one.means))
-    header = [*found[0].values, "trials", *(word for name in metrics for word in (name, f"{name}_deviation"))]
+    combinations = groups(sweep)
+    metrics = list(dict.fromkeys(name for one in combinations for name in one.means))
+    header = [*combinations[0].values, "trials", *(word for name in metrics for word in (name, f"{name}_deviation"))]
     lines = []
-    for one in found:
+    for one in combinations:
         values = [x if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
         numbers = [number for name in metrics for number in one.means.get(name, (math.nan, math.nan))]
         lines.append([*values, one.ended, *(None if math.isnan(x) else x for x in numbers)])
@@ -99,11 +99,11 @@ def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:
 
 def shown(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Return the rows as text for the terminal: mean ± deviation."""
-    found = groups(sweep)
-    metrics = list(dict.fromkeys(name for one in found for name in one.means))
-    header = [*found[0].values, "trials", *metrics]
+    combinations = groups(sweep)
+    metrics = list(dict.fromkeys(name for one in combinations for name in one.means))
+    header = [*combinations[0].values, "trials", *metrics]
     lines = []
-    for one in found:
+    for one in combinations:
         values = [str(x) if isinstance(x, int | float | str) else json.dumps(x) for x in one.values.values()]
         cells = [cell(*one.means[name]) if name in one.means else "" for name in metrics]
         lines.append([*values, str(one.ended), *cells])

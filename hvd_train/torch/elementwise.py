@@ -32,7 +32,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, where: str) -> frozenset[str]:
     cuts = [lambda x: x, lambda x: x.reshape(-1)[: x.numel() // 2], lambda x: x.reshape(-1)[x.numel() // 2 :]]
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            whole, *parts = [_trained(optimizer, cut, device) for cut in cuts]
+            whole, *parts = [_trained(optimizer, part_of, device) for part_of in cuts]
     except Exception as error:
         what = f"{kind} cannot be divided: a step on parts of tensors fails ({' '.join(str(error).split())})"
         raise ConfigError(what, where=where, fix=FIX) from error
@@ -68,7 +68,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _trained(
-    optimizer: torch.optim.Optimizer, cut: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> list[dict[str, Any]]:
     """Return {name: value} of each tensor's weight and state after a few steps of a copy on ``cut`` tensors."""
     clone, groups, weights = object.__new__(type(optimizer)), [], []
@@ -78,7 +78,7 @@ def _trained(
         options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
         if "lr" in options:  # a warm-up may begin with 0, with which all formulas are equal
             options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
-        tensors = [torch.nn.Parameter(cut(_numbers(shape, k, device)).clone()) for k, shape in enumerate(SHAPES)]
+        tensors = [torch.nn.Parameter(part_of(_numbers(shape, k, device)).clone()) for k, shape in enumerate(SHAPES)]
         if known is not None:
             state.update({x: _like(optimizer.state[known], known, x) for x in tensors})
         groups.append(options | {"params": tensors})
@@ -93,7 +93,7 @@ def _trained(
         for step in range(STEPS):
             for k, x in enumerate(weights):
                 gradient = _numbers(SHAPES[k % len(SHAPES)], 7 * step + k + 3, device) * SCALES[step % len(SCALES)]
-                x.grad = cut(gradient).clone()
+                x.grad = part_of(gradient).clone()
             type(clone).step(clone)
     finally:
         trying.remove(clone)

@@ -64,7 +64,7 @@ class Piece:
         self.tensor.grad = flat(gradient)[self.first : self.last]
         return self.tensor
 
-    def cut(self, slot: torch.Tensor) -> torch.Tensor:
+    def part_of(self, slot: torch.Tensor) -> torch.Tensor:
         """Return (last - first,): a copy of this piece of a slot."""
         laid = slot
         if slot.stride() != self.parameter.stride():
@@ -111,7 +111,7 @@ class ShardedStep:
         self._everywhere = True  # whether ``state_dict`` gives whole slots on all ranks, or on rank 0 alone
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
-        optimizer.register_state_dict_pre_hook(self._join)
+        optimizer.register_state_dict_pre_hook(self._gather_slots)
         optimizer.register_state_dict_post_hook(self._part_again)
         optimizer.register_load_state_dict_post_hook(self._divide)
         self._divide(optimizer)
@@ -243,14 +243,14 @@ class ShardedStep:
                 optimizer.state[key] = state
             elif (piece := self._pieces[id(key)]).last > piece.first:
                 optimizer.state[piece.tensor] = {
-                    name: piece.cut(x) if self._is_slot(name, x) and x.shape == key.shape else x
+                    name: piece.part_of(x) if self._is_slot(name, x) and x.shape == key.shape else x
                     for name, x in state.items()
                 }
 
     def _is_slot(self, name: str, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and name not in self._numbers
 
-    def _join(self, optimizer: torch.optim.Optimizer) -> None:
+    def _gather_slots(self, optimizer: torch.optim.Optimizer) -> None:
         """Put whole slots in the place of pieces, for ``state_dict``; on all ranks together."""
         # Its name is what a user reads where a rank does not come.
         self._communicator.allgather_bytes(b"", "slots_of_a_sharded_optimizer_which_all_ranks_must_save")

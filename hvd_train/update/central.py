@@ -41,14 +41,14 @@ class Central(Apart):
         """Return how many entries of the centre lie on each rank."""
 
     @abstractmethod
-    def _join(self) -> None:
+    def _add_steps(self) -> None:
         """Join this rank's weights in ``_flat`` with the centre."""
 
     def after_step(self, step: int, samples: int) -> None:
         self._steps += 1
         if self.due(self._steps):
             self._read()
-            self._join()
+            self._add_steps()
             self._write()
 
     def due(self, step: int) -> bool:

@@ -50,7 +50,7 @@ class Delayed(Replicated):
         self._gradients = kept()
         self._weights = kept() if delay and compensation else []
         # Steps whose gradients were taken, and whether that of the last one has still to be reduced (1) or not (0).
-        self._taken, self._local = ops.keep_number(0), ops.keep_number(0)
+        self._steps, self._local = ops.keep_number(0), ops.keep_number(0)
         self._land: Callable[[], Landed] | None = None
         self._due: Any = False
 
@@ -71,14 +71,14 @@ class Delayed(Replicated):
             return super().finish(started)
         reduced = [self._arrived(), *([cell.read() for cell in cells] for cells in self._gradients[1:])]
         due = reduced.pop()
-        self._due = self._taken.read() >= self.delay
+        self._due = self._steps.read() >= self.delay
         if self._weights:
             now = self.frontend.flat_weights()
             then = [cell.read() for cell in self._weights[-1]]
             due = [g + self.compensation * g * g * (w - old) for g, w, old in zip(due, now, then, strict=True)]
             _write(self._weights, [now, *([cell.read() for cell in cells] for cells in self._weights[:-1])])
         _write(self._gradients, [started, *reduced])
-        self._taken.write(self._taken.read() + 1)
+        self._steps.write(self._steps.read() + 1)
         self._local.write(1)
         return due
 
@@ -107,7 +107,7 @@ class Delayed(Replicated):
 
     # ---- between steps
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Reduce the gradient of the last step, so that ``state`` holds it; the next step then need not."""
         self.frontend.run_queued()
         if int(self._local.read()):
@@ -116,7 +116,7 @@ class Delayed(Replicated):
             self._local.write(0)
 
     def state(self) -> list[Entry]:
-        """List slots, residuals and what is under way; see ``settle``."""
+        """List slots, residuals and what is under way; see ``finish_transfers``."""
         return [*super().state(), *self._under_way()]
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
@@ -124,7 +124,7 @@ class Delayed(Replicated):
         if placement is not Placement.REPLICATED or not self.delay:
             return
         if STEPS in tree:
-            self._taken.write(int(tree[STEPS]))
+            self._steps.write(int(tree[STEPS]))
             self._local.write(0)
         for prefix, bucket, cell in self._named_cells():
             self._flat.load(prefix, bucket, cell, tree)
@@ -132,7 +132,7 @@ class Delayed(Replicated):
     def _under_way(self) -> Iterator[Entry]:
         if not self.delay:
             return
-        yield Entry(STEPS, Placement.REPLICATED, lambda: np.array(min(int(self._taken.read()), self.delay), np.int64))
+        yield Entry(STEPS, Placement.REPLICATED, lambda: np.array(min(int(self._steps.read()), self.delay), np.int64))
         for prefix, bucket, cell in self._named_cells():
             yield from self._flat.entries(prefix, bucket, cell.read)
 

@@ -32,7 +32,7 @@ class Elastic(Central):
     def due(self, step: int) -> bool:
         return step % self.steps == 0
 
-    def _join(self) -> None:
+    def _add_steps(self) -> None:
         for rank, place in self._places:
             theta = self._flat[place]
             delta = self._centre[: len(theta)]

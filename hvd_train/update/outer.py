@@ -57,7 +57,7 @@ class Outer(Apart):
         self._velocity = [frontend.ops.keep(np.zeros_like(x)) for x in first if momentum]
         # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps that were taken apart.
         self._samples = np.zeros((len(fragments), 3), np.int64)
-        self._join_all = frontend.compiled(self._join)
+        self._combine_all = frontend.compiled(self._combine)
 
     def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
         """Return the parts of the weights that join at a time, as indices into the specs."""
@@ -88,7 +88,7 @@ class Outer(Apart):
     def _after_local_step(self, step: int) -> None:
         self.diverged = step % self.steps > 0
         if not self.diverged:
-            self._join_all(self._share(0))
+            self._combine_all(self._share(0))
 
     def _share(self, fragment: int) -> Tensor:
         """Return this rank's share of the samples since the last join, () float64, and begin to count anew."""
@@ -98,7 +98,7 @@ class Outer(Apart):
 
     # ---- how: what a front-end may trace
 
-    def _join(self, share: Tensor) -> None:
+    def _combine(self, share: Tensor) -> None:
         buckets = range(len(self.buckets))
         self._move(buckets, self._reduce(self._deltas(buckets, share)))
 

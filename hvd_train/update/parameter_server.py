@@ -20,7 +20,7 @@ class ParameterServer(Central):
     def __init__(self, frontend: FrontEnd, exchange: Exchange) -> None:
         super().__init__(frontend, exchange)
         first = self._ranks.rank == 0
-        self._taken = self._flat.copy()  # the weights that this rank's next step begins with
+        self._pulled = self._flat.copy()  # the weights that this rank's next step begins with
         self._version = 0  # of the weights that were taken: how many changes they hold
         # On rank 0: changes so far; since the last note: changes, sum and maximum of their staleness.
         self._counts = self._ranks.window(4 if first else 0, "int64")
@@ -28,8 +28,8 @@ class ParameterServer(Central):
     def _shares(self, entries: int, ranks: int) -> list[int]:
         return [entries, *[0] * (ranks - 1)]
 
-    def _join(self) -> None:
-        self._window.add(0, self._flat - self._taken)
+    def _add_steps(self) -> None:
+        self._window.add(0, self._flat - self._pulled)
         version = self._version
 
         def count(old: np.ndarray) -> np.ndarray:
@@ -39,13 +39,13 @@ class ParameterServer(Central):
         # Counted before the weights are taken: they may hold more changes, not fewer.
         self._version = int(self._counts.change(0, count)[0]) + 1
         self._window.read(0, self._flat)
-        self._taken[:] = self._flat
+        self._pulled[:] = self._flat
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         super().load(tree, placement)
         if placement is Placement.PER_RANK:
             self._read()
-            self._taken[:] = self._flat
+            self._pulled[:] = self._flat
 
     def note(self) -> str:
         if self._ranks.rank:

@@ -140,7 +140,7 @@ class Replicated:
         for bucket, x in enumerate(weights):
             self.optimizer.take(bucket, x)
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Nothing travels between steps."""
 
     def note(self) -> str:

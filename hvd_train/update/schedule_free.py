@@ -18,7 +18,7 @@ OFFSET = "offset"  # the slot with z - y
 
 
 class ScheduleFree(Average):
-    """x = (1 - c) x + c z after each step; c = w / (sum of all w so far), w = (largest learning rate so far)^2.
+    """x = (1 - c) x + c z after each step; c = w / (sum of all w so far), w = (highest learning rate so far)^2.
 
     The weights w are those of the authors' package, schedulefree, by default. With a constant rate x is the plain mean.
     """
@@ -26,18 +26,18 @@ class ScheduleFree(Average):
     def __init__(self, *arguments: Any, beta: float) -> None:
         super().__init__(*arguments)
         self.beta = beta
-        self._largest, self._total = (self._ops.keep(np.zeros(())) for _ in range(2))
+        self._highest, self._total = (self._ops.keep(np.zeros(())) for _ in range(2))
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         ops = self._ops
         # A number of Python would be taken for one of 32 bits.
         number = np.array(learning_rate) if isinstance(learning_rate, float) else None
         rate = ops.cast(learning_rate if number is None else ops.from_numpy(number), "float64")
-        before = self._largest.read()
-        largest = ops.where(rate > before, rate, before)
-        total = self._total.read() + largest * largest
-        share = largest * largest / ops.where(total > 0, total, 1.0)
-        self._largest.write(largest)
+        before = self._highest.read()
+        highest = ops.where(rate > before, rate, before)
+        total = self._total.read() + highest * highest
+        share = highest * highest / ops.where(total > 0, total, 1.0)
+        self._highest.write(highest)
         self._total.write(total)
         # The share times the rate, so that whoever multiplies the rate of some weights leaves the share as it is.
         self._optimizer.step(gradients, ops.stack([rate, rate * share]))
@@ -47,7 +47,7 @@ class ScheduleFree(Average):
         return [y - share * self._optimizer.slot(OFFSET, bucket) for bucket, y in enumerate(self._first())]
 
     def _numbers(self) -> Mapping[str, Number]:
-        cells = {"slots/largest_rate": self._largest, "slots/weight_sum": self._total}
+        cells = {"slots/largest_rate": self._highest, "slots/weight_sum": self._total}
         return {name: self._number(cell) for name, cell in cells.items()}
 
     def _number(self, cell: Cell) -> Number:

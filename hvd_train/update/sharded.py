@@ -142,11 +142,11 @@ class ShardedExchange(Exchange):
         """Start the sum over the hosts of ``x``, the parts of this rank's mates; return the function that waits."""
         if len(self._mates) == 1:
             return lambda: x
-        sizes, own = self.parts[bucket], self.parts[bucket][self.communicator.rank]
+        sizes, size = self.parts[bucket], self.parts[bucket][self.communicator.rank]
         handle = self.communicator.alltoall_async(x, self._only_mates(sizes), name)
 
         def finish() -> Tensor:
-            parts = self.ops.split(self.communicator.synchronize(handle), [own] * len(self._mates))
+            parts = self.ops.split(self.communicator.synchronize(handle), [size] * len(self._mates))
             return sum(parts[1:], start=parts[0])  # in the order of hosts
 
         return finish
@@ -160,9 +160,9 @@ class ShardedExchange(Exchange):
         name = f"weights{bucket}"
         if not self.sums:
             return self.communicator.allgather_async(part, name)
-        own = [self.parts[bucket][self.communicator.rank]] * self.communicator.size
+        sizes = [self.parts[bucket][self.communicator.rank]] * self.communicator.size
         parts = self.ops.concat([part] * len(self._mates))
-        return self.communicator.alltoall_async(parts, self._only_mates(own), name)
+        return self.communicator.alltoall_async(parts, self._only_mates(sizes), name)
 
     def gathered(self, bucket: int) -> list[tuple[int, int]]:
         """Return the bounds of what ``gather`` collects: the whole bucket, or where ranks share memory those of all

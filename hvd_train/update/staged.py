@@ -32,7 +32,7 @@ class StagedExchange(Exchange):
         super().__init__(*arguments, **options)
         self._frontend = frontend
         self.clip = replace(self.clip, total=self._total)
-        self._counted_elsewhere: Any = 0.0
+        self._of_other_stages: Any = 0.0
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         gradients, states = super()._received(started)
@@ -42,12 +42,12 @@ class StagedExchange(Exchange):
             for i, stages in ties:
                 tensors[i] = self._frontend.joined(tensors[i], stages, f"tied {self._specs[i].name}")
             twice = [tensors[i] for i, stages in ties if stages[0] != self._frontend.stage]
-            self._counted_elsewhere = sum(self.ops.sum_of_squares(x) for x in twice)
+            self._of_other_stages = sum(self.ops.sum_of_squares(x) for x in twice)
             gradients = self.to_buckets(tensors)
         return gradients, states
 
     def _total(self, squares: Tensor) -> Tensor:
         """Return the sum of squares of the gradients of all stages, of which each tied one counts once."""
-        local = self.ops.reshape(squares - self._counted_elsewhere, (1,))
+        local = self.ops.reshape(squares - self._of_other_stages, (1,))
         total = self._frontend.joined(local, range(self._frontend.stages), "gradient norm")
         return self.ops.reshape(total, ())

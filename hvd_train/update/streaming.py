@@ -93,7 +93,7 @@ class Streaming(Outer):
 
     # ---- what a checkpoint keeps
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Wait for what is under way: it stays so, as far as steps are concerned."""
         if self._under_way:
             fragment, wait = self._under_way
@@ -101,7 +101,7 @@ class Streaming(Outer):
 
     def state(self) -> list[Entry]:
         entries = super().state()
-        self.settle()
+        self.finish_transfers()
         if self._under_way:
             fragment, wait = self._under_way
             for b, delta in zip(self._fragments[fragment], wait(), strict=True):

@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(link.RATES)}, {HERE}")
     parser.add_argument("--modes", help="these ways alone, as hvd-train modes takes them")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of steps, of a way in a turn, at most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of steps, of a way in a turn, at most")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--epochs", type=int, default=5, help="of --accuracy")

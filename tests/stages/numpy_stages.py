@@ -73,7 +73,7 @@ class NumpyStages(Staged):
     def _names_of_blocks(self):
         return [block.tensors for block in self.blocks]
 
-    def _cut(self, first, last):
+    def _keep_blocks(self, first, last):
         self.blocks = self.blocks[first:last]
         self.gradients = {n: np.zeros_like(x) for n, x in self._trainable.items()}
         self.live = self.most_live = 0

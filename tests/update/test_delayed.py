@@ -47,7 +47,7 @@ def gradients_of(frontend, step, rank=0):
 
 
 def tree(update, frontend):
-    update.settle()
+    update.finish_transfers()
     return frontend.state() | read(update.state(), Placement.REPLICATED)
 
 

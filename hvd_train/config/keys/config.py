@@ -162,7 +162,7 @@ class Config(Section):
             problems += self._needs_lockstep()
         if mode.note:
             self._notes.append(f"exchange.mode: {self.exchange.mode}: {mode.note}")
-        problems += self._classes_counted_twice()
+        problems += self._classes_weighted_twice()
         if self.parallel.pipeline > 1 and self.data.lengths:
             problems.append(("data.lengths", "stages exchange activations of one shape: leave parallel.pipeline out"))
         problems += self._not_with_stages() if self.parallel.pipeline > 1 else []
@@ -183,7 +183,7 @@ class Config(Section):
             return [(used[0], apart)]
         return []
 
-    def _classes_counted_twice(self) -> list[tuple[str, str]]:
+    def _classes_weighted_twice(self) -> list[tuple[str, str]]:
         """Return the keys by which classes are weighed and drawn or mixed at once."""
         weights, data = self.task.class_weights, self.data
         if weights == "balanced" and data.sampling == "balanced":

@@ -51,10 +51,10 @@ class GroupConfig(Section):
     def words(self) -> str:
         """Describe what the group sets."""
         numbers = {"lr": self.lr, "weight_decay": self.weight_decay}
-        said = [f"{key} {x:g}" for key, x in numbers.items() if x is not None]
+        words = [f"{key} {x:g}" for key, x in numbers.items() if x is not None]
         if self.freeze:
-            said.append(f"frozen for {self.until_epoch} epochs" if self.until_epoch else "frozen")
+            words.append(f"frozen for {self.until_epoch} epochs" if self.until_epoch else "frozen")
         elif self.freeze is False:
-            said.append("not frozen")
-        said += ["batch normalization with running statistics"] * self.fix_statistics
-        return ", ".join(said)
+            words.append("not frozen")
+        words += ["batch normalization with running statistics"] * self.fix_statistics
+        return ", ".join(words)

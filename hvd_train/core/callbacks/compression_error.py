@@ -21,7 +21,7 @@ class CompressionErrorLog:
     def measure(self, trainer: Training, placed: Any, scale: Scale, seed: int) -> None:
         """Log the cosine between both, on a micro-batch on the device; the gradient is then discarded."""
         frontend, p = trainer.frontend, trainer.progress
-        trainer.update.settle()  # residuals are then those that this gradient meets
+        trainer.update.finish_transfers()  # residuals are then those that this gradient meets
         dot, exact, decoded, sent, plain = map(
             float, frontend.ops.to_numpy(frontend.compression_error(placed, scale, seed))
         )

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_train.core.agreement import NONFINITE_FIX
 from hvd_train.core.hooks import Hook, StepInfo
 from hvd_train.core.mean import ordered_sum
-from hvd_train.core.pace import Board
+from hvd_train.core.pace import LogBoard
 from hvd_train.core.training import Training
 from hvd_train.errors import NonFiniteError
 from hvd_train.task.task import Task
@@ -21,7 +21,7 @@ class LossLog(Hook):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.board: Board | None = None  # where ranks do not wait for one another
+        self.board: LogBoard | None = None  # where ranks do not wait for one another
         # This rank's sums of each step since the last line, left on the device: to read one waits for its step.
         self.pending: list[Any] = []
         # (losses,) or (0,): this rank's samples since the last line, by which each loss is divided.

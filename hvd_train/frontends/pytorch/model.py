@@ -51,7 +51,7 @@ class PyTorchFrontEnd(StateTree):
         self.task = Task(config.task, sample, self.ops)
         self._mixed = mixed_context(config, self.device)
         # Each number is taken to the device once: that waits until a GPU has nothing left to do.
-        self._constant = cache(partial(torch.tensor, device=self.device))
+        self._tensor_of = cache(partial(torch.tensor, device=self.device))
         torch.manual_seed(config.seed)
         self._seed = seeder(self.device)
         options = dict(config.model.options)
@@ -272,9 +272,9 @@ class PyTorchFrontEnd(StateTree):
         placed = torch.from_numpy(x).to(self.device, non_blocking=True)
         if field.divisor != 1:
             # By a tensor: on a GPU, torch makes a multiplication of a division by a number, and other bits.
-            placed = placed.to(torch.float32, copy=True).div_(self._constant(field.divisor))
+            placed = placed.to(torch.float32, copy=True).div_(self._tensor_of(field.divisor))
         if field.mean:
-            mean, std = (self._constant(x, dtype=torch.float32) for x in (field.mean, field.std))
+            mean, std = (self._tensor_of(x, dtype=torch.float32) for x in (field.mean, field.std))
             placed = placed.sub(mean).div_(std)
         if placed.is_floating_point():
             placed = placed.to(self.dtype)
@@ -282,9 +282,7 @@ class PyTorchFrontEnd(StateTree):
             placed = placed.long()
         if field.image:
             placed = placed.permute(0, 3, 1, 2)
-            if not self._channels_last:
-                placed = placed.contiguous()
-        return placed
+        return placed.contiguous() if field.image and not self._channels_last else placed
 
     def add_gradients(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         inputs, labels, weights = placed
@@ -361,9 +359,8 @@ class PyTorchFrontEnd(StateTree):
         return self.ops.to_numpy(x.permute(0, 2, 3, 1) if image else x)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
-        tensors |= {f"statistics/{n}": t for n, t in self._fixed.items()}
-        return tensors
+        weights = {f"weights/{n}": p.detach() for n, p in self._trainable.items()}
+        return weights | {f"statistics/{n}": t for n, t in self._fixed.items()}
 
     def _readers(self) -> Mapping[str, Callable[[], np.ndarray]]:
         return {key: partial(array_of, x) for key, x in self._tensors().items()}

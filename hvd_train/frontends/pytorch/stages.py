@@ -40,7 +40,7 @@ class StagedPyTorch(Staged, PyTorchInBlocks):
 
     # ---- the blocks, once
 
-    def _cut(self, first: int, last: int) -> None:
+    def _keep_blocks(self, first: int, last: int) -> None:
         self.model = torch.nn.Sequential(*self._blocks[first:last])
         self._begin, self._blocks = first, []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Staged(InBlocks):
     # ---- the blocks, once
 
     @abstractmethod
-    def _cut(self, first: int, last: int) -> None:
+    def _keep_blocks(self, first: int, last: int) -> None:
         """Keep the blocks from ``first`` up to ``last``, and free all others."""
 
     def take_split(self, split: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Staged(InBlocks):
         self._fixed = {n: x for n, x in self._fixed.items() if self.stage in holders[n]}
         held = [tuple(sorted(holders[name])) for name in self._trainable]
         self.ties = [(i, stages) for i, stages in enumerate(held) if len(stages) > 1]
-        self._cut(first, first + split[self.stage])
+        self._keep_blocks(first, first + split[self.stage])
 
     # ---- within a step
 
@@ -154,8 +154,3 @@ class Staged(InBlocks):
     @abstractmethod
     def joined(self, x: Any, stages: Sequence[int], word: str) -> Any:
         """Return the sum of ``x`` over some stages, in their order; called eagerly or while a graph is traced."""
-
-    @property
-    def counted_here(self) -> Mapping[int, bool]:
-        """Return, for each tied weight's index into specs, whether this stage counts it in the gradient's norm."""
-        return {i: stages[0] == self.stage for i, stages in self.ties}

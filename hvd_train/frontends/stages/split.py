@@ -47,11 +47,11 @@ def balanced(costs: Sequence[tuple[float, ...]], stages: int) -> list[int]:
             if ends:
                 rows[k] = min((max(size(k, end), best[-1][end][0]), end - k) for end in ends)
         best.append(rows)
-    taken, at = [], 0
+    sizes, at = [], 0
     for left in range(stages, 0, -1):
-        taken.append(best[left][at][1])
-        at += taken[-1]
-    return taken
+        sizes.append(best[left][at][1])
+        at += sizes[-1]
+    return sizes
 
 
 def stage_of(split: Sequence[int]) -> list[int]:

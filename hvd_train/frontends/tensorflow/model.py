@@ -35,7 +35,7 @@ from hvd_train.frontends.tensorflow.graphs import (
 )
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemory, after_reads, in_memory
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
-from hvd_train.frontends.tensorflow.optimizers import view, zeros_beside
+from hvd_train.frontends.tensorflow.optimizers import view, zeros_where
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
@@ -146,7 +146,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
                     self.config.optim, self._moved, self.layouts, update.exchange.from_buckets, update.buckets
                 )
             accumulated = self._moved.values() if self.config.micro_batches > 1 else ()
-            self._accumulated = [zeros_beside(v) for v in accumulated]
+            self._accumulated = [zeros_where(v) for v in accumulated]
         self._compiled.clear()  # graphs of an earlier call
         batchnorm.fix_statistics(self.model, self._fixed_statistics())
         self._accumulate = graph(self._traced_accumulate)

@@ -222,7 +222,7 @@ class VariableOptimizer(BucketWeights, NamedArrays):
         rules = [rule_of(options, layouts[path].name) for path in trainable]
         kernels = {rule: KERNELS[options.name](rule.options(options)) for rule in rules}
         self._rules = [(kernels[rule], rule) for rule in rules]
-        self.slots = {slot: [zeros_beside(v) for v in trainable.values()] for slot in self.kernel.slots}
+        self.slots = {slot: [zeros_where(v) for v in trainable.values()] for slot in self.kernel.slots}
         self.steps = {step_key(rule): tf.Variable(0, trainable=False, dtype=tf.int64) for rule in rules}
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
@@ -268,7 +268,7 @@ def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def zeros_beside(variable: Any) -> tf.Variable:
+def zeros_where(variable: Any) -> tf.Variable:
     """Make a variable of zeros like a variable of Keras, on its device."""
     with tf.device(variable.value.device):
         return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)

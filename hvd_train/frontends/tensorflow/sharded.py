@@ -121,7 +121,7 @@ class ShardedOptimizer(ShardedSlots):
         cuts = pieces([int(np.prod(variable.shape)) for variable in variables], *bounds)
         parts = tf.split(weights, [last - first for first, last in cuts])
         if self._common:
-            self._common.write([(v, *cut, part) for v, cut, part in zip(variables, cuts, parts, strict=True)])
+            self._common.write([(v, *span, part) for v, span, part in zip(variables, cuts, parts, strict=True)])
             return
         for variable, part in zip(variables, parts, strict=True):
             variable.assign(tf.reshape(part, variable.shape))

@@ -62,7 +62,7 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
 
     # ---- the blocks, once
 
-    def _cut(self, first: int, last: int) -> None:
+    def _keep_blocks(self, first: int, last: int) -> None:
         mine = Chain(self._blocks[first:last])
         here = {id(v) for block in mine.layers for v in block.variables}
         # A generator has the masks that it has in the whole model.
@@ -163,14 +163,14 @@ class StagedTensorFlow(Staged, TensorFlowInBlocks):
             return tf.constant(array)
 
     def joined(self, x: tf.Tensor, stages: Sequence[int], word: str) -> tf.Tensor:
-        def join(array: np.ndarray) -> np.ndarray:
+        def sum_over_stages(array: np.ndarray) -> np.ndarray:
             try:
                 return self.links.sum(array, stages, word)
             except TrainError as error:
                 self._link_error = error  # TensorFlow makes an error of its own of it
                 raise
 
-        total = tf.numpy_function(join, [x], x.dtype)
+        total = tf.numpy_function(sum_over_stages, [x], x.dtype)
         total.set_shape(x.shape)
         return total
 

@@ -45,7 +45,7 @@ def test_what_fits_is_taken_and_all_else_is_told():
         "n.num_batches_tracked": np.ones(()),
     }
     done = assigned(arrays, exclude=["*.bias"])
-    assert list(done.taken) == ["weights/body.kernel"] and done.taken["weights/body.kernel"].dtype == np.float32
+    assert list(done.loaded) == ["weights/body.kernel"] and done.loaded["weights/body.kernel"].dtype == np.float32
     assert done.left == {
         "body.bias": "excluded",
         "head.kernel": "(3, 10) in the file, (3, 2) in the model",
@@ -61,9 +61,9 @@ def test_what_fits_is_taken_and_all_else_is_told():
 def test_names_change_by_patterns_and_axes_by_layouts():
     x = np.arange(6.0).reshape(3, 2)
     done = assigned({"encoder.fc.weight": x}, rename={"encoder.*": "*"}, canonical=False)
-    assert (done.taken["weights/body.kernel"] == x.T).all()
+    assert (done.loaded["weights/body.kernel"] == x.T).all()
     done = assigned({"a.kernel": np.ones((2, 3)), "a.bias": np.ones(3)}, rename={"a/*": "body/*"})
-    assert list(done.taken) == ["weights/body.kernel", "weights/body.bias"]
+    assert list(done.loaded) == ["weights/body.kernel", "weights/body.bias"]
 
 
 @pytest.mark.parametrize(

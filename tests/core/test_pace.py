@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -19,30 +19,71 @@ from hvd_train.run_folder.log import NullLog, RunLog
 from hvd_train.update.state import weights
 from tests.core.test_control_sync import Signal
 from tests.core.test_loop import VAL, N, Recorder, config, final, same, trainer
+from tests.limits import SECONDS
 from tests.numpy_frontend import run_ranks
 
 ALL = [name for name, row in MODES.items() if not row.lockstep]
 PARTS = {1: 7, 2: 14, 3: 21, 4: 28}  # of an epoch of 53 samples in batches of 8
 
 
-class Slow(Hook):
-    def __init__(self, seconds=0.03):
-        self.seconds, self.parts = seconds, []
+class Turns:
+    """The parts that each rank has taken of each stretch, so that no luck decides who takes the next one.
+
+    Ranks are never more than two parts apart. With ``slow`` the last one does not come out of the first part of a
+    stretch before the others have taken all that they can.
+    """
+
+    def __init__(self, size, slow):
+        self.quick, self.slow = [*range(size - slow)], size - 1 if slow else None
+        self.changed, self.parts, self.ended = threading.Condition(), Counter(), set()
+        self.stretches = Counter()  # that each rank has ended
+
+    def follow(self, made):
+        """Take turns after each part of this rank, before it exchanges anything."""
+        rank, due = made.communicator.rank, made._pace.due
+
+        def after_part(at_end):
+            found = due(at_end)
+            self._take(rank, self.stretches[rank], found.sync)
+            self.stretches[rank] += found.sync
+            return found
+
+        made._pace.due = after_part
+
+    def _take(self, rank, stretch, last):
+        with self.changed:
+            self.parts[rank, stretch] += 1
+            if last:
+                self.ended.add((rank, stretch))
+            self.changed.notify_all()
+            assert last or self.changed.wait_for(lambda: self._may_go_on(rank, stretch), SECONDS)
+
+    def _may_go_on(self, rank, stretch):
+        others = [one for one in self.quick if one != rank and (one, stretch) not in self.ended]
+        if rank == self.slow:
+            return not others
+        return all(self.parts[one, stretch] >= self.parts[rank, stretch] - 1 for one in others)
+
+
+class Taken(Hook):
+    def __init__(self):
+        self.parts = []
 
     def on_step(self, trainer, info):
         self.parts.append(np.concatenate([batch.indices for batch in info.batch.micro_batches]))
-        time.sleep(self.seconds if trainer.communicator.rank == trainer.communicator.size - 1 else 0.001)
 
 
-def run(size, c, folder, stop_source=None, resume=False, log=None):
+def run(size, c, folder, stop_source=None, resume=False, slow=False):
     """[(summary or None where it was interrupted, trainer, the parts that the rank took, an epoch's last is short)]"""
+    turns = Turns(size, slow and size > 1)
 
     def work(communicator):
-        hook, written = Slow(), log or NullLog()
-        if log is None and communicator.rank == 0:
+        hook, written = Taken(), NullLog()
+        if communicator.rank == 0:
             written = RunLog(folder, tensorboard=False, total_epochs=3)
         made = trainer(communicator, c, folder, written, resume=resume, hooks=[hook])
-        if communicator.rank == 0 and resume and log is None:
+        turns.follow(made)
+        if communicator.rank == 0 and resume:
             written.resumed_at, written.evaluates_again = made.progress.step, made.progress.ending
         made.stop_source = stop_source if stop_source and communicator.rank == size - 1 else StopSource()
         summary = None
@@ -61,7 +102,7 @@ def run(size, c, folder, stop_source=None, resume=False, log=None):
 @pytest.mark.parametrize("size", PARTS)
 def test_each_sample_is_used_once_and_a_slow_rank_takes_fewer(tmp_path, mode, size):
     c = config(exchange={"mode": mode}, accumulate_grad_batches=2)
-    results = run(size, c, tmp_path)
+    results = run(size, c, tmp_path, slow=True)
     first = results[0][0]
     assert (first["epochs"], first["steps"], first["train_samples"], first["val_samples"]) == (3, 21, 3 * N, VAL)
     for summary, made, _ in results:
@@ -73,8 +114,8 @@ def test_each_sample_is_used_once_and_a_slow_rank_takes_fewer(tmp_path, mode, si
     assert sorted(taken) == sorted([*range(N)] * 3)
     counts = [len(parts) for *_, parts in results]
     assert sum(counts) == 3 * PARTS[size]
-    if size > 1:
-        assert counts[-1] < min(counts[:-1])
+    if size > 1:  # of each stretch its own part and one ahead; the first one is a step
+        assert counts[-1] == 1 + 3 * 2 < min(counts[:-1])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for epoch in range(3):  # the lines add up, and so do the sums of the epoch
         assert sum(row["samples"] for row in rows if row["event"] == "train" and row["epoch"] == epoch + 1) == N
@@ -136,7 +177,7 @@ def test_a_wish_to_stop_of_one_rank_is_taken_by_all(tmp_path):
                 made.stop("enough")
                 asked.set()
             else:  # On a busy machine they would take all parts of the epoch before rank 1 comes out of one.
-                assert asked.wait(30)
+                assert asked.wait(SECONDS)
 
     summary, *_ = final(3, config(exchange={"mode": ALL[0]}, max_epochs=9), tmp_path, hooks=[Stop()])
     assert 9 <= summary["steps"] < 14
@@ -153,7 +194,7 @@ def test_the_others_do_not_wait_for_a_rank_within_an_epoch(tmp_path):
         def on_step(self, made, info):
             self.parts += 1
             if made.communicator.rank == 1 and self.parts == 2:
-                assert others.wait(30)
+                assert others.wait(SECONDS)
             # 14 parts: 2 of the first step, and 2 of the others are rank 1's, which takes one ahead. After its last
             # one rank 0 waits.
             if made.communicator.rank == 0 and self.parts == 1 + 12 - 2 - 1:

@@ -37,9 +37,9 @@ from hvd_train.launch.status import StatusTable
 BEAT_SECONDS, LARGE_SECONDS = 1.0, 4.0  # seconds; 64 KiB each way every 4 s are 0.03 % of a 1 Gbit/s link
 LINE_BYTES = 8 << 20  # of a report, with the stacks of a host's ranks
 STRANGERS = 64  # connections that have not shown it: one more ends the oldest
-OPEN_SECONDS = 20.0  # for the hub to listen
+OPEN_SECONDS = 60.0  # for the hub to listen
 CONNECT_SECONDS = 5.0
-STACK_SECONDS = 4.0  # for the stacks of all hosts to come
+STACK_SECONDS = 13.0  # for the stacks of all hosts to come, more than one host takes (watchdog.LATE_SECONDS)
 LATER_SECONDS, TURN_SECONDS = 15.0, 3.0  # by which a host waits longer than the hub, and than the host before it
 EXIT_SECONDS = 2.0  # for the hub's ranks to end first
 

@@ -16,7 +16,7 @@ from hvd_train.launch.status import EXCHANGE, SCRIPT, RankStatus, StatusTable
 
 WATCHED = ("training", "evaluation")  # phases that report steps; a save takes as long as the disk does
 VARIABLE = "HVD_TRAIN_WATCHDOG_S"  # the limit for a script of the user: seconds, 0: never stuck
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS, LATE_SECONDS = 1.0, 10.0  # for a rank's stack: as a rule, and at most, on a machine that is busy
 DEAD_SECONDS = 10.0  # for ranks to notice that another has ended; launchers that end them all take up to 8
 DEAD = "XZ?-"  # the kernel's letters of a process that has ended; ?, -: there is none
 PAUSE_SECONDS = 3.0  # a longer time between two looks means that this process was stopped itself
@@ -142,13 +142,16 @@ def _has_died(one: RankStatus) -> bool:
 def stacks(table: StatusTable, statuses: list[RankStatus]) -> dict[int, list[str]]:
     """Return what each rank's threads do, the main one last, most recent call first; [""] if it does not answer."""
     before = [_read(one.stack) for one in statuses]  # answers to earlier requests, which stay in the file
+    stop = time.monotonic() + LATE_SECONDS
     table.request_stacks()
-    time.sleep(ANSWER_SECONDS)
-    # The last answer, for others may ask at the same time; within it from the newest thread to the first.
-    return {
-        k: DUMP.split(_read(one.stack).removeprefix(old))[-1].split("\n\n")
-        for k, (one, old) in enumerate(zip(statuses, before, strict=True))
-    }
+    while True:
+        time.sleep(ANSWER_SECONDS)
+        answers = [_read(one.stack).removeprefix(old) for one, old in zip(statuses, before, strict=True)]
+        late = [one for one, answer in zip(statuses, answers, strict=True) if one.stack and not answer]
+        # A process that is stopped or has ended writes nothing.
+        if all(state(one.pid) in DEAD + "Tt" for one in late) or time.monotonic() > stop:
+            # The last answer, for others may ask at the same time; within it from the newest thread to the first.
+            return {k: DUMP.split(answer)[-1].split("\n\n") for k, answer in enumerate(answers)}
 
 
 def _read(path: str) -> str:

@@ -1,6 +1,6 @@
 """A rank without a framework: ``python -m tests.launch.fake_rank FOLDER PLAN``.
 
-The n-th start of rank r does the words of ``PLAN[n][r]``, one after the other.
+The n-th start of rank r does the words of ``PLAN[n][r]``, one after the other, once all ranks of this start have begun.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,11 +18,23 @@ from hvd_train.errors import DataError, LostRankError, stopped_code
 from hvd_train.launch.environment import world
 from hvd_train.launch.exit import exit_with_error
 from hvd_train.launch.signals import listen
+from hvd_train.launch.watchdog import DEAD, state
 
 
-def endless() -> None:
+def endless(mark: Path) -> None:
+    mark.touch()
     while True:
         pass
+
+
+def until(ready) -> None:
+    while not ready():
+        time.sleep(0.01)
+
+
+def asked(listener, mark: Path) -> None:
+    until(lambda: listener.asked)
+    mark.touch()
 
 
 def main() -> None:
@@ -31,6 +44,12 @@ def main() -> None:
     with open(starts, "a") as stream:
         stream.write(json.dumps([os.getpid(), *sys.argv[3:]]) + "\n")
     number = len(starts.read_text().splitlines()) - 1
+
+    def pids(other: int) -> list[int]:
+        path = folder / f"starts.{other}"
+        return [json.loads(line)[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+    until(lambda: all(len(pids(other)) > number for other in range(world().size)))
     listener.run_dir = folder / "run"
     listener.last_calls.append(lambda: (folder / f"left.{rank}").touch())
     for word in plan[min(number, len(plan) - 1)][rank].split():
@@ -42,18 +61,29 @@ def main() -> None:
             (folder / "run" / "checkpoints" / f"step-{int(value):08d}").mkdir(parents=True, exist_ok=True)
         elif verb == "sleep":
             time.sleep(float(value))
+        elif verb == "after":  # the end of another rank
+            until(lambda other=int(value): state(pids(other)[number]) in DEAD)
+        elif verb == "until":  # a file is there: goes on all the while
+            while not (folder / value).exists():
+                listener.at("training", 7)
+                time.sleep(0.01)
+        elif verb == "until_stopped":  # another rank: goes on all the while
+            while state(pids(int(value))[number]) not in "Tt":
+                listener.at("training", 7)
+                time.sleep(0.01)
         elif verb == "busy":  # in native code, where Python's handlers do not get their turn
             (folder / f"busy.{rank}").touch()
-            ctypes.CDLL(None).poll(None, 0, 60_000)
-            ctypes.CDLL(None).poll(None, 0, 60_000)
+            threading.Thread(target=asked, args=[listener, folder / f"asked.{rank}"], daemon=True).start()
+            ctypes.CDLL(None).poll(None, 0, 600_000)
+            ctypes.CDLL(None).poll(None, 0, 600_000)
         elif verb == "saving":
             listener.at("saving", int(value))
         elif verb == "wait":  # in the file of a front-end, as far as a stack shows
-            exec(compile("import time; time.sleep(60)", "/hvd_train/frontends/waits.py", "exec"))
+            exec(compile("import time; time.sleep(600)", "/hvd_train/frontends/waits.py", "exec"))
         elif verb == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif verb == "endless":
-            endless()
+            endless(folder / "endless")
         elif verb == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif verb == "exit":
@@ -69,8 +99,7 @@ def main() -> None:
             exit_with_error(LostRankError("another rank was lost"))
         elif verb == "save":  # at the next signal
             (folder / f"ready.{rank}").touch()
-            while not listener.asked:
-                time.sleep(0.01)
+            until(lambda: listener.asked)
             listener.ended = True
             listener.report_end(code=stopped_code(listener.asked))
             sys.exit(stopped_code(listener.asked))

@@ -52,6 +52,32 @@ def test_answers_to_two_that_ask_at_once_are_kept_apart(table, monkeypatch):
     assert all(thread.count("most recent call first") == 1 for thread in found), found
 
 
+def test_a_rank_that_answers_late_is_waited_for(table, monkeypatch):
+    """On a busy machine; a rank without a stack would be blamed for what another one does."""
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.01)
+    request = table.request_stacks
+    monkeypatch.setattr(table, "request_stacks", lambda: threading.Timer(0.3, request).start())
+    stack = watchdog.stacks(table, [table.read(0)])[0][-1]
+    assert "most recent call first" in stack and "test_a_rank_that_answers_late" in stack
+
+
+@pytest.mark.parametrize("phase", ["training", "saving"])
+def test_who_goes_on_or_saves_is_not_stuck(table, monkeypatch, phase):
+    """F14: However slowly, and however long it saves."""
+    now = [1000.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    slot, own = StatusSlot(table.path, 0), watchdog.Watchdog(table, 5.0)
+    for step in range(10):
+        if phase == "training" or step == 0:
+            slot.at(phase, step)
+        for _ in range(4):
+            now[0] += 1
+            assert not own.look()
+    slot.at("training", 11)
+    own._stacks = lambda statuses: {0: [""]}
+    assert [now.append(now.pop() + 1) or own.look() for _ in range(7)] == [False] * 6 + [True]
+
+
 def test_who_was_stopped_itself_blames_nobody(table):
     """Time in which the watchdog did not look does not count as time without a step."""
     slot = StatusSlot(table.path, 0)

@@ -17,8 +17,7 @@ from hvd_train.frontends.named_arrays import Layout, NamedArrays
 from hvd_train.protocol import Field, Groups, Packing, Sample, TensorSpec
 from hvd_train.task.task import Task
 from hvd_train.update.state import Cell, EagerControl
-
-SECONDS = 60
+from tests.limits import SECONDS
 
 
 class NumpyOps(EagerControl):

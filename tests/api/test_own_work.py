@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-SECONDS = 120
 AGAIN = pytest.mark.long("PyTorch runs under this launcher in every run")
 # No numbers of the training.
 FACTS = {"framework", "model", "world_size", "samples_per_second", "weights_sha256"}

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import SECONDS
+
 ROOT = Path(__file__).parents[2]
-
-
-SECONDS = 120
 
 
 def run(

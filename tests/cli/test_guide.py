@@ -22,6 +22,7 @@ from hvd_train.config import load_config
 from hvd_train.data import formats
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README": (ROOT / "README.md").read_text()} | {name: guide.page(name) for name in guide.ORDER}
@@ -174,7 +175,7 @@ def as_typed(words, folder):
     """Runs a command in ``folder`` with the environment's tools, as a user does."""
     tools = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     tools |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # four ranks, on however many cores
-    run = subprocess.run(words, cwd=folder, env=tools, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(words, cwd=folder, env=tools, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 0, (words, run.stdout[-2000:] + run.stderr[-2000:])
     return run.stdout
 
@@ -257,7 +258,7 @@ def test_container_recipes():
     assert [step for step in post if step not in ("set -e", f"cd {home}")] == docker_steps
     assert "g++" in setup and any(" g++ " in step for step in post)
     called = [sys.executable, ROOT / "scripts" / "setup", *shlex.split(next(s for s in post if "setup" in s))[1:]]
-    shown = subprocess.run([*called, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    shown = subprocess.run([*called, "--help"], capture_output=True, text=True, check=False, timeout=SECONDS)
     assert shown.returncode == 0, shown.stderr
     path = f"PATH={home}/.venv/bin:$PATH"
     assert ["ENV", path] in lines and sections["environment"].split() == ["export", path]

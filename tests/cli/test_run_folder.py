@@ -284,7 +284,7 @@ def test_overwrite_replaces_the_run_once_the_new_one_trains(made, tmp_path):
 
 def test_a_second_fit_is_refused_while_one_trains_and_not_after_it_was_killed(tmp_path):
     """Also with --overwrite and --resume; the first one's numbers are those of a run that nobody disturbed."""
-    long = fit(tmp_path / "run", sets=["max_steps=100000", "checkpoint.every_n_steps=50", "log_every_n_steps=1"])
+    long = fit(tmp_path / "run", sets=["max_steps=10000000", "checkpoint.every_n_steps=50", "log_every_n_steps=1"])
     line = [sys.executable, "-m", "hvd_train", *map(str, long)]
     first = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -308,7 +308,7 @@ def test_a_second_fit_is_refused_while_one_trains_and_not_after_it_was_killed(tm
         first.wait()
     assert (tmp_path / "run" / "lock").exists()
     again = list(long)
-    again[again.index("max_steps=100000")] = "max_steps=1"
+    again[again.index("max_steps=10000000")] = "max_steps=1"
     (told,) = commands([*again, "--resume", "auto"])
     assert told.code == 0 and "resumed at step" in told.out, told.err
     assert not [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("lock")]

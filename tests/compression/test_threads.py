@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.start import command, environment
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def test_the_bits_after_an_exchange_do_not_depend_on_threads(framework):
     found = []
     for threads in ("1", "2"):
         line = [sys.executable, "-m", "tests.compression.bits", framework, threads]
-        run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+        run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert run.returncode == 0, run.stderr[-2000:]
         found.append(json.loads(run.stdout.splitlines()[-1]))
     assert len(found[0]) == 32
@@ -39,5 +40,5 @@ def test_ranks_of_unequal_threads_stay_equal(tmp_path, framework):
     at = line.index(sys.executable)
     line = [*line[:at], "bash", "-c", own, "rank", *line[at:]]
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-2000:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-WAIT_SECONDS = 20
+from tests.limits import SECONDS
 
 
 class Network:
@@ -46,7 +46,7 @@ class Network:
                     subprocess.Popen(self._on(host, server), stdout=log, stderr=log, start_new_session=True)
                 )
         for host in self.hosts:
-            stop = time.monotonic() + WAIT_SECONDS
+            stop = time.monotonic() + SECONDS
             while self.run(["ssh", host, "true"]).returncode:
                 log = (self.folder / f"{host}.log").read_text()
                 assert time.monotonic() < stop, f"sshd of {host} does not answer: {log}"
@@ -55,7 +55,7 @@ class Network:
     def _keys(self) -> None:
         for name in ("host", "user"):
             line = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
-            subprocess.run(line, check=True, timeout=WAIT_SECONDS)
+            subprocess.run(line, check=True, timeout=SECONDS)
         settings = {
             "HostKey": self.folder / "host", "AuthorizedKeysFile": self.folder / "user.pub", "PermitRootLogin": "yes",
             "PasswordAuthentication": "no", "UsePAM": "no", "StrictModes": "no", "PidFile": "none",
@@ -154,4 +154,4 @@ def missing() -> str:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=SECONDS)

@@ -15,8 +15,9 @@ import pytest
 
 from tests.hosts.network import Network
 from tests.hosts.test_hosts import BIN, ROOTED, words
+from tests.limits import SECONDS
 
-START_SECONDS, LIMIT, MORE_SECONDS, LEFT_SECONDS = 90, 10, 20, 60
+LIMIT = 10
 WAITS = pytest.mark.long("each waits for its limit; the rules have unit tests")
 FILTER = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft (apt install nftables)")
 
@@ -35,7 +36,7 @@ class Job:
         sets = ["max_epochs=40000", "checkpoint.every_n_steps=20", f"watchdog_s={LIMIT}", *more]
         self.rows = folder / "run" / "metrics.jsonl"
         self.process = network.started([*line, *words(folder / "run", "pytorch", *sets)], **ROOTED)
-        stop = time.monotonic() + START_SECONDS
+        stop = time.monotonic() + SECONDS
         while not self.rows.exists() or self.rows.read_text().count("\n") < 30:
             assert self.process.poll() is None and time.monotonic() < stop, self.process.communicate()
             time.sleep(0.1)
@@ -65,7 +66,7 @@ class Job:
     def end(self) -> tuple[int, list[str]]:
         """Its code and the lines of its errors."""
         try:
-            _, err = self.process.communicate(timeout=LIMIT + MORE_SECONDS)
+            _, err = self.process.communicate(timeout=LIMIT + SECONDS)
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -76,7 +77,7 @@ class Job:
 
 
 def ended(network: Network) -> None:
-    stop = time.monotonic() + LEFT_SECONDS
+    stop = time.monotonic() + SECONDS
     while network.left() and time.monotonic() < stop:
         time.sleep(0.2)
     assert not network.left()
@@ -204,7 +205,7 @@ def test_a_training_that_is_stopped_saves_and_leaves_nothing(network, tmp_path, 
         # The rendezvous server alone.
         assert "hvd_train" not in "".join(ports) and sum(text.count("python") for text in ports) <= 1, ports
     job.process.send_signal(number)
-    out, _ = job.process.communicate(timeout=LIMIT + MORE_SECONDS)
+    out, _ = job.process.communicate(timeout=LIMIT + SECONDS)
     stopped = re.search(rf"stopped by {number.name} at step (\d+), and saved; --resume auto goes on", out)
     assert job.process.returncode == 75 and stopped, out
     assert (job.rows.parent / "checkpoints" / f"step-{int(stopped[1]):08d}" / "manifest.json").exists()

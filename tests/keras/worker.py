@@ -31,9 +31,9 @@ from tests.keras.cases.models import FOLDER, SGD, TENSORFLOW, WIDE, Adam, AdamW,
 from tests.keras.cases.networks import batchnorm_and_dropout, fine_tuning, frozen, gan, loop_gan, unbuilt, vae
 from tests.keras.cases.scores import masked_scores, outputs
 from tests.keras.cases.sharded import CASES as SHARDED
+from tests.limits import SECONDS
 from tests.seconds import counted
 
-SECONDS = 240  # of one case: a hang ends with a traceback that says where
 CASES = {
     "arrays": arrays,
     "accumulation": simple(lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)),

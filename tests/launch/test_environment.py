@@ -14,6 +14,7 @@ from hvd_train.frameworks import KERNELS
 from hvd_train.launch import environment
 from hvd_train.launch.environment import bind, rank_settings, threads, world
 from hvd_train.launch.world import World
+from tests.limits import SECONDS
 
 HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 OPEN_MPI = {
@@ -115,7 +116,7 @@ def test_an_unknown_launcher_is_told_in_one_line(program):
     )
     env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", line, "fit", "-c", "none.yaml"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     told = [row for row in done.stderr.splitlines() if row.startswith(("error", "Traceback"))]
     assert done.returncode == 2 and len(told) == 1, done.stderr
     assert told[0].startswith("error: the launcher tells Horovod nothing (WORLD_SIZE=2, RANK=1): each process would")
@@ -200,7 +201,7 @@ def test_a_rank_binds_all_of_its_threads():
     )
     env = {**os.environ, environment.CORES: ",".join(map(str, cores))}
     line = [sys.executable, "-c", program]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout.strip() == "[1, 1]"
 
 

@@ -15,11 +15,11 @@ import pytest
 
 import hvd_train
 from hvd_train.launch.launchers import LAUNCHERS
+from tests.limits import SECONDS
 
 PACKAGE = Path(hvd_train.__file__).parent
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
-SECONDS = 120
 ROW = "LAUNCHERS: list[Launcher] = ["
 
 

@@ -11,6 +11,7 @@ import pytest
 from hvd_train.errors import ConfigError
 from hvd_train.launch import snapshots
 from hvd_train.run_folder.lock import ticks
+from tests.limits import SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def test_it_lies_there_for_the_job_and_no_longer(place):
 
 def test_what_a_killed_job_left_goes_with_the_next_one(place):
     code = "import os; from hvd_train.run_folder.lock import ticks; print(os.getpid(), ticks(os.getpid()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
     pid, began = done.stdout.split()
     dead = place / f"hvd-train-snapshots-{pid}-{began}-abc"
     again = place / f"hvd-train-snapshots-{os.getpid()}-{ticks(os.getpid()) + 1}-abc"  # its pid is another's today

@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from old_runs import measure, measures  # noqa: E402
 
-SECONDS = 120  # of one case
+from tests.limits import SECONDS
+
 SAMPLES, BATCH, EPOCHS = 240, 24, 2  # of the scripts; the old ones stop after EPOCHS, and are resumed for as many
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvd_train
+from tests.limits import SECONDS
 
 PACKAGE = Path(hvd_train.__file__).parent
 ROOT = PACKAGE.parent
@@ -86,7 +87,9 @@ def test_both_zoos_hold_the_same_models():
 
 def loaded(code: str) -> set[str]:
     line = f"{code}\nimport sys; print(' '.join(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True, timeout=SECONDS
+    )
     return {name.split(".")[0] for name in run.stdout.splitlines()[-1].split()}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import SECONDS
 from tests.rooms.test_arrows import ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def test_this_repository(tmp_path):
     """The table names every count, and the rooms are those of the test of the imports; a wrong folder is refused."""
     script = runpy.run_path(str(SCRIPT))
     assert script["Checkout"](ROOT).rooms == ROOMS
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=SECONDS, check=True)
     assert "\narrows up between rooms                                  0   goal 0\n" in done.stdout
     wrong = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: there is no package hvd_train in ")

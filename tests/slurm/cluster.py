@@ -22,10 +22,11 @@ import psutil
 from hvd_train.launch.process import end_with_parent
 from hvd_train.launch.submit import RUNNING
 from tests.hosts.network import Network
+from tests.limits import SECONDS
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 WHERE = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-START_SECONDS, END_SECONDS, JOB_SECONDS = 60.0, 20.0, 240.0
+START_SECONDS, END_SECONDS = 60.0, 20.0  # a Slurm that does not start is skipped
 # Every node has more cores than this host, or a step of 4 tasks would wait for ever on 2 cores.
 CONF = """
 ClusterName=test
@@ -133,13 +134,13 @@ class Cluster:
 
     def run(self, *line: str) -> str:
         line = tuple(self.on(self.nodes[0], *line))
-        done = subprocess.run(line, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(line, env=self.environment, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def end_of(self, job: str) -> str:
         """The state in which a job ends."""
-        stop = time.monotonic() + JOB_SECONDS
+        stop = time.monotonic() + SECONDS
         while time.monotonic() < stop:
             state = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job))[0]
             if state not in RUNNING:

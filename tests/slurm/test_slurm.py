@@ -21,13 +21,13 @@ from hvd_train.cli import guide
 from hvd_train.launch.start import command, environment
 from tests.command_lines import none_tells_a_secret
 from tests.hosts import network
+from tests.limits import SECONDS
 from tests.slurm.cluster import WHERE, Cluster
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
-SECONDS = 240
 NODES = ["-N", "2"]
 
 
@@ -332,7 +332,7 @@ def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, co
     (own,) = psutil.Process(started.pid).children()
     own.send_signal(sent)
     try:
-        out, err = started.communicate(timeout=60)
+        out, err = started.communicate(timeout=SECONDS)
     finally:
         started.terminate()
     assert started.returncode == code and (tmp_path / "run" / "checkpoints").exists(), out + err
@@ -370,7 +370,7 @@ def test_a_lost_rank_ends_the_others(cluster, tmp_path):
         time.sleep(0.1)
     rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
     rank[-1].send_signal(signal.SIGKILL)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=SECONDS)
     assert started.returncode == 128 + signal.SIGKILL and "error[rank 0]: rank 1 on host node2 was lost" in err, err
     assert "done:" not in out
 
@@ -386,7 +386,7 @@ def test_a_stopped_rank_is_named_with_its_host(cluster, tmp_path):
     time.sleep(3)
     rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
     rank[-1].send_signal(signal.SIGSTOP)
-    _, err = started.communicate(timeout=60)
+    _, err = started.communicate(timeout=SECONDS)
     lines = [row for row in err.splitlines() if row.startswith("error")]
     assert started.returncode == 5 and len(lines) == 1, err
     assert lines[0].startswith("error: rank 1 on host node2 is stopped (SIGSTOP), for more than 10 s; in "), err
@@ -464,7 +464,9 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     assert [row[2].partition(":")[0] for row in results(folder)[1:]] == ["failed", "done", "done", "done"]
     (folder / "trial-002" / "summary.json").unlink()
     collected = ["hvd-train", "sweep", "--collect", "--run-dir", "s"]
-    left = subprocess.run(collected, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    left = subprocess.run(
+        collected, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert left.returncode == 5 and "1 of 4 trials have not ended" in left.stdout, left.stdout + left.stderr
     script = submit(cluster, tmp_path, *words, "--resume", "auto", "--dry-run").stdout
     assert "#SBATCH --array=0,2%2\n" in script, "what failed and what is missing"
@@ -539,7 +541,7 @@ def test_submit_mistakes_are_one_line(cluster, tmp_path):
 def test_the_fixture_ends_what_it_started(cluster):
     """A job that runs for ever when the tests are done goes with them."""
     submit(cluster, cluster.folder, "--nodes", "2", "--", "sleep", "1000")
-    stop = time.monotonic() + 30
+    stop = time.monotonic() + SECONDS
     while len([p for p in cluster.steps() if p.name() == "sleep"]) < 2:
         assert time.monotonic() < stop
         time.sleep(0.1)

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 import hvd_train.torch as ht
+from tests.limits import SECONDS
 from tests.seconds import counted
 from tests.torch.cases import sharded
 from tests.torch.cases.models import digest
 
-SECONDS = 120  # of one case
 SCRIPTS = ["by hand summed", "gan", "in stages", "parts topk", "caught overlap"]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hvd_train.launch.start import environment
 from hvd_train.verify.script import verify_script
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -88,7 +89,7 @@ def test_mistakes_are_one_line(tmp_path):
     def refused(*words: str) -> tuple[int, str]:
         line = [sys.executable, "-m", "hvd_train", "verify", "-np", "2", *words]
         env = environment() | {"PYTHONPATH": str(ROOT)}
-        run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+        run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
         return run.returncode, run.stderr
 
     (tmp_path / "idle.py").write_text("print('nothing')\n")

@@ -15,6 +15,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment, launch
 from hvd_train.verify import compare
 from hvd_train.verify.compare import verify
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["pytorch", "tensorflow"]
@@ -146,13 +147,13 @@ def test_without_the_other_framework(tmp_path, framework, other, packages):
     line = [sys.executable, "-m", "hvd_train", "verify", "-np", "2", "--steps", "2"]
     line += [word for one in sets for word in ("--set", one)]
     env = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     assert f"note: {other} is not installed: only the ranks are compared\n" in run.stdout
     assert f"2 ranks of {framework} against 1 rank of {framework}" in run.stdout
     assert f"1 rank of {other}" not in run.stdout and "\nverdict: equal\n" in run.stdout
     line[line.index(sets[0])] = f"framework={other}"
-    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 2 and run.stderr.startswith(f"error[rank 0]: {other} is not installed; "), run.stderr
     assert run.stderr.count("\n") == 1
 

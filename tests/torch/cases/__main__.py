@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import hvd_train.torch as ht
+from tests.limits import SECONDS
 from tests.seconds import counted
 from tests.torch.cases.drawing import draws, local_caches, looks, masks, sampled
 from tests.torch.cases.facts import (
@@ -34,8 +35,6 @@ from tests.torch.cases.messages import alone, forgotten, main_rank, plain_tensor
 from tests.torch.cases.mistakes import errors
 from tests.torch.cases.models import digest
 from tests.torch.cases.same_bits import SAME_BITS, trained_apart
-
-SECONDS = 120  # of one case
 
 
 def main(folder: Path) -> None:

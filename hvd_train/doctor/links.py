@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 # Round trips to time, seconds to send for the speed, seconds to wait for an answer, bytes of a write.
-PINGS, STREAM_SECONDS, ANSWER_SECONDS, PIECE = 50, 0.3, 3.0, 1 << 20
+PINGS, STREAM_SECONDS, ANSWER_SECONDS, PIECE = 50, 0.3, 10.0, 1 << 20
 
 
 @dataclass(frozen=True)

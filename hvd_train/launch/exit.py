@@ -18,6 +18,8 @@ from hvd_train.launch.rendezvous import rank as rendezvous
 from hvd_train.launch.signals import current_listener
 
 SPEAK_SECONDS = 3.0  # mpirun takes about a second to end the other ranks
+# For rank 0 to print an error that all ranks have: on a busy machine it may come to it many seconds later than others.
+COMMON_SECONDS = 15.0
 
 
 def rank_tag(ranks: Sequence[int] = ()) -> str:
@@ -38,7 +40,7 @@ def print_error(text: str, lines: Sequence[str], code: int, common: bool = False
     others, same = rendezvous.current() if rank_tag() else None, None
     if rank_tag() not in ("", "[rank 0]"):
         if others is None:
-            time.sleep(SPEAK_SECONDS)
+            time.sleep(COMMON_SECONDS if common else SPEAK_SECONDS)
         elif same := others.report_exit(text, code, SPEAK_SECONDS):
             return
         if common:

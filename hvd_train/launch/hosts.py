@@ -20,7 +20,7 @@ from hvd_train.errors import CommunicationError, ConfigError, amount
 # Horovod's launcher puts names into a shell, so nothing that a shell would read may be in one.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST_SLOTS = 65536
-ANSWER_SECONDS = 20.0  # for ssh to connect (10 s, below) and for Python to start there
+ANSWER_SECONDS = 60.0  # for ssh to connect (10 s, below) and for Python to start there, on a busy host as well
 # No question to the user: ranks have no terminal.
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "ConnectTimeout=10"]

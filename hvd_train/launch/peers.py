@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvd_train.launch import heartbeat
 from hvd_train.launch.status import StatusSlot, StatusTable, host_key, supported, verdict_path
-from hvd_train.launch.watchdog import ANSWER_SECONDS, DEAD, Watchdog, state
+from hvd_train.launch.watchdog import DEAD, Watchdog, state
 
 if TYPE_CHECKING:
     from hvd_train.protocol import Communicator
 
 LOOK_SECONDS, LOOKERS = 0.5, 4  # seconds between two looks; how many ranks of a host look
+WRITE_SECONDS = 5.0  # for another rank of this host to write who is stuck
 NEWS_SECONDS = 3.0  # for the news which rank was lost to reach the other hosts
 PORT, PORTS = "HVD_TRAIN_PORT", 16  # the first of the ports that a firewall leaves open, as of srun's ranks
 
@@ -178,5 +179,5 @@ def _look(table: StatusTable, company: list[int], limit: float, goes_on: str) ->
         with suppress(OSError):
             os.write(2, "\n".join([f"error[rank {culprit}]: {what}{where}", *stack.splitlines(), ""]).encode())
     else:
-        time.sleep(ANSWER_SECONDS)  # a launcher ends all with the first, and another is writing
+        time.sleep(WRITE_SECONDS)  # a launcher ends all with the first, and another is writing
     os._exit(5)

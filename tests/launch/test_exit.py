@@ -24,4 +24,4 @@ def test_other_ranks_wait_for_rank_0_to_print(monkeypatch, capfd, tag, printed, 
         module.exit_with_error(ConfigError("nothing fits", common=True))
     assert end.value.code == 2
     assert capfd.readouterr().err.count("nothing fits") == printed
-    assert waits == [module.SPEAK_SECONDS] * slept
+    assert waits == [module.COMMON_SECONDS] * slept

@@ -75,10 +75,12 @@ class RankParts:
     length: int
 
     def add(self, received: Tensor) -> Tensor:
-        """Add the parts in rank order; ``received``: (ranks * length,), whose memory may be taken."""
-        total = received[: self.length]
-        for rank in range(1, self.ranks):
-            total += received[rank * self.length : (rank + 1) * self.length]
+        """Add the parts in rank order; ``received``: (ranks * length,)."""
+        first, *others = (received[rank * self.length : (rank + 1) * self.length] for rank in range(self.ranks))
+        # The first sum is new, for a part of ``received`` would keep the memory of all of it.
+        total = first + others[0] if others else first
+        for part in others[1:]:
+            total += part
         return total
 
 

@@ -135,19 +135,23 @@ class Exchange:
         return self._compressors[bucket].rounds(shaped, state, self.ops)
 
     def finish(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
-        """Wait for every bucket that was started; return reduced flat gradients and new states in bucket order."""
+        """Wait for every bucket that was started; return reduced flat gradients and new states in bucket order.
+
+        A list is emptied meanwhile, so that the memory of a gradient is free as soon as its bucket has arrived.
+        """
         gradients, states = self._received(started)
         return self.clip(gradients, self.ops), states
 
     def _received(self, started: Sequence[Started]) -> tuple[list[Tensor], list[State]]:
         results: dict[int, tuple[Tensor, State]] = {}
-        pending, turn = list(started), 0
+        pending, turn = started if isinstance(started, list) else list(started), 0
         while pending:
             turn += 1
             again = []
             # One turn for each round of a compressor. Buckets are waited for in their order; the next round of one
             # travels while others are waited for.
-            for item in pending:
+            while pending:
+                item = pending.pop(0)
                 reduced = tuple(self._wait(handle) for handle in item.handles)
                 try:
                     wire = item.rounds.send(reduced)

@@ -75,10 +75,14 @@ class Flat:
             torch._foreach_copy_([place for place, _ in there], [g for _, g in there])
         return joined
 
-    def discard_gradients(self, handed_over: bool) -> None:
-        """Forget the gradients. ``handed_over``: the joined one stays as it is while later ones take other memories."""
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the parameters; the joined one stays as it is."""
         for p in self.parameters:
             p.grad = None
+
+    def discard_gradients(self, handed_over: bool) -> None:
+        """Forget the gradients. ``handed_over``: the joined one stays as it is while later ones take other memories."""
+        self.drop_gradients()
         if handed_over:
             self._joined.rotate(-1)
 

@@ -96,9 +96,8 @@ class PyTorchFrontEnd(StateTree):
             raise untaken(self.config.model.name, self._sample, error) from error
         if lazy(self.model):
             what = f"{', '.join(lazy(self.model))} has no shape yet: no sample reaches this lazy layer"
-            raise ConfigError(
-                what, where=f"model.name: {self.config.model.name}", fix="use it in forward, or leave it out"
-            )
+            where = f"model.name: {self.config.model.name}"
+            raise ConfigError(what, where=where, fix="use it in forward, or leave it out")
 
     def _takes_channels_last(self) -> bool:
         """Return whether images and kernels lie channels last."""
@@ -236,7 +235,10 @@ class PyTorchFrontEnd(StateTree):
         self._overlapping = not any(part[0] for part in self.groups.data.allgather_bytes(repeated))
 
     def _start(self, bucket: int) -> Any:
-        return self.update.start(bucket, self._gradient(bucket))
+        started = self.update.start(bucket, self._gradient(bucket))
+        self._flats[bucket].drop_gradients()
+        del self._gathered[bucket]  # the exchange alone needs it now, and may free its memory before the step
+        return started
 
     def _gradient(self, bucket: int) -> torch.Tensor:
         """Return the flat gradient of a bucket, joined once a step."""
@@ -344,8 +346,7 @@ class PyTorchFrontEnd(StateTree):
 
     @torch.no_grad()
     def evaluate_batch(self, placed) -> torch.Tensor:
-        inputs, labels, weights = placed
-        return self.task(self._eval_outputs(inputs), labels, weights)[1]
+        return self.task(self._eval_outputs(placed[0]), *placed[1:])[1]
 
     def predict(self, placed) -> Any:
         outputs, labels = self._eval_outputs(placed[0]), self._sample.labels
@@ -388,8 +389,7 @@ def configure(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def open_frontend(config: Config, groups: Groups, sample: Sample) -> PyTorchFrontEnd:
-    return PyTorchFrontEnd(config, groups, sample)
+open_frontend = PyTorchFrontEnd
 
 
 def cpu_ops() -> TorchOps:

@@ -296,3 +296,20 @@ def test_refusals_in_keras():
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(renorm=True)])
     with pytest.raises(ConfigError, match="renorm=False"):
         tf_batchnorm.prepare(model, Serial(), None, False)
+
+
+def features(input_shape, num_classes):
+    import torch
+
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(input_shape[0]), torch.nn.Linear(input_shape[0], num_classes))
+
+
+def test_fixed_statistics_stay_from_the_first_step_on():
+    """Also of a model that nothing has evaluated before, as on ranks other than 0."""
+    frontend = opened("pytorch", {"name": f"{__name__}:features"}, shape=(6,), connect=False)
+    frontend.freeze(["0.weight", "0.bias"], ["0.weight", "0.bias"])
+    Replicated(frontend, Exchange(frontend.specs(), frontend.packing, make("none"), Serial(), frontend.ops))
+    before = frontend.running_statistics()
+    frontend.train_step(frontend.to_device(batch(shape=(6,))), 1.0, 0, 0.1)
+    after = frontend.running_statistics()
+    assert before.keys() == after.keys() and all((before[key] == after[key]).all() for key in before)

@@ -235,6 +235,8 @@ def test_a_built_model_is_frozen_for_one_training_alone(tmp_path, framework):
         frozen = "*norm.*"
     groups = [{"match": frozen, "freeze": True, "fix_statistics": True}]
     first = run(tmp_path / "first", framework, model=model, optim={"lr": 0.1, "groups": groups})
+    fixed = {key: x for key, x in first.items() if key.startswith("statistics/")}
+    assert len(fixed) == 2 and all((x == ("var" in key)).all() for key, x in fixed.items()), "as at the start"
     second = run(tmp_path / "second", framework, model=model, optim={"lr": 0.1})
     weights = {key for key in first if key.startswith("weights/")}
     assert weights == {key for key in second if key.startswith("weights/")}

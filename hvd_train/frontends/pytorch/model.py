@@ -289,7 +289,7 @@ class PyTorchFrontEnd(StateTree):
     def add_gradients(self, placed, scale: Scale, seed: int) -> torch.Tensor:
         inputs, labels, weights = placed
         # ``train()`` walks through the tree of layers, which takes 1 ms of each step for 200 of them.
-        if not all(map(IN_TRAINING, self._layers)):
+        if not all(map(IN_TRAINING, self._layers)) or any(map(IN_TRAINING, self._fixed_layers)):
             self.model.train()
             for layer in self._fixed_layers:
                 layer.eval()

@@ -23,6 +23,13 @@ def keras_adadelta(variables, lr):
     return keras.optimizers.Adadelta(lr, clipnorm=0.3)
 
 
+def torch_adagrad(parameters):
+    """Its state is there before the first step."""
+    import torch
+
+    return torch.optim.Adagrad(parameters, initial_accumulator_value=0.1)
+
+
 def torch_closure(parameters):
     import torch
 
@@ -72,6 +79,64 @@ def torch_groups(parameters):
             return super().step()
 
     return Groups(parameters, lr=1.0)
+
+
+def torch_slow_weights(parameters):
+    import torch
+
+    class Slow(torch.optim.SGD):
+        slow: dict
+
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.slow.setdefault(p, p.detach().clone()).lerp_(p.detach(), 0.5)
+
+    optimizer = Slow(parameters, lr=1.0)
+    optimizer.slow = {}
+    return optimizer
+
+
+def torch_clock(parameters):
+    import torch
+
+    class Clock(torch.optim.SGD):
+        def step(self):
+            self.clock += 1
+            super().step()
+
+    optimizer = Clock(parameters, lr=1.0)
+    optimizer.clock = torch.zeros(())
+    return optimizer
+
+
+def torch_wrapper(parameters):
+    import torch
+
+    class Wrapper(torch.optim.Optimizer):
+        def step(self):
+            self.inner.step()
+
+    wrapper = Wrapper(parameters, {"lr": 1.0})
+    wrapper.inner = torch.optim.Adam(parameters)
+    return wrapper
+
+
+def keras_wrapper(variables):
+    import keras
+
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.inner = keras.optimizers.Adam()
+    return optimizer
+
+
+def keras_variable(variables):
+    import keras
+    import tensorflow as tf
+
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.clock = tf.Variable(0)
+    return optimizer
 
 
 def keras_schedule(variables):

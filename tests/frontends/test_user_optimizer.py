@@ -79,7 +79,10 @@ def test_an_optimizer_of_keras_moves_as_in_keras(tmp_path):
         assert np.abs(tree[f"weights/{name}"] - v.numpy()).max() < 1e-7, name  # Keras' rate has 32 bits
 
 
-@pytest.mark.parametrize(("framework", "name"), [("pytorch", "torch_adadelta"), ("tensorflow", "keras_adadelta")])
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [("pytorch", "torch_adadelta"), ("pytorch", "torch_adagrad"), ("tensorflow", "keras_adadelta")],
+)
 def test_a_run_goes_on_to_the_same_bits_and_not_in_the_other_framework(tmp_path, framework, name):
     keys = {"global_batch_size": 25, "optim": {"lr": 0.5, "groups": [{"match": "fc1.bias", "freeze": True}]}}
     whole = run(tmp_path / "whole", framework, name, 3, **keys)
@@ -99,6 +102,9 @@ REFUSED = {
     "missing": "has no function 'missing'",
     "torch_counting": "of Counting are not tensors of its parameters, so no checkpoint: its attributes change",
     "torch_numbers": "of Numbers are not tensors of its parameters, so no checkpoint: 'seen' of",
+    "torch_slow_weights": "of Slow are not tensors of its parameters, so no checkpoint: its attributes change",
+    "torch_clock": "of Clock are not tensors of its parameters, so no checkpoint: its attributes change",
+    "torch_wrapper": "of Wrapper are not tensors of its parameters, so no checkpoint: 'inner' is an optimizer",
     "torch_groups": "of Groups are not tensors of its parameters, so no checkpoint: 'k' of its groups changes",
 }
 
@@ -112,9 +118,18 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, name, mes
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_schedule_within_a_keras_optimizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="the optimizer's learning rate is a CosineDecay"):
-        run(tmp_path, "tensorflow", "keras_schedule")
+KERAS = {
+    "keras_schedule": "the optimizer's learning rate is a CosineDecay",
+    "keras_wrapper": "'inner' of SGD is an optimizer with slots and rates of its own",
+    "keras_variable": "'clock' of SGD is a variable that no checkpoint would have",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), KERAS.items(), ids=KERAS)
+def test_what_a_keras_optimizer_hides_is_refused(tmp_path, name, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(tmp_path, "tensorflow", name)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

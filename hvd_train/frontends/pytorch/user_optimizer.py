@@ -50,11 +50,16 @@ class UserOptimizer(FlatWeights):
         first = groups[0]["lr"] or 1.0
         self._factors = [group["lr"] / first for group in groups]
         self._steps = 0
+        # {parameter: {state: tensor}} that the optimizer makes with itself, as Adagrad does.
+        self._first = {p: {key: _copied(x) for key, x in state.items()} for p, state in self.optimizer.state.items()}
         # {parameter: {state: a tensor of its shape and type}}
         self._kinds = self._try()
 
     def _try(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the state that a step makes, as zeros; the optimizer and the weights are then as before."""
+        for name, x in vars(self.optimizer).items():
+            if isinstance(x, torch.optim.Optimizer) and x.state is not self.optimizer.state:
+                self._refuse(f"'{name}' is an optimizer with slots and rates of its own")
         before = [flat.weight.clone() for flat in self._flats]
         options = [_options(group) for group in self.optimizer.param_groups]
         attributes = _attributes(self.optimizer)
@@ -87,8 +92,14 @@ class UserOptimizer(FlatWeights):
             self._refuse("its attributes change with the steps")
         for flat, weight in zip(self._flats, before, strict=True):
             flat.weight.copy_(weight)
-        self.optimizer.state.clear()
+        self._begin()
         return kinds
+
+    def _begin(self) -> None:
+        """Give the optimizer the state that it has before its first step."""
+        self.optimizer.state.clear()
+        for p, state in self._first.items():
+            self.optimizer.state[p] = {key: _copied(x) for key, x in state.items()}
 
     def _refuse(self, what: str) -> None:
         what = (
@@ -104,7 +115,7 @@ class UserOptimizer(FlatWeights):
         for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
             group["lr"] = learning_rate * factor
         if not self._steps:  # of a checkpoint without a step: this one makes the state
-            self.optimizer.state.clear()
+            self._begin()
         self.optimizer.step()
         self._steps += 1
 
@@ -143,11 +154,26 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}
 
 
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the numbers, texts and flags among the attributes, as ``repr``."""
-    kinds = (int, float, str, bool, list, tuple)
-    names = vars(optimizer).items()
-    return {n: repr(x) for n, x in names if isinstance(x, kinds) and n != "param_groups" and not n.startswith("_opt")}
+    """Describe the attributes that may change with the steps: numbers, texts, arrays, lists and dicts of these."""
+    known = ("param_groups", "state", "defaults")
+    return {n: _described(x) for n, x in vars(optimizer).items() if n not in known and not n.startswith("_opt")}
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.detach().cpu().double().numpy().tobytes()
+    if isinstance(x, np.ndarray):
+        return x.shape, x.tobytes()
+    if isinstance(x, dict):
+        return [(id(key) if isinstance(key, torch.Tensor) else repr(key), _described(y)) for key, y in x.items()]
+    if isinstance(x, list | tuple):
+        return [_described(value) for value in x]
+    return repr(x) if isinstance(x, int | float | str | bool) else None
 
 
 def flat_optimizer(

@@ -47,6 +47,23 @@ class UserOptimizer(BucketWeights):
             for number, v in enumerate(self.optimizer.variables)
             if v is not rate
         }
+        self._check_state(where)
+
+    def _check_state(self, where: str) -> None:
+        """Refuse an optimizer with variables that Keras does not know as its own, or with another optimizer."""
+        known = {id(v.value) for v in self.optimizer.variables}
+        # TensorFlow has names of its own, which begin with _self_, for the same objects.
+        for name, x in vars(self.optimizer).items():
+            if name.startswith("_self_"):
+                continue
+            listed = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else [x]
+            kind = type(self.optimizer).__name__
+            if any(isinstance(y, tf.Variable) and id(y) not in known for y in listed):
+                what = f"'{name}' of {kind} is a variable that no checkpoint would have"
+                raise ConfigError(what, where=where, fix="make it with add_variable")
+            if any(isinstance(y, keras.optimizers.Optimizer) for y in listed):
+                what = f"'{name}' of {kind} is an optimizer with slots and rates of its own"
+                raise ConfigError(what, where=where, fix="give an optimizer that moves the weights itself")
 
     def step(self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         rate = self.optimizer._learning_rate

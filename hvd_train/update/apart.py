@@ -43,8 +43,8 @@ class Apart(Replicated, ABC):
         self.diverged, self._local = bool(self._local), {}
 
     def _go_on(self) -> None:
-        """Go on from the weights that the model has."""
-        self._received = {}
+        """Go on from the weights that the model has, or those of a run that stood for averages."""
+        self._give_received()
 
     def state(self) -> list[Entry]:
         # The slots stand twice: rank 0's, for another number of ranks, and those of each rank.

@@ -23,6 +23,7 @@ from hvd_train.protocol import (
 )
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.flat_state import FlatState
+from hvd_train.update.state import Cell as EagerCell
 
 # What the names of weights begin with that a run goes on with, where a checkpoint's weights are averages of them.
 TRAINING = f"{OF_EXCHANGE}training_weights/"
@@ -176,10 +177,17 @@ class Replicated:
         """
         if self._averages:
             self._averages.begin_average()
-        received, self._received, self._training = self._received, {}, []
-        flat, buckets = FlatState(self.frontend, self.buckets), range(len(self.buckets))
-        if received and received.keys() == {name for b in buckets for name in flat.names(TRAINING, b)}:
-            self._give_whole([flat.flat(TRAINING, b, received) for b in buckets])
+        self._training = []
+        self._give_received()
+
+    def _give_received(self) -> None:
+        """Give the model the weights that training goes on with, where the checkpoint has them beside averages."""
+        received, self._received = self._received, {}
+        if received:
+            flat, cells = FlatState(self.frontend, self.buckets), [EagerCell(x) for x in self.frontend.flat_weights()]
+            for b, cell in enumerate(cells):
+                flat.load(TRAINING, b, cell, received)
+            self._give_whole([cell.read() for cell in cells])
 
     def _give_whole(self, weights: Sequence[Tensor]) -> None:
         """Give the model whole buckets of weights; on all ranks alike."""

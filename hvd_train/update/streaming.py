@@ -52,7 +52,7 @@ class Streaming(Outer):
         self._send = [frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments]
         # The fragment that is under way, and the function that waits for its d.
         self._under_way: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
-        self._received: Tree = {}  # from a checkpoint
+        self._parts_received: Tree = {}  # from a checkpoint
 
     def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
         """Give each tensor to the fragment with the fewest entries, the largest tensor first."""
@@ -110,9 +110,9 @@ class Streaming(Outer):
 
     def load(self, tree: Mapping[str, np.ndarray], placement: Placement) -> None:
         if placement is Placement.REPLICATED:
-            self._received |= {key: x for key, x in tree.items() if key.startswith(PART)}
+            self._parts_received |= {key: x for key, x in tree.items() if key.startswith(PART)}
         else:
-            self._under_way, received, self._received = None, self._received, {}
+            self._under_way, received, self._parts_received = None, self._parts_received, {}
             for fragment, part in enumerate(self._fragments):
                 names = [name for b in part for name in self._flat.names(PART, b)]
                 if received.keys() == set(names):  # else the fragments were others

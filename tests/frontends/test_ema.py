@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_train.update.ema import ExponentialMean
+from hvd_train.update.replicated import TRAINING
 from tests.frontends.test_contract import FRAMEWORKS, batch, opened, same, stepped, weights
+from tests.frontends.test_initial_weights import run as train
 
 DECAY, STEPS = 0.9, 6
 
@@ -75,3 +77,24 @@ def test_the_mean_takes_every_third_step(framework):
         # It began anew after step 1, and the count of steps went on: it took those of 3 and 6.
         mean = seen[0][key] + 0.1 * (seen[2][key] - seen[0][key])
         np.testing.assert_allclose(x, mean + 0.1 * (seen[5][key] - mean), rtol=1e-11, atol=1e-14)
+
+
+FROZEN = [{"match": "fc2.*", "freeze": True}]
+CHANGED = {
+    "other frozen weights": {"ema": {"decay": 0.9}, "optim": {"lr": 1e-300}},
+    "outer": {"exchange": {"mode": "outer", "outer_steps": 2}, "optim": {"lr": 1e-300, "groups": FROZEN}},
+    "async": {"exchange": {"mode": "async", "async_steps": 9}, "optim": {"lr": 1e-300, "groups": FROZEN}},
+}
+
+
+@pytest.mark.parametrize("then", CHANGED.values(), ids=CHANGED)
+def test_a_changed_run_goes_on_with_the_weights_of_the_training(tmp_path, then):
+    """Not with their mean, for which the checkpoint stands."""
+    keys = {"ema": {"decay": 0.9}, "optim": {"lr": 0.3, "groups": FROZEN}}
+    before = train(tmp_path / "run", global_batch_size=20, **keys)
+    allowed = ["ema", "exchange", "optim"]
+    tree = train(tmp_path / "run", resume="last", allow_change=allowed, global_batch_size=20, max_epochs=2, **then)
+    for name in ("fc1.kernel", "fc1.bias"):
+        training = before[TRAINING + name]
+        assert (training != before[f"weights/{name}"]).any()
+        assert (tree.get(TRAINING + name, tree[f"weights/{name}"]) == training).all()

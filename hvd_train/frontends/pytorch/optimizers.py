@@ -95,7 +95,9 @@ class Elementwise:
         t = steps[0].double()  # (), in 64 bits, as 1 - beta^t cancels in 32
         for k, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             old, now, ops = [of_slot[k] for of_slot in slots], t.to(weight.device), self.ops.at(weight.device)
-            loss, *new = self._row.formula(weight, gradient, old, now, learning_rate, self.options, ops)
+            # Of a schedule-free optimizer it is a tensor.
+            rate = learning_rate.to(weight.device) if isinstance(learning_rate, torch.Tensor) else learning_rate
+            loss, *new = self._row.formula(weight, gradient, old, now, rate, self.options, ops)
             weight.sub_(loss)
             for slot, value in zip(old, new, strict=True):
                 slot.copy_(value)
@@ -226,7 +228,7 @@ class FlatOptimizer(FlatWeights, NamedArrays):
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
         """Return (n,): a slot of the weights of a bucket; not to be changed in place."""
-        return self._flats[bucket].packed(self.slots[name][bucket])
+        return self._flats[bucket].packed(self.slots[name][bucket]).to(self._home)
 
     def _for_kernel(self, flats: list[Flat], tensors: Tensors) -> Tensors:
         """Return a flat tensor of each bucket, or views in the shapes of the weights where norms belong to tensors."""

@@ -35,9 +35,10 @@ class Summary(Mapping[str, Any]):
         return self.entries[key]
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("_") or key not in self.entries:
-            raise AttributeError(f"the summary has {', '.join(self.entries)}; not '{key}'")
-        return self.entries[key]
+        entries = vars(self).get("entries", {})  # pickle asks for methods before there are any
+        if key.startswith("_") or key not in entries:
+            raise AttributeError(f"the summary has {', '.join(entries)}; not '{key}'")
+        return entries[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -12,12 +12,12 @@ __all__ = ["blocks", "build", "neutral"]
 
 @keras.saving.register_keras_serializable("hvd_train")
 class Attention(CausalAttention):
-    """All places see one another, except tokens (n, T) that are 0: padding."""
+    """All places see one another, except where ``shown`` (n, T), such as tokens, is 0: padding."""
 
-    def call(self, qkv, tokens) -> keras.KerasTensor:
-        return self.attend(qkv, HIDDEN * ops.cast(ops.equal(tokens, 0)[:, None, None], self.wide))
+    def call(self, qkv, shown) -> keras.KerasTensor:
+        return self.attend(qkv, HIDDEN * ops.cast(ops.equal(shown, 0)[:, None, None], self.wide))
 
-    def compute_output_shape(self, qkv_shape, tokens_shape) -> tuple:
+    def compute_output_shape(self, qkv_shape, shown_shape) -> tuple:
         return super().compute_output_shape(qkv_shape)
 
 
@@ -32,19 +32,19 @@ class Bias(layers.Layer):
         return x + self.bias
 
 
-def _norm(x, name: str) -> keras.KerasTensor:
+def norm(x, name: str) -> keras.KerasTensor:
     return layers.LayerNormalization(epsilon=1e-12, name=name)(x)
 
 
-def _block(x, tokens, heads: int, dropout: float, name: str) -> keras.KerasTensor:
-    """(n, T, width) and tokens (n, T) -> (n, T, width); layer norm comes after each part."""
+def block(x, shown, heads: int, dropout: float, name: str) -> keras.KerasTensor:
+    """(n, T, width) and shown (n, T), 0 for padding -> (n, T, width); layer norm comes after each part."""
     width = x.shape[-1]
-    y = Attention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(x), tokens)
+    y = Attention(heads, name=f"{name}.attention")(layers.Dense(3 * width, name=f"{name}.qkv")(x), shown)
     y = layers.Dropout(dropout, name=f"{name}.dropout1")(layers.Dense(width, name=f"{name}.out")(y))
-    x = _norm(layers.Add(name=f"{name}.add1")([x, y]), f"{name}.norm1")
+    x = norm(layers.Add(name=f"{name}.add1")([x, y]), f"{name}.norm1")
     y = layers.Activation(gelu, name=f"{name}.gelu")(layers.Dense(4 * width, name=f"{name}.fc1")(x))
     y = layers.Dropout(dropout, name=f"{name}.dropout2")(layers.Dense(width, name=f"{name}.fc2")(y))
-    return _norm(layers.Add(name=f"{name}.add2")([x, y]), f"{name}.norm2")
+    return norm(layers.Add(name=f"{name}.add2")([x, y]), f"{name}.norm2")
 
 
 def build(
@@ -65,12 +65,12 @@ def build(
     tokens = Tokens(num_classes["words"], width, name="token")
     segments = Tokens(2, width, name="segment")(inputs["segments"])
     x = Positions(name="position")(tokens(inputs["tokens"]))
-    x = _norm(layers.Add(name="add")([x, segments]), "norm")
+    x = norm(layers.Add(name="add")([x, segments]), "norm")
     x = layers.Dropout(dropout, name="dropout")(x)
     for i in range(depth):
-        x = _block(x, inputs["tokens"], heads, dropout, f"blocks.{i}")
+        x = block(x, inputs["tokens"], heads, dropout, f"blocks.{i}")
     y = layers.Activation(gelu, name="gelu")(layers.Dense(width, name="transform")(x))
-    words = Bias(name="words")(tokens(_norm(y, "transform_norm"), reverse=True))
+    words = Bias(name="words")(tokens(norm(y, "transform_norm"), reverse=True))
     pooled = layers.Dense(width, activation="tanh", name="pooler")(x[:, 0])
     return keras.Model(inputs, {"words": words, "next": layers.Dense(2, name="next")(pooled)}, name="bert")
 

@@ -69,7 +69,7 @@ class CausalAttention(layers.Layer):
 
     def attend(self, qkv, mask) -> keras.KerasTensor:
         """``mask``: scores to add, of a shape that broadcasts to (n, heads, T, T)."""
-        length, width = qkv.shape[1], qkv.shape[2] // 3
+        length, width = ops.shape(qkv)[1], qkv.shape[2] // 3  # a tensor where lengths vary
         split = ops.reshape(qkv, (-1, length, 3, self.heads, width // self.heads))
         q, k, v = ops.unstack(ops.transpose(split, (2, 0, 3, 1, 4)), 3)
         scores = ops.matmul(q * (1 / math.sqrt(width // self.heads)), ops.swapaxes(k, 2, 3))

@@ -19,7 +19,10 @@ ORDER = (
 )  # fmt: skip
 
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
-RECIPES = ("gan", "reinforcement-learning", "from-accelerate", "from-keras")
+RECIPES = (
+    "forecasting", "text-classification", "trackers", "notebook", "gan", "reinforcement-learning",
+    "from-lightning", "from-accelerate", "from-keras",
+)  # fmt: skip
 
 
 @click.command()

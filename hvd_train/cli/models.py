@@ -47,5 +47,5 @@ def _options(build: ast.FunctionDef) -> str:
     return ", ".join(
         f"{a.arg}={ast.unparse(d)}"
         for a, d in zip(optional, defaults, strict=True)
-        if a.arg != "image"  # set by the data, not by the user
+        if a.arg not in ("image", "vocabulary_size", "max_length")  # set by the data, not by the user
     )

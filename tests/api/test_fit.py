@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -269,6 +270,7 @@ def test_mistakes_are_the_command_lines_own(tmp_path):
     summary = hvd_train.fit(settings, model=built("pytorch"), data=DATA)
     with pytest.raises(AttributeError, match="the summary has framework, .*; not 'val_f1'"):
         _ = summary.val_f1
+    assert pickle.loads(pickle.dumps(summary)) == summary  # as launch brings it back
     with pytest.raises((CheckpointError, ConfigError), match="--overwrite"):
         hvd_train.fit(settings, model=built("pytorch"), data=DATA)
 

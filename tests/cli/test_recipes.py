@@ -1,9 +1,14 @@
-"""Recipes: ``hvd-train init`` writes their files, which train as the page shows, on two ranks."""
+"""Recipes: ``hvd-train init`` writes their files, which train as the page shows, on two ranks in both frameworks."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -16,8 +21,15 @@ from tests.cli.test_guide import LINK, as_typed, parse
 
 TEXT_LINES = 30
 FOLDER = guide.PAGES / "recipes"
-# What the page's commands come to, at least: a metric of the last line, or a number of the script's last line.
+CONFIGURED = [name for name in guide.RECIPES if "job.yaml" in init.contents(name)[0]]
+TORCH_ALONE = {"from-lightning"}
+# What each training of the page comes to, at least: a number of its last line.
 REACHED = {
+    "forecasting": (r"r2 ([\d.]+)", 0.45),
+    "text-classification": (r"accuracy ([\d.]+)", 0.85),
+    "trackers": (r"accuracy ([\d.]+)", 0.8),
+    "notebook": (r"0\.01: ([\d.]+)", 0.85),
+    "from-lightning": (r"accuracy ([\d.]+)", 0.85),
     "gan": (r"generator ([\d.]+)", 0.3),
     "reinforcement-learning": (r"stands for (\d+) of 200", 50),
     "from-accelerate": (r"accuracy ([\d.]+)", 0.85),
@@ -31,6 +43,8 @@ def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("recipes")
     for name in guide.RECIPES:
         init.write(top / name, init.contents(name)[0])
+        for script in (top / name).glob("make_*.py"):
+            subprocess.run([sys.executable, script.name], cwd=script.parent, check=True, timeout=60)
     return top
 
 
@@ -75,6 +89,58 @@ def test_the_command(tmp_path, monkeypatch):
     assert (tmp_path / "gan" / "gan.py").exists()
 
 
+ALL = """
+import importlib.util, os, sys
+from pathlib import Path
+
+import hvd_train
+from hvd_train.config import load_config
+
+top, framework, *names = sys.argv[1:]
+for name in names:
+    os.chdir(os.path.join(top, name))
+    for path in sorted(Path().glob("*.yaml")):  # job.yaml comes after before.yaml, whose weights it takes
+        model = load_config(path).model.name.replace(":pytorch", f":{framework}")
+        sets = ["max_epochs=1", f"framework={framework}", f"model.name={model}"]
+        if importlib.util.find_spec("mlflow") is None and "mlflow" in path.read_text():
+            sets.append("loggers=[csv]")
+        hvd_train.fit(load_config(path, sets))
+"""
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_all_configurations_train_in_one_world(folders, tmp_path, framework):
+    names = [name for name in CONFIGURED if framework == "pytorch" or name not in TORCH_ALONE]
+    shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "all.py").write_text(ALL)
+    as_typed(["mpirun", "-np", "2", "python", "all.py", str(tmp_path), framework, *names], tmp_path)
+    for name in names:
+        folder = tmp_path / name
+        for path in folder.glob("*.yaml"):
+            summary = json.loads((folder / load_config(path).run_dir / "summary.json").read_text())
+            assert summary["world_size"] == 2 and summary["epochs"] == 1 and summary["framework"] == framework
+
+
+CELLS = """
+import __main__, re, sys
+
+SHORT = {"epochs=5": "epochs=1", "(0.001, 0.01)": "(0.01,)", '"pytorch"  # or': f'"{sys.argv[1]}"  # or'}
+for number, cell in enumerate(re.split("^# %%", open("cells.py").read(), flags=re.M)):
+    for shown, short in SHORT.items():
+        cell = cell.replace(shown, short)
+    exec(compile(f"#{cell}", f"cell {number}", "exec"), vars(__main__))
+"""
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_cells_of_a_notebook(folders, framework):
+    """No file holds the functions, as in a notebook."""
+    printed = as_typed(["python", "-c", CELLS, framework], folders / "notebook")
+    assert re.search(r"^\{0\.01: 0\.\d+\}$", printed, re.MULTILINE)
+    summary = json.loads((folders / "notebook" / "runs" / "0.01" / "summary.json").read_text())
+    assert summary["framework"] == framework and summary["world_size"] == 2 and summary["epochs"] == 1
+
+
 SCRIPTS = """
 import os, runpy, sys
 
@@ -101,12 +167,27 @@ def test_the_script_of_keras(folders):
     assert re.search(r"^accuracy 0\.\d+$", printed, re.MULTILINE)
 
 
-@pytest.mark.long("each script runs for a short while in every run")
-@pytest.mark.parametrize("name", guide.RECIPES)
-def test_a_recipe_as_shown(tmp_path, name):
-    """Type all commands of the page; the script comes to what it should."""
+def trainings():
+    """Yield (recipe, framework); None: the page's files as they are."""
+    for name in guide.RECIPES:
+        both = "or tensorflow" in guide.page(name)
+        yield from ((name, framework) for framework in (("pytorch", "tensorflow") if both else (None,)))
+
+
+@pytest.mark.long("each recipe trains for an epoch in every run")
+@pytest.mark.parametrize(("name", "framework"), trainings())
+def test_a_recipe_as_shown(tmp_path, name, framework):
+    """Type all commands of the page; each training comes to what it should."""
+    if name == "trackers" and not all(importlib.util.find_spec(package) for package in ("mlflow", "wandb")):
+        pytest.skip("MLflow or Weights & Biases is not installed")
+    _, lines = init.contents(name)
     as_typed(["hvd-train", "init", name, "here"], tmp_path)
-    for line in init.contents(name)[1]:
-        printed = as_typed(shlex.split(line), tmp_path / "here")
+    folder, results = tmp_path / "here", []
+    for path in folder.iterdir() if framework else ():
+        shown = re.sub(r"pytorch(\"?) ( *# or tensorflow)", rf"{framework}\1 \2", path.read_text())
+        path.write_text(shown.replace(":pytorch", f":{framework}"))
     pattern, least = REACHED[name]
-    assert float(re.findall(pattern, printed)[-1]) >= least
+    for line in lines:
+        printed = "" if line.startswith("pip") else as_typed(shlex.split(line), folder)
+        results += [float(number) for number in re.findall(pattern, printed)[-1:]]
+    assert results[-1] >= least, results

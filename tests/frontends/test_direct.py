@@ -15,6 +15,8 @@ T, WORDS = 7, 13
 BERT = {"input_shape": {"tokens": (T,), "segments": (T,)}, "num_classes": {"words": WORDS, "next": 2}}
 SMALL = BERT | {"width": 8, "depth": 2, "heads": 2, "dropout": 0.0}
 IMAGES = {"hidden": [6], "code": 3}
+VARYING = {"input_shape": {"tokens": (None,), "mask": (None,)}, "num_classes": 3, "vocabulary_size": WORDS}
+CLASSIFIER = VARYING | {"max_length": 11, "width": 8, "depth": 2, "heads": 2, "dropout": 0.0}
 
 
 def channels_first(x):
@@ -107,7 +109,15 @@ def pairs(padding: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "segments": np.broadcast_to(np.arange(T) > T // 2, (rows, T)).astype(np.int64)}
 
 
+def texts(longest: int = 6) -> dict[str, np.ndarray]:
+    """Texts of 1, 3 and 6 tokens, padded to the longest."""
+    mask = np.arange(longest) < np.array([[1], [3], [6]])
+    return {"tokens": np.random.default_rng(0).integers(0, WORDS, mask.shape) * mask, "mask": mask}
+
+
 CASES = {
+    "text_classifier": ("text_classifier", CLASSIFIER, texts()),
+    "text_classifier without blocks": ("text_classifier", CLASSIFIER | {"depth": 0}, texts()),
     "bert": ("bert", SMALL, pairs()),
     "bert padded": ("bert", SMALL, pairs(2)),
     "autoencoder": (
@@ -157,6 +167,26 @@ def test_bert_looks_both_ways_but_never_at_padding(framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_padding_never_counts_in_a_text(framework, depth):
+    """Nor does the length to which a batch is padded; a text that is longer than another one counts whole."""
+    model = Direct(framework, "text_classifier", **CLASSIFIER | {"depth": depth})
+    expected = model.outputs(texts())[""]
+    longer = texts(9)
+    longer["tokens"] = np.where(longer["mask"], np.pad(texts()["tokens"], ((0, 0), (0, 3))), 5)
+    np.testing.assert_allclose(model.outputs(longer)[""], expected, rtol=0, atol=1e-15)
+    changed = texts()
+    changed["tokens"][:, 2] = (changed["tokens"][:, 2] + 1) % WORDS  # padding in the first text alone
+    moved = np.abs(model.outputs(changed)[""] - expected).max(axis=1)
+    assert moved[0] == 0 and (moved[1:] > 1e-9).all()
+    swapped = texts()
+    swapped["tokens"][2] = swapped["tokens"][2, ::-1]
+    assert (np.abs(model.outputs(swapped)[""] - expected).max() > 1e-9) == (depth > 0)
+    empty = {name: np.zeros_like(x) for name, x in texts().items()}
+    assert np.isfinite(model.outputs(empty)[""]).all()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_size_of_bert(framework):
     module(framework)
     words = 100
@@ -170,7 +200,7 @@ def test_the_size_of_bert(framework):
     assert (sum(sizes), len(sizes)) == (embeddings + norm + blocks + heads, 3 + 2 + 8 * 12 + 9)
 
 
-@pytest.mark.parametrize("case", ["bert", "autoencoder"])
+@pytest.mark.parametrize("case", ["bert", "autoencoder", "text_classifier"])
 def test_keras_saves_and_loads_them(case):
     name, options, inputs = CASES[case]
     model = Direct("tensorflow", name, **options)
@@ -194,3 +224,17 @@ def test_bert_tells_what_it_needs(zoo):
     ):
         with pytest.raises(ValueError, match=what):
             build(**(SMALL | wrong))
+
+
+@pytest.mark.parametrize("zoo", ["pt_models", "tf_models"])
+def test_the_text_classifier_tells_what_it_needs(zoo):
+    module("pytorch" if zoo == "pt_models" else "tensorflow")
+    build = import_module(f"{zoo}.text_classifier").build
+    for wrong, what in (
+        ({"input_shape": (7,)}, r"inputs tokens and mask \(data.lengths\), not \(7,\)"),
+        ({"vocabulary_size": 0}, "set model.vocabulary_size"),
+        ({"num_classes": None}, "one label of classes, not None"),
+        ({"heads": 3}, "width 8 is no multiple of heads 3"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            build(**(CLASSIFIER | wrong))

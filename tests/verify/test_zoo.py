@@ -26,6 +26,11 @@ ZOO = {
     "pyramidnet": ({"width": 3, "blocks": [2, 1, 1], "alpha": 7}, DIGITS | {"image_size": 12}, NORM),
     "autoencoder": ({}, DIGITS | {"target": "inputs"}, {"task": {"loss": "mse", "metrics": ["mae"]}}),
     "gpt": ({"width": 16, "depth": 2, "heads": 2}, TEXT | {"name": "text", "sequence_length": 16}, {}),
+    "text_classifier": (
+        {"width": 16, "depth": 2, "heads": 2, "dropout": 0.0, "vocabulary_size": 256},
+        {"name": "tests.verify.test_zoo:paragraphs", "lengths": {"max_length": 60, "truncate": True, "block": 42}},
+        {"optim": {"name": "adamw", "eps": 1e-6}},
+    ),
     "bert": (
         {"width": 16, "depth": 2, "heads": 2, "dropout": 0.0},
         TEXT | {"name": "masked_text", "sequence_length": 24, "vocabulary_size": 300},
@@ -54,6 +59,13 @@ def check(name, model, data, keys, capfd, verdicts=3):
 @pytest.mark.parametrize("name", ZOO)
 def test_verify_passes(name, capfd):
     check(name, *ZOO[name], capfd)
+
+
+def paragraphs():
+    """The bytes of the paragraphs of a licence, and whether they name it."""
+    texts = [text for text in (ROOT / "LICENSE").read_bytes().split(b"\n\n") if text.strip()]
+    part = {"tokens": [np.frombuffer(x, np.uint8).astype(np.int32) for x in texts]}, [b"License" in x for x in texts]
+    return part, part
 
 
 # ---- tasks; these functions are the same in both frameworks

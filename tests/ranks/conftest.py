@@ -14,7 +14,7 @@ import pytest
 
 from hvd_train.launch.start import command, environment
 from tests.ranks.cases import cases
-from tests.ranks.job import SETTLE, SHARED, Job, cores_of_rank_0, settings, summary
+from tests.ranks.job import SHARED, Job, cores_of_rank_0, settings, summary
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900  # of a whole world: some 50 cases, each of which has its own limit in the worker
@@ -66,7 +66,7 @@ def worlds(tmp_path_factory, request):
 def nothing_in_shared_memory():
     """F40: of the ranks that were killed here."""
     yield
-    stop = time.monotonic() + SETTLE
+    stop = time.monotonic() + SECONDS
     while (left := [path for path in SHARED if Path(path).exists()]) and time.monotonic() < stop:
         time.sleep(0.1)
     assert not left

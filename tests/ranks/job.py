@@ -16,13 +16,12 @@ import psutil
 import pytest
 
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TINY = ROOT / "scripts" / "configs" / "tiny.yaml"
 FRAMEWORKS = ["pytorch", "tensorflow"]
-SECONDS = 240
-SETTLE = 10.0  # for a killed launcher's processes to go
 # name: (the words before "hvd-train fit", the words after it)
 LAUNCHERS = {
     "-np": ([], ["-np", "2"]),
@@ -95,6 +94,19 @@ class Job:
                     SHARED.update(line.split()[-1] for line in maps if "/dev/shm/" in line and "(deleted)" not in line)
         return [found[rank] for rank in sorted(found)]
 
+    def stopped(self, rank: int) -> psutil.Process:
+        """Wait until this rank stands by the fault ``stop``, and return its process."""
+        found: list[psutil.Process] = []
+
+        def stands() -> bool:
+            found[:] = self.ranks()
+            with suppress(IndexError, psutil.Error):
+                return found[rank].status() == psutil.STATUS_STOPPED
+            return False
+
+        self.wait_for(stands)
+        return found[rank]
+
     def end(self) -> tuple[int, str, str]:
         try:
             out, err = self.started.communicate(timeout=SECONDS)
@@ -103,7 +115,7 @@ class Job:
                 process.kill()
             out, err = self.started.communicate()
             pytest.fail(f"no end after {SECONDS} s:\n{out}\n{err}")
-        stop = time.monotonic() + SETTLE
+        stop = time.monotonic() + SECONDS
         while self.processes() and time.monotonic() < stop:
             time.sleep(0.1)
         left = self.processes()
@@ -123,9 +135,18 @@ class Job:
             time.sleep(0.02)
 
 
-EPOCHS = 25  # of 29 steps: a kill or a signal after 100 of them comes before the end
+EPOCHS = 25  # of 29 steps
+# Nothing of a run of so many epochs ends before rank 1 was killed, however late that is.
+HELD = "step:1:600:stop"
 LONG = ["optim.lr=0.01", f"max_epochs={EPOCHS}", "checkpoint.save_top_k=0"]
 OFTEN = "checkpoint.every_n_steps=10"
+
+
+def pending(process: psutil.Process, number: int) -> bool:
+    """Return whether a process that is stopped has got a signal."""
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    (mask,) = re.findall(r"^ShdPnd:\s+(\w+)$", text, re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def summary(folder: Path) -> dict:

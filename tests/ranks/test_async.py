@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, FRAMEWORKS, ROOT, SECONDS, Job, lines_of, settings, summary
+from tests.ranks.job import BIN, FRAMEWORKS, ROOT, SECONDS, Job, settings, summary
 
 MODE, EPOCHS, STEPS, SAMPLES = "exchange.mode=async", 25, 29, 1438
 LONG = [MODE, "optim.lr=0.05", f"max_epochs={EPOCHS}", "checkpoint.save_top_k=0"]
@@ -28,8 +28,8 @@ def ended(folder, epochs=EPOCHS):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_windows_of_mpi(size):
-    line = [BIN / "mpirun", "--oversubscribe", "-np", size, sys.executable, "-m", "tests.ranks.windows"]
+def test_windows_of_mpi(tmp_path, size):
+    line = [BIN / "mpirun", "--oversubscribe", "-np", size, sys.executable, "-m", "tests.ranks.windows", tmp_path]
     found = subprocess.run(
         [*map(str, line)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
     )
@@ -40,9 +40,11 @@ def test_windows_of_mpi(size):
 def test_a_signal_saves_and_the_run_goes_on(tmp_path, framework):
     """On the rank that is slow: all meet where the parts that were taken end."""
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
-    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="step:1:40:delay")
-    job.wait_for(lambda: lines_of(cut) >= 60)
-    job.ranks()[1].send_signal(signal.SIGTERM)
+    # It takes two parts of an epoch at least, so that it stands before the last one, and holds up its epoch.
+    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="step:1:20:delay,step:1:30:stop")
+    slow = job.stopped(1)
+    slow.send_signal(signal.SIGTERM)
+    slow.send_signal(signal.SIGCONT)
     code, out, err = job.end()
     assert code == 75 and out.count("stopped by SIG") == 1 and "Traceback" not in err, err
     saved = int(sorted((cut / "checkpoints").glob("step-*"))[-1].name[5:])
@@ -56,9 +58,9 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path, framework):
 def test_a_rank_that_is_killed_is_told_and_the_run_goes_on(tmp_path, framework):
     """Once by a restart, and then on other ranks."""
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG, "checkpoint.every_n_steps=10"]
-    job = Job("-np", tmp_path, *settings(cut, *sets))
-    job.wait_for(lambda: lines_of(cut) >= 60)
-    job.ranks()[1].send_signal(signal.SIGKILL)
+    # 10 steps of 2 ranks have 20 parts, of which it takes 2 to 19: it stands after the third save, before the end.
+    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT="step:1:60:stop")
+    job.stopped(1).send_signal(signal.SIGKILL)
     code, _, err = job.end()
     assert code == 5 and err.startswith("error: rank 1 was ended by SIGKILL; in ") and err.count("\n") == 1, err
     line = ["-np", "3"] if framework == "pytorch" else []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import SECONDS
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-SECONDS = 240
-# A step each meeting, so that few steps are enough; and a machine that seems quiet, whatever runs beside the tests.
 MODEL = """
 import os
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 
 BIN = Path(sys.executable).parent
-SECONDS = 120
 DATA = """
 import os
 import time

@@ -14,12 +14,14 @@ import psutil
 import pytest
 
 from hvd_train.launch import stub
+from tests.ranks.held import VARIABLE
 from tests.ranks.job import (
     BIN,
     EPOCHS,
     FRAMEWORKS,
     LONG,
     OFTEN,
+    ROOT,
     SECONDS,
     TINY,
     Job,
@@ -83,12 +85,12 @@ def test_resumed_on_another_number_of_ranks_and_in_the_other_framework(tmp_path)
 # ---- faults on purpose, and ranks that stop (F04, F07, F08, F14)
 
 FAULTS = [
-    ("-np", "pytorch", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
-    ("-np horovodrun", "tensorflow", "step:0:60:hang", "rank 0 has not moved for 3 s (in _hang, "),
+    ("-np", "pytorch", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 4 s; in training, step 60"),
+    ("-np horovodrun", "tensorflow", "step:0:60:hang", "rank 0 has not moved for 4 s (in _hang, "),
 ]
 FAULTS_LONG = [
     ("-np horovodrun", "pytorch", "rename:0:2:kill", "rank 0 was ended by SIGKILL; in "),
-    ("-np", "tensorflow", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+    ("-np", "tensorflow", "step:1:60:stop", "rank 1 is stopped (SIGSTOP), for more than 4 s; in training, step 60"),
     ("-np", "pytorch", "manifest:0:2:kill", "rank 0 was ended by SIGKILL; in "),
     ("-np", "tensorflow", "commit:0:2:kill", "rank 0 was ended by SIGKILL; in "),
     ("-np", "pytorch", "step:1:60:leave", "rank 1 left before the end of the training"),
@@ -105,7 +107,7 @@ def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypat
     """F02, F04, F08, F14, F17."""
     sets = [f"framework={framework}", *LONG]
     monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
-    more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=3"]
+    more = ["--max-restarts", "1", "--set", OFTEN, "--set", "watchdog_s=4"]
     code, out, err = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more).end()
     assert code == 0, err
     assert (f"restart 1 of 1: {words}" in err) if words else "restart" not in err, err
@@ -115,16 +117,16 @@ def test_a_fault_starts_all_again_to_the_same_bits(tmp_path, expected, monkeypat
 
 ALONE = [
     ("mpirun", "pytorch", "step:1:60:stop",
-     "error[rank 1]: is stopped (SIGSTOP), for more than 3 s; in training, step 60"),
+     "error[rank 1]: is stopped (SIGSTOP), for more than 4 s; in training, step 60"),
     pytest.param("horovodrun --gloo", "tensorflow", "step:1:60:hang",
-                 "error[rank 1]: has not moved for 3 s (in _hang, ", marks=OTHER),
+                 "error[rank 1]: has not moved for 4 s (in _hang, ", marks=OTHER),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("launcher", "framework", "fault", "words"), ALONE)
 def test_f14_ranks_watch_one_another_where_nobody_else_does(tmp_path, monkeypatch, launcher, framework, fault, words):
     monkeypatch.setenv("HVD_TRAIN_FAULT", fault)
-    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, "watchdog_s=3")
+    sets = settings(tmp_path / "run", f"framework={framework}", *LONG, "watchdog_s=4")
     code, out, err = Job(launcher, tmp_path, *sets).end()
     assert code == 5 and words in out + err, out + err
 
@@ -153,13 +155,13 @@ def test_a_slow_rank_is_named_and_the_job_finishes(tmp_path, monkeypatch, launch
 def test_a_save_that_hangs_ends_the_job(tmp_path, monkeypatch, launcher, framework):
     """The second one, at its first file; the third one waits for it."""
     monkeypatch.setenv("HVD_TRAIN_FAULT", "write:0:3:hang")
-    rule = ["checkpoint.every_n_steps=20", "checkpoint.every_n_epochs=0", "watchdog_s=2"]
+    rule = ["checkpoint.every_n_steps=20", "checkpoint.every_n_epochs=0", "watchdog_s=3"]
     sets = settings(tmp_path / "run", f"framework={framework}", *LONG, *rule)
     code, out, err = Job(launcher, tmp_path, *sets).end()
     told = re.findall(r"error\[rank 0\]: (.*)", out + err)
     where = re.escape(str(tmp_path / "run" / "checkpoints" / "step-00000040"))
     assert code == 4 and len(told) == 1, out + err
-    assert re.match(f"the checkpoint cannot be written: nothing has moved for 2 s; {where}; look for a disk", told[0])
+    assert re.match(f"the checkpoint cannot be written: nothing has moved for 3 s; {where}; look for a disk", told[0])
     assert "step-00000020" in os.listdir(tmp_path / "run" / "checkpoints")
 
 
@@ -172,7 +174,9 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
     """Rank 1 stands in the first start until the spares are ready; then it is killed, and then what stands for it. What
     is repeated is what came after the newest snapshot, which lies in memory; before the end none lies on the disk."""
     own = ["optim.lr=0.01", "max_epochs=6", "checkpoint.every_n_epochs=0"]
-    sets = [f"framework={framework}", *own]
+    sets = [f"framework={framework}", *own, "hooks=['tests.ranks.held:Held']", f"code_dir={ROOT}"]
+    may_go_on = tmp_path / "may-go-on"
+    monkeypatch.setenv(VARIABLE, str(may_go_on))
     monkeypatch.setenv("HVD_TRAIN_FAULT", "step:1:31:stop")
     more = ["--max-restarts", "2", "--spares", "2", "--set", "checkpoint.snapshot_every_n_steps=5"]
     job = Job(launcher, tmp_path, *settings(tmp_path / "run", *sets), *more)
@@ -187,10 +191,10 @@ def test_spares_take_the_places_of_ranks_to_the_same_bits(tmp_path, expected, mo
     job.wait_for(lambda: find("hvd_train.cli.spare"))
     ((spare, line),) = find("hvd_train.cli.spare")
     job.wait_for(lambda: f"@{line[3]}" in Path("/proc/net/unix").read_text())
-    job.wait_for(lambda: job.ranks()[1].status() == psutil.STATUS_STOPPED)
-    job.ranks()[1].kill()
+    job.stopped(1).kill()
     job.wait_for(lambda: len(spare.children()) == 2)
     next(process for process, line in find(stub.__file__) if line[2] == "-S").kill()
+    may_go_on.touch()
     code, out, err = job.end()
     assert code == 0 and err.count("restart ") == 2 and "in training, step 31" in err, err
     assert out.count("resumed at step 25:") + out.count("resumed at step 30:") >= 1, out

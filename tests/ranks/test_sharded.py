@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
+from tests.ranks.job import BIN, HELD, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
 
 SAME = pytest.mark.long("as in PyTorch; only the copies of weights differ")
 KEYS = ["precision=64", "threads=1", "tensorboard=false", "optim.name=adam", "optim.momentum=0", "optim.lr=0.01"]
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_while_ranks_share_memory(tmp_path, framework):
     """It is named, and the run goes on from its checkpoint to the bits of one that nobody killed."""
     sets = ["optim.sharded=true", f"framework={framework}", *LONG, OFTEN]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    job = Job("-np", tmp_path, *settings(cut, *sets))
+    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT=HELD)
     job.wait_for(lambda: lines_of(cut) >= 105)
     ranks = job.ranks()
     assert ["hvd-train-host" in Path(f"/proc/{one.pid}/maps").read_text() for one in ranks] == [True, True]

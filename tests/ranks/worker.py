@@ -41,10 +41,9 @@ from hvd_train.protocol import Packing, Placement, TensorSpec
 from hvd_train.rank.session import Session
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import join_shards, read, training_state
+from tests.limits import SECONDS
 from tests.numpy_frontend import NumpyOps, run_ranks
 from tests.seconds import counted
-
-SECONDS = 120  # of one case
 
 
 def job_of(case, module, communicator):

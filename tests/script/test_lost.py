@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 from tests.ranks.conftest import world_command
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LIMIT = 3
-SECONDS = 90
-# What rank 0 and rank 1 wait for when they come apart.
+LIMIT, WATCHDOG = 4, 4  # seconds for ranks that have come apart, above what a busy machine may keep one back
 WAITED = {"torch": (r"ht\.sum", "bucket"), "keras": ("fit_evaluate_predict", r"(meeting|\.counts)")}
 LEFT = "error[rank 0]: rank 1 came to the end of the script, and this rank waits for it; end the loop at the same step"
 OTHER = pytest.mark.long("under the other launcher, or in another framework, it runs in every run")
@@ -48,7 +47,8 @@ def ended(launcher, api, kind, env):
 
 @pytest.mark.parametrize(("api", "kind", "launcher"), CASES)
 def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, launcher):
-    run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
+    limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)} if kind == "apart" else {}
+    run = ended(launcher, api, kind, limit)
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
     lines = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     if kind == "leaves":
@@ -72,7 +72,7 @@ def test_whatever_a_script_catches_it_ends_with_code_5(tmp_path, api, kind, laun
 )
 def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, launcher):
     """Other shapes; and, within a tf.function, other weights."""
-    run = ended(launcher, api, kind, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT)})
+    run = ended(launcher, api, kind, {})
     lines = re.findall(r"error\[rank .*", run.stdout + run.stderr)
     assert run.returncode == 5 and "trained" not in run.stdout, run.stdout[-2000:] + run.stderr[-3000:]
     assert len(lines) == 1 and "Traceback" not in run.stderr, run.stdout + run.stderr
@@ -93,16 +93,16 @@ def test_ranks_that_hand_over_other_things_end_with_code_5(tmp_path, api, kind, 
 )
 def test_f14_a_rank_that_loops_is_named_with_its_stack(api, kind, launcher):
     """In the script itself, in a callback, and in what loads batches, which TensorFlow asks from within a step."""
-    run = ended(launcher, api, kind, {"HVD_TRAIN_WATCHDOG_S": "3"})
+    run = ended(launcher, api, kind, {"HVD_TRAIN_WATCHDOG_S": str(WATCHDOG)})
     out = run.stdout + run.stderr
     assert run.returncode == 5, out[-5000:]
     place = r"\(in wedged, \S+lost_rank\.py:\d+\); if"
-    assert re.search(rf"error\[rank 1\]: has kept the others waiting for 3 s {place}", out), out[-5000:]
+    assert re.search(rf"error\[rank 1\]: has kept the others waiting for {WATCHDOG} s {place}", out), out[-5000:]
     assert 'lost_rank.py", line' in out and out.count("error[rank") == 1, out[-5000:]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=OTHER)])
 def test_f14_a_rank_that_is_stopped_is_named(launcher):
-    run = ended(launcher, "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "2"})
+    run = ended(launcher, "torch", "stops", {"HVD_TRAIN_WATCHDOG_S": "3"})
     assert run.returncode == 5, run.stdout[-2000:] + run.stderr[-3000:]
-    assert "error[rank 1]: is stopped (SIGSTOP), for more than 2 s\n" in run.stdout + run.stderr
+    assert "error[rank 1]: is stopped (SIGSTOP), for more than 3 s\n" in run.stdout + run.stderr

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hvd_train.launch.start import environment
-from tests.ranks.job import BIN, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
+from tests.ranks.job import BIN, HELD, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
 
 FRAMEWORKS = ["pytorch", "tensorflow"]
 KEYS = ["precision=64", "threads=1", "tensorboard=false", "global_batch_size=47", "sync_batchnorm=true"]
@@ -97,7 +97,7 @@ def test_a_stage_that_is_killed(tmp_path, framework):
     """It is named, and the run goes on from its checkpoint to the bits of one that nobody killed."""
     sets = ["parallel={pipeline: 2, split: [1, 1]}", f"framework={framework}", *LONG, OFTEN]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    job = Job("-np", tmp_path, *settings(cut, *sets))
+    job = Job("-np", tmp_path, *settings(cut, *sets), HVD_TRAIN_FAULT=HELD)
     job.wait_for(lambda: lines_of(cut) >= 105)
     job.ranks()[1].kill()
     code, _, err = job.end()

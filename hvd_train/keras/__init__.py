@@ -9,6 +9,19 @@
 Start it with ``horovodrun -np N python train.py`` or ``mpirun -np N python train.py``. Started alone it is what it was.
 """
 
-from hvd_train.keras.api import barrier, distribute, is_main, print, rank, reduce, shard, size, tqdm
+from hvd_train.keras.api import (
+    barrier,
+    distribute,
+    global_weights,
+    is_main,
+    print,
+    rank,
+    reduce,
+    shard,
+    size,
+    tqdm,
+)
 
-__all__ = ["barrier", "distribute", "is_main", "print", "rank", "reduce", "shard", "size", "tqdm"]
+__all__ = [
+    "barrier", "distribute", "global_weights", "is_main", "print", "rank", "reduce", "shard", "size", "tqdm",
+]  # fmt: skip

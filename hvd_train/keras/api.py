@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hvd_train.frameworks import KERNELS
@@ -18,9 +20,11 @@ os.environ.update(KERNELS | {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ)
 import keras
 
 from hvd_train.compression import make
+from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import collectively
 from hvd_train.errors import ConfigError
 from hvd_train.keras import loop, losses, verify_mode
+from hvd_train.keras.apart import check_apart
 from hvd_train.keras.backends import OnTensorFlow, OnTorch
 from hvd_train.keras.build import build_at_first, is_built
 from hvd_train.keras.elementwise import check_elementwise
@@ -43,6 +47,7 @@ def distribute(
     seed: int = 0,
     compression: str = "none",
     sharded: bool = False,
+    mode: str = ALLREDUCE,
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
@@ -60,9 +65,11 @@ def distribute(
     ``seed``: of the order of samples where ``fit`` shuffles. ``compression``: none, fp16, bf16, int8, int4, topk,
     threshold or powersgd, with the options of that name (``ratio=0.01``). ``sharded``: each rank keeps the optimizers'
     slots for its part of the weights, moves that part, and gets the others' (ZeRO, stage 1); for elementwise
-    optimizers, and with ``model.save`` on all ranks. Every ``agreement_every_n_steps`` (0: never), at an epoch's end
-    and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a CommunicationError
-    where they differ. Raises ConfigError on all ranks.
+    optimizers, and with ``model.save`` on all ranks. ``mode="outer"`` with ``outer_steps``, ``outer_lr``,
+    ``outer_momentum``: each rank steps by its local gradients, and an outer optimizer joins the weights after so many
+    steps and at an epoch's end, as for ``hvd-train fit``. Every ``agreement_every_n_steps`` (0: never), at an epoch's
+    end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
+    CommunicationError where they differ. Raises ConfigError on all ranks.
     """
     backend = _backend()
     communicator = open_session(backend.framework).communicator
@@ -70,7 +77,11 @@ def distribute(
     collectively(communicator, lambda: _check(model, given_optimizers, lr_scaling, compression))
     if sharded:
         collectively(communicator, lambda: check_elementwise([*given_optimizers, *optimizers_of(model)], WHERE))
-    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options))
+    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, mode=mode))
+    apart = mode != ALLREDUCE
+    if apart:
+        chosen = {id(x): x for x in (*given_optimizers, *optimizers_of(model))}
+        collectively(communicator, lambda: check_apart(list(chosen.values()), sharded, lr_scaling, WHERE))
     compressor = make(compression, communicator.size, communicator.rank, **exchange.options(compression))
     before = getattr(model, MARK, None)
     # ``compile`` makes a new loss tracker: by it a later call sees whether the model was compiled again.
@@ -83,11 +94,11 @@ def distribute(
         patches.put(x, MARK, patches)
     # Also in a world of one, whose epochs must have the same orders.
     loop.follow(optimizers)
-    if communicator.size == 1 and not recording():
+    if communicator.size == 1 and not recording() and not apart:
         return model
     arguments = {"shard": shard, "lr_scaling": lr_scaling, "seed": seed, "compression": compression, "sharded": sharded}
-    arguments |= {"agreement_every_n_steps": agreement_every_n_steps, **options}
-    start = Start(model, optimizers, communicator, backend, compressor, patches, _slow, arguments, WHERE)
+    arguments |= {"mode": mode, "agreement_every_n_steps": agreement_every_n_steps, **options}
+    start = Start(model, optimizers, communicator, backend, exchange, compressor, patches, _slow, arguments, WHERE)
     if is_built(model):
         start.begin()
     else:
@@ -95,6 +106,19 @@ def distribute(
         build_at_first(model, communicator, patches, start.begin)
     keep_memory()
     return model
+
+
+def global_weights(model: Any) -> AbstractContextManager[None]:
+    """Give the model the weights that the training stands for, within this context: ``with hk.global_weights(model):``.
+
+    With ``hk.distribute(..., mode="outer")`` they are those of the last join. With other models nothing changes.
+    Nothing travels, so some ranks may call it and others not. ``evaluate``, ``predict`` and ``save`` need it not.
+    """
+    apart = getattr(getattr(model, MARK, None), "apart", None)
+    if not apart:
+        return contextlib.nullcontext()
+    apart.warn_if_apart_so_far()
+    return apart.global_weights()
 
 
 def _backend() -> Any:

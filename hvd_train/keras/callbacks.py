@@ -46,6 +46,7 @@ class SyncCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, -1
         self._rank.pause()  # an evaluation lies between
+        self._rank.begin_epoch()
         if isinstance(self._parts, Epochs):
             self._parts.begin(epoch)
         self._number(epoch)

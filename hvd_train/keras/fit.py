@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from hvd_train.core.agreement import agree, collectively
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError
 from hvd_train.frontends.base import checksum
 from hvd_train.keras import losses, metrics
+from hvd_train.keras.apart import ModelApart
 from hvd_train.keras.callbacks import SyncCallback, callbacks_of, within_slot
 from hvd_train.keras.data.arrays import ArrayParts, split
 from hvd_train.keras.data.dataset import BatchOrderDigest
@@ -58,6 +60,7 @@ class DistributedFit:
         self.draws, self.state = Draws(world), ModelState(model, world, reduction.ops)
         self._probed = False  # whether the user's losses and metrics were classified
         self._steps, self._slow = 0, slow
+        self.apart: ModelApart | None = None  # where ranks train apart
         self.turns: Callable[[Any], Any] = lambda callbacks: callbacks  # in which savers act, with sharded optimizers
         self._check_weights = WeightCheck(world, every, self._checksums, self._settings, APART_FIX)
         # Only optimizer.apply in a loop of the script comes here: ``fit`` counts its steps by a callback.
@@ -173,7 +176,7 @@ class DistributedFit:
         """Return metrics of all samples on all ranks, at the end of an epoch or an evaluation."""
         scoring = self._scoring
         if not scoring:
-            self.state.average_statistics()
+            self.end_pass()
         whole = bool(scoring and not scoring.part)  # on each rank, which may draw other samples
         # All ranks scored the same samples: one of them counts, or sums would be N times too large.
         counts = self.world.rank == 0 if whole else not scoring or scoring.counts
@@ -182,7 +185,10 @@ class DistributedFit:
     def trained(self, steps: int, where: str) -> None:
         """Count ``steps`` more steps. Now and then the ranks compare their weights."""
         before, self._steps = self._steps, self._steps + steps
-        self._slow.stepped(steps)
+        if self.apart:
+            self.apart.stepped(steps)
+        else:
+            self._slow.stepped(steps)
         if self._check_weights.due(before, self._steps):
             self.compare(where)
         if record := recording():
@@ -192,7 +198,19 @@ class DistributedFit:
     def _looped(self, steps: int, where: str) -> None:
         """Count steps of a loop of the script."""
         self.trained(steps, where)
-        Reduction.moved[self.reduction.number] = self.state.average_statistics
+        Reduction.moved[self.reduction.number] = self.end_pass
+
+    def end_pass(self) -> None:
+        """Join what the ranks have gathered by themselves, where an epoch ends; on all ranks together."""
+        if self.apart:
+            self.apart.join()
+        else:
+            self.state.average_statistics()
+
+    def begin_epoch(self) -> None:
+        """Go on from the weights that the callbacks of the last epoch have left, the same on all ranks."""
+        if self.apart and not self.apart.update.diverged:
+            self.apart.begin_round()
 
     def compare(self, where: str) -> None:
         """Raise the same error on all ranks where their weights, learning rates or orders of samples differ."""
@@ -202,9 +220,10 @@ class DistributedFit:
 
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}
-        # Two layers may have one name, and so two weights one path.
-        for k, v in enumerate(self.model.trainable_variables):
-            sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
+        with self.apart.global_weights() if self.apart else nullcontext():
+            # Two layers may have one name, and so two weights one path.
+            for k, v in enumerate(self.model.trainable_variables):
+                sums[f"{v.path} (weight {k})" if v.path in sums else v.path] = checksum(keras.ops.convert_to_numpy(v))
         return sums
 
     def _settings(self) -> dict[str, str]:
@@ -222,7 +241,11 @@ class DistributedFit:
         """Begin the epochs."""
         if self._order_digest is not None:
             self._order_digest.begin()
+        if self.apart:
+            self.apart.begin_fit()
         self.state.take_from_rank_0()
+        if self.apart:
+            self.apart.restore()
 
     def stops(self, wish: bool) -> bool:
         """Return whether any rank wants to stop."""

@@ -10,8 +10,12 @@ from typing import Any
 
 import keras
 
+from hvd_train.compression.uncompressed import Uncompressed
+from hvd_train.config import ExchangeConfig
+from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import agree
 from hvd_train.keras import layers, losses, metrics, verify_mode
+from hvd_train.keras.apart import LocalReduction, ModelApart
 from hvd_train.keras.fit import DistributedFit
 from hvd_train.keras.gradients import Reduction, connect, count_samples
 from hvd_train.keras.patches import Patches, optimizers_of, with_rates
@@ -32,6 +36,7 @@ class Start:
     optimizers: list[Any]
     communicator: Communicator
     backend: Any
+    exchange: ExchangeConfig
     compressor: Compressor
     patches: Patches
     slow: Callable[[], SlowRankReport]
@@ -56,7 +61,10 @@ class Start:
             model.jit_compile = False
             if communicator.rank == 0:
                 warnings.warn("jit_compile is off: a compiled graph cannot hold a transfer between ranks", stacklevel=3)
-        reduction = Reduction(model.trainable_variables, self.compressor, communicator, self.backend)
+        apart = self.exchange.mode != ALLREDUCE
+        # Gradients that stay on their rank are not compressed.
+        kind, compressor = (LocalReduction, Uncompressed()) if apart else (Reduction, self.compressor)
+        reduction = kind(model.trainable_variables, compressor, communicator, self.backend)
         connect(optimizer, reduction, self.backend, patches)
         for other in others:
             connect(other, reduction, self.backend, patches, reduction.of_others(self.compressor, communicator))
@@ -70,6 +78,8 @@ class Start:
         state = fit.state
         state.share_layer_states(self.where)
         state.take_from_rank_0()
+        if apart:
+            self._train_apart(fit, reduction)
         if self.arguments["sharded"] and communicator.size > 1:
             state.sharded = [ShardedUpdate(x, communicator, self.backend, patches) for x in self.optimizers]
             fit.turns = SharedSaving(model, state.sharded, communicator, patches).turns
@@ -77,6 +87,14 @@ class Start:
             state.trace_again()
         if record := recording():
             verify_mode.add(model, record)
+
+    def _train_apart(self, fit: DistributedFit, reduction: Reduction) -> None:
+        communicator, (optimizer,) = self.communicator, self.optimizers
+        fit.apart = self.patches.apart = apart = ModelApart(
+            self.model, optimizer, self.exchange, communicator, self.backend, reduction, self.where
+        )
+        fit.turns = apart.turns
+        apart.patch(self.model, self.patches, communicator.rank)
 
 
 def _facts(model: Any, arguments: dict[str, Any]) -> dict[str, str]:

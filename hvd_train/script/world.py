@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, cast
 
 from hvd_train.config import ExchangeConfig, load_config
+from hvd_train.config.modes import ALLREDUCE, MODES
+from hvd_train.config.names import did_you_mean
 from hvd_train.errors import ConfigError, EndedRankError, LostRankError, TrainError
 from hvd_train.frontends.horovod import HorovodCommunicator
 from hvd_train.launch import peers
@@ -25,6 +27,9 @@ from hvd_train.protocol import Communicator, Handle, Tensor
 from hvd_train.rank.session import Session
 
 _sessions: list[Session] = []  # one at most
+COMPRESSOR_OPTIONS = ("ratio", "exact", "threshold", "rank")
+# The values of ``exchange.mode`` that a script may choose, and the keys of ``exchange`` that each takes.
+MODE_OPTIONS = {ALLREDUCE: (), "outer": ("outer_steps", "outer_lr", "outer_momentum", "outer_feedback")}
 
 
 def place() -> World:
@@ -84,16 +89,24 @@ def _close() -> None:
     communicator.close()
 
 
-def exchange_options(where: str, compression: str, options: dict[str, Any], overlap: bool | str = "auto") -> Any:
+def exchange_options(
+    where: str, compression: str, options: dict[str, Any], overlap: bool | str = "auto", mode: str = ALLREDUCE
+) -> Any:
     """Return the configuration's section ``exchange``, checked as the command line checks it."""
-    unknown = [name for name in options if name not in ("ratio", "exact", "threshold", "rank")]
+    if mode not in MODE_OPTIONS:
+        known = mode in MODES
+        what = f"mode={mode!r}: for hvd-train fit alone" if known else f"mode: {did_you_mean(mode, MODE_OPTIONS)}"
+        raise ConfigError(what, where=where, fix=f"a script takes mode={' or '.join(map(repr, MODE_OPTIONS))}")
+    unknown = [name for name in options if name not in (*COMPRESSOR_OPTIONS, *MODE_OPTIONS[mode])]
     if unknown or compression == "auto":
         fit_only = "compression='auto'" if not unknown else ", ".join(unknown)
         known = not unknown or all(name in ExchangeConfig.model_fields for name in unknown)
         what = f"{fit_only}: for hvd-train fit alone" if known else f"unknown option {fit_only}"
         fix = "of exchange, it takes compression with ratio, exact, threshold or rank, and overlap"
+        modes = [f"mode={one!r} with {', '.join(names)}" for one, names in MODE_OPTIONS.items() if names]
+        fix += f"; or {', '.join(modes)}"
         raise ConfigError(what, where=where, fix=fix)
-    values = {"compression": compression, "overlap": overlap, **options}
+    values = {"compression": compression, "overlap": overlap, "mode": mode, **options}
     try:
         # The command line's reader has the types, ranges and messages of these keys.
         return load_config(None, [f"exchange.{name}={json.dumps(value)}" for name, value in values.items()]).exchange

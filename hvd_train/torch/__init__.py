@@ -13,6 +13,7 @@ from hvd_train.torch.api import (
     barrier,
     device,
     distribute,
+    global_weights,
     is_main,
     no_sync,
     print,
@@ -25,6 +26,6 @@ from hvd_train.torch.api import (
 from hvd_train.torch.checkpoint import load, save
 
 __all__ = [
-    "barrier", "device", "distribute", "is_main", "load", "no_sync", "print", "rank", "save", "shard", "size", "sum",
-    "tqdm",
+    "barrier", "device", "distribute", "global_weights", "is_main", "load", "no_sync", "print", "rank", "save", "shard",
+    "size", "sum", "tqdm",
 ]  # fmt: skip

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from hvd_train.config.modes import ALLREDUCE
 from hvd_train.core.agreement import agree, collectively
 from hvd_train.data.order import mix
 from hvd_train.errors import ConfigError
@@ -22,10 +23,12 @@ from hvd_train.script.dataloader import passes, rng, shares
 from hvd_train.script.record import recording
 from hvd_train.script.world import exchange_options
 from hvd_train.torch import registry, verify_mode
-from hvd_train.torch.checkpoint import broadcast, unwrapped
+from hvd_train.torch.apart import ModelApart
+from hvd_train.torch.checkpoint import broadcast, lay_slots, unwrapped
 from hvd_train.torch.checks import (
     WHERE,
     check,
+    check_apart,
     check_elementwise,
     check_models,
     facts,
@@ -33,7 +36,7 @@ from hvd_train.torch.checks import (
     warn_of_hidden_layers,
     warn_of_plain_tensors,
 )
-from hvd_train.torch.reducer_plan import ReducerPlan
+from hvd_train.torch.reducer_plan import ReducerPlan, statistics_of
 from hvd_train.torch.sharded import ShardedStep
 from hvd_train.torch.step_hooks import after_step, before_step
 from hvd_train.torch.sums import add_up
@@ -99,6 +102,7 @@ def distribute(
     sync_batchnorm: bool = False,
     average: bool = True,
     sharded: bool = False,
+    mode: str = ALLREDUCE,
     agreement_every_n_steps: int = 100,
     **options: Any,
 ) -> Any:
@@ -122,6 +126,10 @@ def distribute(
     ``optimizer.step()``, and gets the others' (ZeRO, stage 1). For elementwise optimizers, which is tried; call
     ``state_dict`` and ``ht.save`` on all ranks then.
 
+    ``mode="outer"`` with ``outer_steps``, ``outer_lr``, ``outer_momentum``: each rank steps by its local gradients, and
+    an outer optimizer joins the weights after so many steps and at the end of each pass over a loader of ``shard``.
+    In the middle of a pass evaluate within ``ht.global_weights``.
+
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
     call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never), and with
     the last batch of each pass over a loader of ``shard``, the ranks compare their weights and learning rates, and end
@@ -137,22 +145,45 @@ def distribute(
         verify_mode.prepare_models(models, record)
     collectively(communicator, lambda: check(whole, optimizers))
     numbers = collectively(communicator, lambda: check_elementwise(optimizers)) if sharded else []
-    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap))
-    parameters = trainable(whole)
-    words = f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {agreement_every_n_steps} {options}"
-    _synchronize_start(whole, optimizers, words)
+    exchange = collectively(communicator, lambda: exchange_options(WHERE, compression, options, overlap, mode))
+    if mode != ALLREDUCE:
+        collectively(communicator, lambda: check_apart(models, optimizers, sync_batchnorm, average, sharded))
     every = agreement_every_n_steps
+    _synchronize_start(
+        whole, optimizers, f"{compression} {overlap} {sync_batchnorm} {average} {sharded} {mode} {every} {options}"
+    )
     plan = ReducerPlan(communicator, models, whole, compression, exchange, average, sync_batchnorm, every)
-    plan.start(parameters)
-    if communicator.size > 1:
-        _shard(optimizers, numbers)
-    if record:
-        verify_mode.add(whole, record)
+    _start(plan, optimizers, numbers)
+    return (model, *others) if others else model
+
+
+def _start(plan: ReducerPlan, optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Any]) -> None:
+    """Let the ranks train as ``plan`` says from now on. ``numbers``: of optimizers to be sharded."""
+    communicator, model = plan.communicator, plan.whole
+    if plan.exchange.mode == ALLREDUCE:
+        plan.start(trainable(model))
+        if communicator.size > 1:
+            _shard(optimizers, numbers)
+    else:
+        _train_apart(plan, optimizers[0])
+    if record := recording():
+        verify_mode.add(model, record)
     # Last: until here all ranks have drawn the same numbers, for data and first weights.
     rng.set_apart(communicator.rank)
     registry.optimizers.update(optimizers)
     keep_memory()
-    return (model, *others) if others else model
+
+
+def _train_apart(plan: ReducerPlan, optimizer: torch.optim.Optimizer) -> None:
+    """Let the ranks train apart from now on, and join where a pass over a loader ends."""
+    model, statistics, number = plan.whole, statistics_of(plan.whole, False), len(registry.distributed)
+    apart = ModelApart(model, statistics, optimizer, plan.exchange, plan.communicator, number=number, every=plan.every)
+    registry.apart[model] = registry.apart[optimizer] = apart
+    if (state := registry.read_before.pop(optimizer, None)) is not None:
+        optimizer.load_state_dict(state)  # with what this optimizer alone takes now
+        lay_slots(optimizer)
+    passes.at_end.append(apart.join)
+    plan.remember()
 
 
 def _divide(model: torch.nn.Module, others: Sequence[Any]) -> tuple[list[torch.nn.Module], Sequence[Any]]:
@@ -176,6 +207,19 @@ def _shard(optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Any]) 
     for optimizer, names in zip(optimizers, numbers, strict=False):
         if optimizer not in registry.sharded:
             registry.sharded[optimizer] = ShardedStep(optimizer, registry.communicator(), names)
+
+
+def global_weights(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Give the model the weights that the training stands for, within this context: ``with ht.global_weights(model):``.
+
+    With ``ht.distribute(..., mode="outer")`` they are those of the last join. With other models nothing changes.
+    Nothing travels, so some ranks may call it and others not.
+    """
+    apart = registry.apart.get(unwrapped(model))
+    if not apart:
+        return nullcontext()
+    apart.warn_if_apart_so_far()
+    return apart.global_weights()
 
 
 @contextmanager

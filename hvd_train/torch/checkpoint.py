@@ -16,18 +16,24 @@ from hvd_train.protocol import Communicator
 from hvd_train.script.dataloader import passes
 from hvd_train.script.record import recording
 from hvd_train.torch import registry, state_bytes
+from hvd_train.torch.apart import STATE
 
 
 def save(path: str | os.PathLike, **parts: Any) -> None:
     """Write one file, on rank 0: ``ht.save("last.ckpt", model=model, optimizer=optimizer, loader=loader, epoch=3)``.
 
     A part is anything with a ``state_dict``, a loader of ``ht.shard``, or numbers, strings and tensors. The file is a
-    safetensors file; it appears under its name when it is complete. Other ranks may call this or not; with a sharded
-    optimizer all of them must, as each has a part of its slots.
+    safetensors file; it appears under its name when it is complete. Other ranks may call this or not; with an optimizer
+    that is sharded, or whose ranks train apart, all of them must, as each has other slots.
     """
     if recording():
         return
-    slots = {name: registry.sharded[part].state_on_rank_0(part) for name, part in parts.items() if _is_sharded(part)}
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+    slots = {
+        name: divided.state_on_rank_0(part)
+        for name, part in optimizers.items()
+        if (divided := registry.sharded.get(part) or registry.apart.get(part))
+    }
     if registry.communicator().rank:
         return
     data = state_bytes.pack({name: _state_of(part) for name, part in parts.items() if name not in slots} | slots)
@@ -79,6 +85,8 @@ def load(path: str | os.PathLike, *, missing_ok: bool = False, **parts: Any) -> 
             raise CheckpointError(what, where=str(path), common=True) from error
         if isinstance(part, torch.optim.Optimizer):
             lay_slots(part)
+            if part not in registry.optimizers and STATE in state[name]:
+                registry.read_before[part] = state[name]
         if isinstance(part, torch.nn.Module):
             for reducer in {reducer for _, reducer in registry.distributed if reducer}:
                 # Running statistics travel as changes since the last pass: a load is none.
@@ -96,10 +104,6 @@ def _owner(part: Any) -> Any:
     if isinstance(part, passes.Sharded):
         return part.share
     return unwrapped(part) if isinstance(part, torch.nn.Module) else part
-
-
-def _is_sharded(part: Any) -> bool:
-    return isinstance(part, torch.optim.Optimizer) and part in registry.sharded
 
 
 def _state_of(part: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
+from hvd_train.script.record import recording
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.elementwise import numbers_of
@@ -91,6 +92,26 @@ def check_elementwise(optimizers: Sequence[torch.optim.Optimizer]) -> list[froze
         )
     known = registry.sharded
     return [frozenset() if optimizer in known else numbers_of(optimizer, WHERE) for optimizer in optimizers]
+
+
+def check_apart(
+    models: Sequence[Any], optimizers: Sequence[Any], sync_batchnorm: bool, average: bool, sharded: bool
+) -> None:
+    """Raise ConfigError where the ranks cannot train apart."""
+    where = f"{WHERE}(mode=...)"
+    if len(models) != 1 or len(optimizers) != 1:
+        refuse("ranks that train apart have one model and one optimizer", "call ht.distribute(model, optimizer)", where)
+    held = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
+    if not held <= {id(p) for p in models[0].parameters()}:
+        refuse("the optimizer trains another model as well", "make it of this model's parameters()", where)
+    refused = {"sync_batchnorm": sync_batchnorm, "average=False": not average, "sharded": sharded}
+    for what, is_set in refused.items():
+        if is_set:
+            refuse(f"{what} does not go with ranks that train apart", f"leave {what} out", where)
+    if recording():
+        refuse(
+            "verify compares N ranks with one, and ranks that train apart differ from it", "verify without it", where
+        )
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -38,8 +38,7 @@ class ReducerPlan:
     def start(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Reduce the gradients of ``parameters`` from now on; a process alone only remembers them."""
         if self.communicator.size == 1:
-            # Also what is frozen: steps of what is unfrozen later count as they do in a world.
-            self._register(dict(self.whole.named_parameters()), None)
+            self.remember()
             return
         if self.sync_batchnorm:
             device = next(iter(parameters.values())).device
@@ -50,6 +49,11 @@ class ReducerPlan:
         frozen = {name: p for name, p in self.whole.named_parameters() if not p.requires_grad and p.is_floating_point()}
         reducer.frozen = Frozen(frozen, reducer, self._unfreeze)
         self._register(parameters, reducer)
+
+    def remember(self) -> None:
+        """Only remember the parameters, whose gradients stay on their rank."""
+        # Also what is frozen: steps of what is unfrozen later count as they do in a world.
+        self._register(dict(self.whole.named_parameters()), None)
 
     def _unfreeze(self, parameters: dict[str, torch.nn.Parameter]) -> Reducer:
         collectively(self.communicator, lambda: check_parameters(parameters))

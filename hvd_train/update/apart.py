@@ -58,4 +58,5 @@ class Apart(Replicated, ABC):
         if placement is Placement.PER_RANK:
             self.optimizer.load(tree)
             self.frontend.load(tree)
+            self._local = {}
             self.diverged = bool(tree.keys() & weight_names(self.frontend))

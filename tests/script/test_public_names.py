@@ -8,9 +8,10 @@ TORCH = {
     "barrier": [],
     "device": [],
     "distribute": [
-        "model", "others", "compression", "overlap", "sync_batchnorm", "average", "sharded", "agreement_every_n_steps",
-        "options",
+        "model", "others", "compression", "overlap", "sync_batchnorm", "average", "sharded", "mode",
+        "agreement_every_n_steps", "options",
     ],
+    "global_weights": ["model"],
     "is_main": [],
     "load": ["path", "missing_ok", "parts"],
     "no_sync": ["model"],
@@ -25,9 +26,10 @@ TORCH = {
 KERAS = {
     "barrier": [],
     "distribute": [
-        "model", "given_optimizers", "shard", "lr_scaling", "seed", "compression", "sharded", "agreement_every_n_steps",
-        "options",
+        "model", "given_optimizers", "shard", "lr_scaling", "seed", "compression", "sharded", "mode",
+        "agreement_every_n_steps", "options",
     ],
+    "global_weights": ["model"],
     "is_main": [],
     "print": ["values", "options"],
     "rank": [],

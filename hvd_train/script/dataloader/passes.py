@@ -17,6 +17,7 @@ from hvd_train.script.main_rank import UnsharedSums
 watch: Callable[[Pass, Any, bool], Any] | None = None  # sees each batch, and gives what the script is to get
 leaving: Callable[[], None] | None = None  # called before the batch after an uneven one is taken
 unshared: UnsharedSums | None = None  # once there is a loader
+at_end: list[Callable[[], None]] = []  # called when a pass in which steps were made has come to its end, on all ranks
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()  # passes that gave a batch to train on, and have not ended
 _asked = 0
 
@@ -130,6 +131,9 @@ class Pass:
                 share.ended(self._batch + 1)
             elif not self._plan:
                 _ask()
+            if share.at_home:
+                for work in at_end:
+                    work()
             # An epoch ends: draws from here on are those of a run that resumes here.
             rng.start_epoch(mix(share.seed, share.epoch), shares.steps(), share.rank)
         elif share.shuffle and share.repeated() and share.rank == 0:

@@ -1,0 +1,172 @@
+"""A Keras model whose ranks train apart: ``hk.distribute(model, mode="outer")``.
+
+The ranks join after so many steps, at the end of each epoch of ``fit`` and of each pass over ``hk.shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+
+from hvd_train.config import ExchangeConfig
+from hvd_train.errors import ConfigError
+from hvd_train.keras.apart_backup import BackupBeside, with_backups
+from hvd_train.keras.gradients import WIRE, Reduction
+from hvd_train.keras.model_state import SEED, buffers_of, to_numpy
+from hvd_train.keras.patches import Patches
+from hvd_train.protocol import Communicator
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
+from hvd_train.script.record import recording
+
+SAVING = ("save", "save_weights", "export")
+
+
+class LocalReduction(Reduction):
+    """What stays on its rank: gradients, and losses that are sums or means by weights."""
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        for v in variables:
+            self._position(v)  # raises ConfigError for one that hk.distribute did not see
+        return self._backend.dense(list(gradients))
+
+    def whole(self, value: Any, weight: Any = None) -> Any:
+        return value
+
+
+class ModelApart(TrainedApart):
+    """A model and its optimizer. What evaluates, predicts and saves has the global weights."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        options: ExchangeConfig,
+        communicator: Communicator,
+        backend: Any,
+        reduction: Reduction,
+        where: str,
+    ) -> None:
+        self._optimizer, self._reduction = optimizer, reduction
+        wrong = [v for v in model.trainable_variables if keras.backend.standardize_dtype(v.dtype) not in WIRE]
+        if wrong:
+            what = f"{wrong[0].path}: {wrong[0].dtype} cannot travel"
+            raise ConfigError(what, where=where, fix="keep weights in float32, as mixed_bfloat16 does", common=True)
+        # By number: Keras names the layers of a model by how many this process has made before.
+        variables = [
+            Variable(f"{k}.{v.name}", partial(_tensor, v), v.assign) for k, v in enumerate(model.trainable_variables)
+        ]
+        packing = backend.packing(communicator)
+        weights = ScriptWeights(variables, backend.ops, packing, named(communicator, reduction.number))
+        statistics = [
+            Variable(str(k), partial(_copy, backend.ops, v), partial(_assign, backend.ops, v))
+            for k, v in enumerate(_statistics(model))
+        ]
+        super().__init__(weights, statistics, options, communicator, where)
+        self._accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
+        self._updates = self._made()
+        self._backups: list[BackupBeside] = []
+
+    def stepped(self, steps: int = 1) -> None:
+        """Count batches that were trained on. A step is an update of the weights, which may take several."""
+        if self._accumulates:
+            before, self._updates = self._updates, self._made()
+            steps = self._updates - before
+        super().stepped(steps)
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._updates = self._made()
+
+    def _made(self) -> int:
+        return int(to_numpy(self._optimizer.iterations))
+
+    def _agree(self) -> None:
+        self.wish = float(to_numpy(self._reduction.stop)) > 0
+        super()._agree()
+        self._reduction.stopped.assign(float(self.stops))
+
+    def begin_fit(self) -> None:
+        """End the round in which loops of the script have left the ranks; on all ranks together."""
+        diverged = bytes([self.update.diverged])
+        if all(b"".join(self._communicator.allgather_bytes(diverged, "round"))):
+            self.join()
+        self.take_global()  # on ranks that trained on while another one loaded weights
+
+    def turns(self, callbacks: Any) -> list[Any]:
+        """Return callbacks of a ``fit``, with what stands beside backups."""
+        chosen = with_backups(callbacks, self._optimizer, self, self._communicator)
+        self._backups = [c for c in chosen if isinstance(c, BackupBeside)]
+        return chosen
+
+    def restore(self) -> None:
+        """Take what stands beside backups; on all ranks together, when they have rank 0's weights and slots."""
+        for backup in self._backups:
+            backup.restore()
+
+    def patch(self, model: Any, patches: Patches, rank: int) -> None:
+        """Let methods of the model run with the global weights, or set them. Ranks other than 0 save nothing."""
+        for name in ("evaluate", "predict", *(() if rank else SAVING)):
+            patches.put(model, name, self._with_global(getattr(model, name)))
+        for name in ("load_weights", "set_weights"):
+            patches.put(model, name, self._loading(getattr(model, name)))
+        # A model that is compiled and distributed anew goes on with them.
+        patches.on_undo(self.take_global)
+
+    def _with_global(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.warn_if_apart_so_far()
+            with self.global_weights():
+                return method(*args, **kwargs)
+
+        return called
+
+    def _loading(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.check_load()
+            self.take_global()  # what is not loaded must be the same on all ranks
+            result = method(*args, **kwargs)
+            self.begin_round()
+            return result
+
+        return called
+
+
+def check_apart(optimizers: Sequence[Any], sharded: bool, lr_scaling: str, where: str) -> None:
+    """Raise ConfigError where the ranks cannot train apart."""
+    where = f"{where}(mode=...)"
+    if len(optimizers) != 1:
+        what = f"ranks that train apart have one optimizer, and there are {len(optimizers)}"
+        raise ConfigError(what, where=where, fix="leave mode out, or train with one optimizer")
+    (optimizer,) = optimizers
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        what = "LossScaleOptimizer leaves out steps, each rank others"
+        raise ConfigError(what, where=where, fix="take mixed_bfloat16, which needs none")
+    refused = {"sharded": sharded, "lr_scaling": lr_scaling != "none", "use_ema": getattr(optimizer, "use_ema", False)}
+    for what, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{what} does not go with ranks that train apart", where=where, fix=f"leave {what} out")
+    if recording():
+        what = "verify compares N ranks with one, and ranks that train apart differ from it"
+        raise ConfigError(what, where=where, fix="verify without it")
+
+
+def _statistics(model: Any) -> list[Any]:
+    """Return the float variables that layers gather in training. Frozen weights are none of them."""
+    layers = {id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}
+    gathered = [v for v in layers.values() if "float" in v.dtype and not v.path.endswith(SEED)]
+    return [*gathered, *(b for b in buffers_of(model) if "float" in b.dtype)]
+
+
+def _tensor(variable: Any) -> Any:
+    return keras.ops.stop_gradient(keras.ops.convert_to_tensor(variable))
+
+
+def _copy(ops: Any, variable: Any) -> Any:
+    return ops.from_numpy(to_numpy(variable))
+
+
+def _assign(ops: Any, variable: Any, x: Any) -> None:
+    variable.assign(ops.to_numpy(x))

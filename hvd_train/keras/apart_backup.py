@@ -1,0 +1,89 @@
+"""What Keras' ``BackupAndRestore`` leaves out where ranks train apart: the outer momentum, and the slots of each rank.
+
+A file beside the backup has them, so that a script that goes on gets the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from safetensors import SafetensorError
+
+from hvd_train import files
+from hvd_train.checkpoint import arrays
+from hvd_train.core.agreement import collectively
+from hvd_train.errors import CheckpointError
+from hvd_train.keras.model_state import to_numpy
+from hvd_train.protocol import Communicator, Tree
+from hvd_train.script.apart import TrainedApart
+
+FILE = "apart.safetensors"
+STEPS, OUTER = "steps", "outer/"  # the optimizer's steps; what the names of the outer optimizer's state begin with
+
+
+class BackupBeside(keras.callbacks.Callback):
+    """A callback of all ranks, behind the ``BackupAndRestore`` of rank 0."""
+
+    def __init__(self, backup: Any, optimizer: Any, apart: TrainedApart, world: Communicator) -> None:
+        super().__init__()
+        self._each_epoch = backup.save_freq == "epoch"  # else ranks may be within a round
+        self._path = Path(backup.backup_dir) / FILE
+        self._optimizer, self._apart, self._world = optimizer, apart, world
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._each_epoch:
+            return
+        local = {str(k): to_numpy(v) for k, v in enumerate(self._optimizer.variables)}
+        tree = {STEPS: self._steps()} | {OUTER + name: x for name, x in self._apart.state().items()}
+        for rank, part in enumerate(self._world.gather_bytes(arrays.pack(local))):
+            tree |= {f"rank{rank}/{k}": x for k, x in arrays.unpack(part).items()}
+        if not self._world.rank:
+            files.put(self._path, arrays.pack(tree))
+
+    def restore(self) -> None:
+        """Take what the file has, if it is of the weights that ``BackupAndRestore`` has read; on all ranks together."""
+        data = self._world.broadcast_bytes(collectively(self._world, self._read))
+        tree: Tree = arrays.unpack(data) if data else {}
+        if not tree:
+            return
+        if tree[STEPS] != self._steps():
+            if not self._world.rank:
+                what = f"{self._path} is of step {tree[STEPS]}, and the weights are of step {self._steps()}"
+                warnings.warn(f"{what}: the outer momentum begins with zeros", stacklevel=2)
+            return
+        self._apart.load({name.removeprefix(OUTER): x for name, x in tree.items() if name.startswith(OUTER)})
+        ranks = {name.split("/")[0] for name in tree if name.startswith("rank")}
+        if len(ranks) == self._world.size:  # else all go on with rank 0's slots
+            for k, v in enumerate(self._optimizer.variables):
+                v.assign(tree[f"rank{self._world.rank}/{k}"])
+
+    def _read(self) -> bytes:
+        if self._world.rank or not self._path.exists():
+            return b""
+        try:
+            data = self._path.read_bytes()
+            arrays.unpack(data)  # only to check it, before the other ranks get it
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"it cannot be read: {error}", where=str(self._path), fix="remove it") from error
+        return data
+
+    def _steps(self) -> np.ndarray:
+        return to_numpy(self._optimizer._iterations)
+
+
+def with_backups(callbacks: Any, optimizer: Any, apart: TrainedApart, world: Communicator) -> list[Any]:
+    """Return callbacks, with a ``BackupBeside`` behind each ``BackupAndRestore``."""
+    held = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
+
+    def each() -> Iterator[Any]:
+        for callback in keras.tree.flatten(held):
+            yield callback
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                yield BackupBeside(callback, optimizer, apart, world)
+
+    return list(each())

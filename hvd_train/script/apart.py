@@ -1,0 +1,261 @@
+"""Scripts whose ranks train apart: ``mode="outer"`` of ``ht.distribute`` and ``hk.distribute``.
+
+Each rank steps by its local gradients, with the user's optimizer. Now and then the update of ``exchange.mode`` joins
+the weights, as it does for ``hvd-train fit``. The global weights are those of the last join.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from hvd_train.compression import make
+from hvd_train.config import ExchangeConfig
+from hvd_train.core.mean import differing, mean
+from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, amount
+from hvd_train.frontends.base import checksum
+from hvd_train.frontends.serial import Serial
+from hvd_train.protocol import Communicator, FrontEnd, Groups, Ops, Packing, Placement, Tensor, TensorSpec, Tree
+from hvd_train.script.world import NamedTransfers
+from hvd_train.update import make_update
+from hvd_train.update.exchange import Exchange
+from hvd_train.update.state import read
+
+FIX = "lower the learning rate, clip gradients, or look for NaN in the data"
+
+
+class Variable(NamedTuple):
+    """A tensor of the user's model, which ``write`` changes in place."""
+
+    name: str
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+
+
+class ScriptWeights:
+    """The weights of a script's model, as the front-end and the optimizer of an update.
+
+    The user's optimizer moves them and keeps its slots.
+    """
+
+    def __init__(self, variables: Sequence[Variable], ops: Ops, packing: Packing, communicator: Communicator) -> None:
+        self.variables, self.ops, self.packing = list(variables), ops, packing
+        self.groups = Groups.of(communicator)
+        tensors = [v.read() for v in self.variables]
+        self._specs = [
+            TensorSpec(v.name, tuple(x.shape), ops.dtype(x)) for v, x in zip(self.variables, tensors, strict=True)
+        ]
+        self._buckets: list[list[int]] = []
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def connect(self, update: Any) -> ScriptWeights:
+        self._buckets = [list(members) for members in update.buckets]
+        return self
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def run_queued(self) -> None:
+        """No step is queued."""
+
+    def retrace(self) -> None:
+        """Nothing is traced."""
+
+    def flat_weights(self) -> list[Tensor]:
+        return [self.weights(b) for b in range(len(self._buckets))]
+
+    def weights(self, bucket: int) -> Tensor:
+        """Return (n,): a copy of the weights of a bucket."""
+        return self.ops.concat([self.ops.reshape(self.variables[i].read(), (-1,)) for i in self._buckets[bucket]])
+
+    def take(self, bucket: int, weights: Tensor) -> None:
+        members = self._buckets[bucket]
+        parts = self.ops.split(weights, [self._specs[i].size for i in members])
+        for i, part in zip(members, parts, strict=True):
+            self.variables[i].write(self.ops.reshape(part, self._specs[i].shape))
+
+    def state(self) -> Tree:
+        return {f"weights/{v.name}": self.ops.to_numpy(v.read()) for v in self.variables}
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take weights; also called for slots, which the user's optimizer has."""
+        for v in self.variables:
+            if (x := tree.get(f"weights/{v.name}")) is not None:
+                v.write(self.ops.from_numpy(x))
+
+    def views(self) -> Iterable[Any]:
+        return ()
+
+    def to_canonical(self, name: str, stored: np.ndarray) -> np.ndarray:
+        return stored
+
+    def to_stored(self, name: str, canonical: np.ndarray) -> np.ndarray:
+        return canonical
+
+
+class TrainedApart:
+    """A model whose ranks train apart: count its steps, join its weights, give it the global ones.
+
+    The ranks join after every ``outer_steps`` steps and in ``join``. Each counts the same, whatever the lengths of its
+    batches are. Running statistics become their mean over the ranks then. Other buffers stay each rank's.
+
+    ``wish``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last join.
+    """
+
+    def __init__(
+        self,
+        weights: ScriptWeights,
+        statistics: Sequence[Variable],
+        options: ExchangeConfig,
+        communicator: Communicator,
+        where: str,
+    ) -> None:
+        self._weights, self._statistics, self._ops = weights, list(statistics), weights.ops
+        # ``communicator`` without a model's names: for bytes.
+        self._communicator, self._size, self.where = communicator, communicator.size, f"{where}(mode=...)"
+        frontend = cast(FrontEnd, weights)
+        compressor = make(
+            options.compression, communicator.size, communicator.rank, **options.options(options.compression)
+        )
+
+        def build(over: Communicator) -> Exchange:
+            return Exchange(weights.specs(), weights.packing, compressor, over, weights.ops)
+
+        self.update = make_update(options, frontend, build, Serial())
+        self._every, self._step = options.outer_steps, 0
+        self.taken, self._joined = 0, False  # steps of this process
+        self.within = False  # whether the model has the global weights for a while
+        self.wish = self.stops = False
+        self._common = self._read_statistics()
+
+    # ---- steps and joins
+
+    def stepped(self, steps: int = 1) -> None:
+        """Count steps of the user's optimizer, and join where one is due; on all ranks alike."""
+        for _ in range(steps):
+            self._step += 1
+            self.taken += 1
+            self._count(1)
+
+    def join(self) -> None:
+        """Join what the ranks have learned since the last join, if there is anything; on all ranks together."""
+        if self.update.diverged:
+            self._step += -self._step % self._every
+            self._count(0)
+
+    def _count(self, samples: int) -> None:
+        due = self._step % self._every == 0
+        if due:
+            self._agree()
+        self.update.before_step(self._step, samples * self._size)
+        self.update.after_step(self._step, samples)
+        if due:
+            self._join_statistics()
+
+    def _agree(self) -> None:
+        """Raise the same error on all ranks where weights are not finite, or the numbers of steps differ."""
+        ops, communicator = self._ops, self._weights.groups.data
+        finite = all(bool(ops.to_numpy(ops.all_finite(x))) for x in self._weights.flat_weights())
+        local = np.array([not finite, self.wish, self.taken, self.taken**2], np.float64)
+        total = communicator.synchronize(communicator.allreduce_async(ops.from_numpy(local), "join"))
+        broken, wishes, steps, squares = ops.to_numpy(total)
+        self.stops = wishes > 0
+        if self._size * squares != steps**2:
+            counts = [part.decode() for part in self._communicator.allgather_bytes(str(self.taken).encode(), "steps")]
+            what = f"the ranks have made unequal numbers of steps: {', '.join(counts)} on rank 0, 1, ..."
+            fix = "make as many on every rank (GradScaler leaves out some), and load weights on all of them"
+            raise CommunicationError(what, where=self.where, fix=fix, common=True)
+        if broken:
+            what = f"the weights of {amount(int(broken), 'rank')} are not finite after step {self.taken}"
+            raise NonFiniteError(what, where=self.where, fix=FIX, common=True)
+
+    def _join_statistics(self) -> None:
+        local = self._read_statistics()
+        names = differing(local.items(), self._communicator)
+        means = mean({name: local[name] for name in names}, self._communicator, self._ops)
+        self._write_statistics(means)
+        self._common = local | means
+        self._joined = True
+
+    # ---- the global weights
+
+    def check_step(self) -> None:
+        """Raise ConfigError before a step that would move the global weights."""
+        if self.within:
+            fix = "leave the context before the next step"
+            raise ConfigError("a step within global_weights would be lost", where=self.where, fix=fix)
+
+    def check_load(self) -> None:
+        """Raise ConfigError before a load that would be undone when ``global_weights`` is left."""
+        if self.within:
+            fix = "leave the context before the load"
+            raise ConfigError("weights loaded within global_weights would be lost", where=self.where, fix=fix)
+
+    def warn_if_apart_so_far(self) -> None:
+        """Warn once, where the global weights are asked for and are still the first ones."""
+        if self.taken and not self._joined and self._communicator.rank == 0:
+            self._joined = True
+            what = f"the ranks have not joined in {amount(self.taken, 'step')}: the global weights are the first ones"
+            warnings.warn(f"{what}; {self.where}; set outer_steps to less than {self._every}", stacklevel=4)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Give the model the global weights and statistics for a while; nothing travels."""
+        if self.within or not self.update.diverged:
+            yield
+            return
+        local = self._read_statistics()
+        self.take_global()
+        self.within = True
+        try:
+            yield
+        finally:
+            self.within = False
+            self.update.take_local_weights()
+            self._write_statistics(local)
+
+    def take_global(self) -> None:
+        """Give the model the global weights and statistics."""
+        if self.update.diverged:
+            self.update.take_global_weights()
+            self._write_statistics(self._common)
+
+    def begin_round(self) -> None:
+        """Take what the model has, equal on all ranks, as the global weights."""
+        self.update.load({}, Placement.PER_RANK)
+        self._step = 0
+        self._common = self._read_statistics()
+
+    def _read_statistics(self) -> Tree:
+        return {v.name: self._ops.to_numpy(v.read()) for v in self._statistics}
+
+    def _write_statistics(self, tree: Tree) -> None:
+        for v in self._statistics:
+            if v.name in tree:
+                v.write(self._ops.from_numpy(tree[v.name]))
+
+    def checksums(self) -> dict[str, int]:
+        """Return a bit sum of each global weight."""
+        with self.global_weights():
+            return {v.name: checksum(self._ops.to_numpy(v.read())) for v in self._weights.variables}
+
+    # ---- the outer optimizer's state
+
+    def state(self) -> Tree:
+        """Copy what the outer optimizer keeps, the same on all ranks."""
+        return read(self.update.state(), Placement.REPLICATED)
+
+    def load(self, tree: Mapping[str, np.ndarray]) -> None:
+        """Take arrays of ``state``, on all ranks alike."""
+        self.update.load(tree, Placement.REPLICATED)
+
+
+def named(communicator: Communicator, number: int) -> Communicator:
+    """Return the communicator for the transfers of one model."""
+    return cast(Communicator, NamedTransfers(communicator, number))

@@ -1,0 +1,172 @@
+"""A PyTorch script whose ranks train apart: ``ht.distribute(model, optimizer, mode="outer")``.
+
+``state_dict`` and ``ht.save`` hold the global weights, and the model has them within ``ht.global_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_train.config import ExchangeConfig
+from hvd_train.errors import ConfigError
+from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
+from hvd_train.frontends.pytorch.ops import TorchOps
+from hvd_train.protocol import Communicator
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
+from hvd_train.script.dataloader import passes
+from hvd_train.script.weight_check import WeightCheck
+from hvd_train.torch import state_bytes
+
+WHERE = "ht.distribute"
+# Keys of an optimizer's ``state_dict``: the outer optimizer's state; in a file also the slots of ranks 1, 2, ...
+STATE, OTHERS = "outer", "other_ranks"
+DIFFER_FIX = "load weights on all ranks, and let no rank decide by its loss or its data alone"
+
+
+class ModelApart(TrainedApart):
+    """A model and its optimizer, whose hooks count steps and put the global weights into what is saved."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        places: Sequence[tuple[torch.nn.Module, str]],
+        optimizer: torch.optim.Optimizer,
+        options: ExchangeConfig,
+        communicator: Communicator,
+        *,
+        number: int,
+        every: int,
+    ) -> None:
+        """``places``: of running statistics."""
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._known = model, {id(p) for p in parameters.values()}
+        self._optimizer, self._checked = optimizer, 0
+        ops = TorchOps(next(iter(parameters.values())).device)
+        weights = ScriptWeights(
+            [Variable(name, p.detach, partial(_copy, p)) for name, p in parameters.items()],
+            ops,
+            PyTorchFrontEnd.packing,
+            named(communicator, number),
+        )
+        statistics = [
+            Variable(f"{k}.{name}", partial(getattr, layer, name), partial(_set, layer, name))
+            for k, (layer, name) in enumerate(places)
+        ]
+        super().__init__(weights, statistics, options, communicator, WHERE)
+        self._check = WeightCheck(communicator, every, self.checksums, self._settings, DIFFER_FIX)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_post_hook(self._add_state)
+        optimizer.register_load_state_dict_pre_hook(self._take_state)
+        model.register_state_dict_post_hook(_ModelHook(self, self._put_global))
+        model.register_load_state_dict_pre_hook(_ModelHook(self, self._before_load))
+        model.register_load_state_dict_post_hook(_ModelHook(self, self._loaded))
+
+    # ---- a step
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.check_step()
+        late = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        late = [p for p in late if id(p) not in self._known]
+        if late:
+            what = f"a parameter of shape {tuple(late[0].shape)} is trained since ht.distribute, and would never join"
+            fix = "set requires_grad before ht.distribute"
+            raise ConfigError(what, where=self.where, fix=fix, common=True)
+
+    def _after_step(self, *_: Any) -> None:
+        passes.exchanged()
+        self.stepped()
+
+    def _count(self, samples: int) -> None:
+        super()._count(samples)
+        # At joins alone: there all ranks are at the same step.
+        if not self.update.diverged:
+            if self._check.due(self._checked, self.taken):
+                self._check.compare(f"step {self.taken} of the model")
+            self._checked = self.taken
+
+    def _settings(self) -> dict[str, str]:
+        groups = self._optimizer.param_groups
+        return {f"learning rate of group {g}": str(float(group.get("lr", "nan"))) for g, group in enumerate(groups)}
+
+    # ---- state
+
+    def _put_global(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Put copies of the global weights and statistics into a ``state_dict`` of the model."""
+        if self.within or not self.update.diverged:
+            return
+        self.warn_if_apart_so_far()
+        with self.global_weights():
+            tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            for name, x in tensors:
+                if prefix + name in state:
+                    state[prefix + name] = x.detach().clone()
+
+    def _before_load(self, *_: Any) -> None:
+        """Give the model the global weights: what is not loaded must be the same on all ranks."""
+        self.check_load()
+        self.take_global()
+
+    def _loaded(self, *_: Any) -> None:
+        self.begin_round()
+
+    def _add_state(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[STATE] = {name: torch.from_numpy(np.array(x)) for name, x in self.state().items()}
+
+    def _take_state(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        self.load({name: x.cpu().numpy() for name, x in state.get(STATE, {}).items()})
+        others, rank = state.get(OTHERS, []), self._communicator.rank
+        if rank and len(others) == self._communicator.size - 1:  # else all ranks go on with rank 0's slots
+            state = state | {"state": others[rank - 1]}
+        return {key: value for key, value in state.items() if key not in (STATE, OTHERS)}
+
+    def state_on_rank_0(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state with the slots of all ranks on rank 0; on all ranks together."""
+        # Its name is what a user reads where a rank does not come.
+        self._communicator.allgather_bytes(b"", "slots_of_ranks_that_train_apart_which_all_ranks_must_save")
+        state = optimizer.state_dict()
+        parts = self._communicator.gather_bytes(state_bytes.pack(state["state"]) if self._communicator.rank else b"")
+        return state | {OTHERS: [state_bytes.unpack(part) for part in parts[1:]]}
+
+
+class _ModelHook:
+    """A hook of the model. A deep copy of the model shares it, and it does nothing there."""
+
+    def __init__(self, apart: ModelApart, work: Callable[..., None]) -> None:
+        self._apart, self._work = apart, work
+
+    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        if module is self._apart._model:
+            self._work(module, *arguments)
+
+    def __deepcopy__(self, _: Any) -> _ModelHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self._apart.update.diverged and not self._apart.within:
+            what = "the pickled model would have this rank's weights"
+            fix = "save model.state_dict(), or pickle within ht.global_weights(model)"
+            raise ConfigError(what, where=self._apart.where, fix=fix)
+        return _unhooked, ()
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for the hooks in a pickled model."""
+
+
+def _unhooked() -> Callable[..., None]:
+    return _nothing
+
+
+@torch.no_grad()
+def _copy(p: torch.nn.Parameter, x: torch.Tensor) -> None:
+    p.copy_(x)
+
+
+def _set(layer: torch.nn.Module, name: str, x: torch.Tensor) -> None:
+    getattr(layer, name).data.copy_(x)  # a graph that the script keeps may hold the tensor

@@ -314,6 +314,19 @@ class NumpyFrontEnd(StateTree):
         self.sums = {n: np.zeros_like(x) for n, x in self.w.items()}
         return sums
 
+    def begin_statistics(self):
+        self.gathered = np.zeros(2)
+        return True
+
+    def add_statistics(self, batch):
+        (x,) = batch.inputs.values()
+        means = x.reshape(len(x), -1).astype(np.float64).mean(1)
+        part = np.array([(means * batch.weights).sum(), batch.weights.sum()], np.float64)
+        self.gathered += self.groups.data.allreduce_async(part, "statistics") if self.groups.data.size > 1 else part
+
+    def take_statistics(self):
+        self.statistic = self.gathered[:1] / self.gathered[1]
+
     def flat_weights(self):
         return [flat.copy() for flat in self.update.exchange.to_buckets(list(self.w.values()))]
 

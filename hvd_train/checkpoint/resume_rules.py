@@ -172,6 +172,7 @@ RULES = (
     Rule("early_stopping: monitor or mode", "nothing", "the best value does not count", _forget_best),
     Rule("optim.plateau", "--allow-change optim.plateau", "a monitor or mode begins anew", _forget_plateau),
     Rule("ema", "--allow-change ema", "a mean begins at the weights; without one, training goes on with its own"),
+    Rule("swa", "--allow-change swa", "a mean of other epochs begins anew; without one, training goes on with its own"),
     Rule("early_stopping: a longer patience", "nothing", "a run that it ended goes on", _wait_longer),
     Rule("training data", "--allow-change data", "a begun epoch begins anew", _begin_epoch_anew),
     Rule("task", "--allow-change task", "sums of the begun epoch are dropped", _drop_sums),

@@ -6,6 +6,8 @@ part is a row [count, C means, C sums of squared deviations]; an empty part is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvd_train.protocol import Ops, Tensor
 
 
@@ -21,6 +23,19 @@ def combine(parts: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
     some = ops.where(total > 0, total, 1.0)
     center = ops.sum(count * mean, 0) / some
     return total, center, ops.sum(spread + count * (mean - center) ** 2, 0) / some
+
+
+def joined(rows: Sequence[Tensor], ops: Ops) -> Tensor:
+    """Join rows (1 + 2 C,) of several batches to the row of all of them."""
+    total, mean, variance = combine(ops.concat([ops.reshape(row, (1, -1)) for row in rows]), ops)
+    return ops.concat([total, mean, variance * total])
+
+
+def of_all(row: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    """Return the means (C,) and the unbiased variances (C,) of a row."""
+    channels = (row.shape[0] - 1) // 2
+    count, mean, spread = row[:1], row[1 : 1 + channels], row[1 + channels :]
+    return mean, spread / ops.where(count > 1, count - 1, 1.0)
 
 
 def running(

@@ -103,6 +103,8 @@ class Trainer(Training):
         finally:  # an error that ends the training is no reason to lose a checkpoint
             self._saver.writer.wait()
         self.update.finish_transfers()  # no rank leaves while something travels
+        if self.finished:
+            self.update.end_training()
         if not self.update.has_global_weights:  # the result of the training, for whoever takes the model from here
             self.update.take_global_weights()
         result = summary(self)
@@ -174,13 +176,16 @@ class Trainer(Training):
         p.ending = False
         if complete:
             p.epoch, p.consumed, p.epoch_sums = number + 1, 0, []
+            self.update.end_epoch(p.epoch, self.config.max_epochs or 0)
+        if self.finished:
+            self.update.end_training()
         evaluated = self._validation.due(complete)
         if evaluated:
             self._validation.run(number, rate)
         metrics = {**p.train, **(p.val if evaluated else {})}
         epoch = Epoch(number, complete, metrics, rate, seconds, samples)
         self._call("on_epoch", epoch)
-        if self.finished and not evaluated:  # a hook ended the run
+        if self.finished and (self.update.end_training() or not evaluated):  # a hook ended the run
             self._validation.run(number, rate)
             epoch = replace(epoch, metrics={**p.train, **p.val})
         self._call("on_epoch_end", epoch)

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import closing
 
 from hvd_train import faults
+from hvd_train.core.batch_statistics import gather
 from hvd_train.core.callbacks.weight_check import WeightCheck
 from hvd_train.core.control_sync import ControlSync
 from hvd_train.core.evaluation import evaluate
@@ -44,6 +45,8 @@ class Validation:
         with self._weight_check.global_weights(training):
             training.stop_source.at("evaluation", p.step)
             self._turns.begin()
+            if training.update.needs_statistics:
+                gather(training, self._between)
             batches = _limited(training.val_loader.evaluation(), training.config.limit_val_batches)
             results = evaluate(training.frontend, batches, self._between)
         p.val = {f"val_{name}": value for name, value in results.items()}

@@ -164,6 +164,15 @@ class StateTree(NamedArrays):
     def restore_statistics(self, kept: Tree) -> None:
         self._assign(kept)
 
+    def begin_statistics(self) -> bool:
+        return False
+
+    def add_statistics(self, placed: Any) -> None:
+        raise NotImplementedError
+
+    def take_statistics(self) -> None:
+        raise NotImplementedError
+
     def canonical(self, native: Tree) -> Tree:
         return dict(self._canonical(key, array) for key, array in native.items())
 

@@ -45,11 +45,12 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
 
         collectively(communicator, lambda: load(config.loggers if first else []))
         snapshot = collectively(communicator, find)
+        job.config = job.config.model_copy(update={"swa": None})  # which begins with the last epochs
         update, _ = connect(job, config.exchange.compression)
         # One step and one batch; no checkpoint is kept and nothing stops early.
         data: dict[str, Any] = config.model_dump(mode="json")
         data |= {"max_steps": 1, "max_epochs": None, "limit_val_batches": 1, "agreement_every_n_steps": 1}
-        data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None}
+        data |= {"checkpoint": {"save_top_k": 0, "save_last": False}, "early_stopping": None, "swa": None}
         trainer = Trainer(Config.model_validate(data), job.frontend, update, job.data.train, job.data.val, run_dir, log)
         trainer.restore(None)
         log.message("\n".join([messages.start(job, trainer, None), messages.weight_names(job), *config.notes]))

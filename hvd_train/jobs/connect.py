@@ -16,6 +16,7 @@ from hvd_train.protocol import Communicator, Compressor, FrontEnd, Placement, Up
 from hvd_train.update import auto, make_update
 from hvd_train.update.clip import Clip
 from hvd_train.update.ema import ExponentialMean
+from hvd_train.update.epoch_mean import EpochMean
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.parameter_groups import ParameterGroups, Rule
 from hvd_train.update.replicated import Replicated
@@ -34,6 +35,8 @@ def connect(job: Job, compression: str, user_hooks: bool = False, epoch: int = 0
     config = job.config
     if config.ema:
         update.keep_average(partial(ExponentialMean, decay=config.ema.decay, every=config.ema.every_n_steps))
+    if config.swa:
+        update.keep_average(partial(EpochMean, epochs=config.swa.epochs))
     if config.optim.schedule_free:
         update.keep_average(partial(ScheduleFree, beta=config.optim.betas[0]))
     return update, compression

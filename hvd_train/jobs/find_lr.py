@@ -75,7 +75,7 @@ def smooth(losses: list[float]) -> list[float]:
 def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -> int:
     """Try the rates on all ranks, print a suggestion for ``optim.lr``, draw the picture; write nothing else."""
     data: dict[str, Any] = config.model_dump(mode="json")
-    data |= {"max_steps": rates.steps, "max_epochs": None, "early_stopping": None, "on_nonfinite": "stop"}
+    data |= {"max_steps": rates.steps, "max_epochs": None, "early_stopping": None, "swa": None, "on_nonfinite": "stop"}
     data["optim"] |= {"plateau": None}
     with opened_job(Config.model_validate(data), verbose) as job:
         tried, losses = _try(job, rates)

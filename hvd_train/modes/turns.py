@@ -72,7 +72,7 @@ def on_this_host(ranks: int, launcher: str) -> Start:
 def trial(config: Config, way: Way, ranks: int, limits: Limits, run_dir: Path) -> Config:
     """Return the configuration of a short training that leaves nothing but its log. Raises ConfigError."""
     data = way.keys(config, ranks)
-    data |= {"max_steps": limits.steps, "max_epochs": None, "early_stopping": None, "hooks": []}
+    data |= {"max_steps": limits.steps, "max_epochs": None, "early_stopping": None, "swa": None, "hooks": []}
     data |= {"tensorboard": False, "loggers": []}
     data |= {"check_val_every_n_epoch": limits.steps, "limit_val_batches": 1, "run_dir": str(run_dir)}
     data |= {"log_every_n_steps": max(limits.steps // LINES, 1)}

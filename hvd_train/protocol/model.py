@@ -105,6 +105,18 @@ class FrontEnd(Protocol):
 
     def restore_statistics(self, kept: Tree) -> None: ...
 
+    def begin_statistics(self) -> bool:
+        """Begin to gather the statistics of batch normalization; return whether the model has any."""
+
+    def add_statistics(self, placed: Any) -> None:
+        """Add those of this rank's part of a micro-batch. All ranks call it.
+
+        The model computes as in evaluation, but batch normalization by the statistics of the whole micro-batch.
+        """
+
+    def take_statistics(self) -> None:
+        """Give the layers the statistics of all samples since ``begin_statistics``."""
+
     def canonical(self, native: Tree) -> Tree:
         """Turn copies of ``running_statistics`` into a tree that ``load`` takes."""
 

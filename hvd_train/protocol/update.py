@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_train.protocol.communicator import Communicator
 from hvd_train.protocol.ops import Ops
-from hvd_train.protocol.tensors import Tensor
+from hvd_train.protocol.tensors import Tensor, Tree
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,20 @@ class ShardedOptimizer(Protocol):
 
 
 class Averages(Protocol):
-    """Averages of the weights that an optimizer moves, for which the training stands."""
+    """Averages of the weights that an optimizer moves, for which the training stands (update/average.py)."""
+
+    needs_statistics: bool
+
+    @property
+    def ready(self) -> bool: ...
+
+    def end_epoch(self, epoch: int, epochs: int) -> None: ...
+
+    def end_training(self) -> bool: ...
+
+    def note(self) -> str: ...
+
+    def take_average(self, averages: Sequence[Tensor]) -> None: ...
 
     def global_weights(self) -> Sequence[Tensor]:
         """Return (n,) for each bucket: the averages of what this rank moves."""
@@ -237,6 +250,22 @@ class Update(Protocol):
         """Let the training stand for averages of its weights, where ``diverged`` is always false.
 
         ``make``: a subclass of ``Average`` (update/average.py), which lacks those arguments alone.
+        """
+
+    def end_epoch(self, epoch: int, epochs: int) -> None:
+        """Do what follows the end of epoch number ``epoch`` (from 1) of ``epochs``."""
+
+    def end_training(self) -> bool:
+        """Do what follows the end of the training; return whether it stands for other weights from here on."""
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Return whether running statistics must be gathered for the weights that the model has now."""
+
+    def keep_statistics(self, training: Tree) -> None:
+        """Let the global weights keep the running statistics that the model has now.
+
+        ``training``: those that it had with its own weights (``FrontEnd.running_statistics``).
         """
 
     def take_global_weights(self) -> None:

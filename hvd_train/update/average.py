@@ -34,6 +34,13 @@ class Average(ABC):
     ) -> None:
         self._ops, self._optimizer, self._here, self._first = frontend.ops, optimizer, here, first
 
+    needs_statistics = False  # whether running statistics must be gathered for the averages
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the training stands for the averages now."""
+        return True
+
     @abstractmethod
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         """Move the weights, their slots and the averages."""
@@ -44,6 +51,20 @@ class Average(ABC):
 
     def begin_average(self) -> None:  # noqa: B027  some are functions of weights and slots
         """Begin anew, with the weights that the model has as the averages."""
+
+    def take_average(self, averages: Sequence[Tensor]) -> None:  # noqa: B027  most are always ready
+        """Take what ``global_weights`` returned, from a checkpoint of a run whose averages were not ready."""
+
+    def end_epoch(self, epoch: int, epochs: int) -> None:  # noqa: B027  most count steps
+        """Do what follows the end of epoch number ``epoch`` (from 1) of ``epochs``."""
+
+    def end_training(self) -> bool:
+        """Do what follows the end of the training; return whether the averages have become ready by it."""
+        return False
+
+    def note(self) -> str:
+        """Return what to tell the user after an epoch; empty: nothing."""
+        return ""
 
     def _numbers(self) -> Mapping[str, Number]:
         """Return the single numbers that a checkpoint keeps, by their names there."""

@@ -27,6 +27,8 @@ from hvd_train.update.state import Cell as EagerCell
 
 # What the names of weights begin with that a run goes on with, where a checkpoint's weights are averages of them.
 TRAINING = f"{OF_EXCHANGE}training_weights/"
+STATISTICS = f"{OF_EXCHANGE}training_statistics/"  # the same of running statistics
+MEAN = f"{OF_EXCHANGE}mean_weights/"  # the same of averages that are not ready
 
 
 class Replicated:
@@ -51,7 +53,8 @@ class Replicated:
         self._saved = self._residuals  # those that a checkpoint keeps
         self._averages: Averages | None = None
         self._training: list[Tensor] = []  # this rank's weights, while the model has their averages
-        self._received: Tree = {}  # the same, from a checkpoint
+        self._statistics: Tree = {}  # running statistics of those of the two that the model has not
+        self._received: Tree = {}  # what of these a checkpoint has
 
     def _cells(self, exchange: Exchange) -> list[tuple[Cell, ...]]:
         """Make the residuals of each bucket."""
@@ -111,7 +114,30 @@ class Replicated:
 
     @property
     def has_global_weights(self) -> bool:
-        return not self.diverged and (self._averages is None or bool(self._training))
+        apart = self._averages is not None and self._averages.ready and not self._training
+        return not self.diverged and not apart
+
+    @property
+    def needs_statistics(self) -> bool:
+        return self._averages is not None and self._averages.needs_statistics and bool(self._training)
+
+    def keep_statistics(self, training: Tree) -> None:
+        self._statistics = self._statistics or training
+
+    def _exchange_statistics(self) -> None:
+        """Give the model the running statistics that belong to its weights, where these were kept."""
+        if self._statistics:
+            here = self.frontend.running_statistics()
+            self.frontend.restore_statistics(self._statistics)
+            self._statistics = here
+
+    def end_epoch(self, epoch: int, epochs: int) -> None:
+        if self._averages:
+            self.frontend.run_queued()
+            self._averages.end_epoch(epoch, epochs)
+
+    def end_training(self) -> bool:
+        return self._averages is not None and self._averages.end_training()
 
     def keep_average(self, make: Callable[..., Any]) -> None:
         made = make(self.frontend, self.optimizer, self._here, self._moved_weights)
@@ -122,15 +148,19 @@ class Replicated:
         return self.optimizer.weights(bucket)
 
     def take_global_weights(self) -> None:
-        if self._averages:
+        if self._averages and self._averages.ready:
             self.frontend.run_queued()
+            if self._averages.needs_statistics:
+                self.frontend.average_statistics()  # as for a checkpoint: a run that goes on from it has these
             self._training = self._moved_weights()
             self._give(self._averages.global_weights())
+            self._exchange_statistics()
 
     def take_local_weights(self) -> None:
         if self._training:
             self._give(self._training)
             self._training = []
+            self._exchange_statistics()
 
     def _moved_weights(self) -> list[Tensor]:
         """Copy the weights that this rank moves, (n,) for each bucket."""
@@ -145,7 +175,7 @@ class Replicated:
         """Nothing travels between steps."""
 
     def note(self) -> str:
-        return ""
+        return self._averages.note() if self._averages else ""
 
     def close(self) -> None:
         """Nothing lies outside this process."""
@@ -160,7 +190,7 @@ class Replicated:
         self.frontend.run_queued()
         if placement is Placement.REPLICATED:
             self.optimizer.load(tree)
-            self._received |= {key: x for key, x in tree.items() if key.startswith(TRAINING)}
+            self._received |= {key: x for key, x in tree.items() if key.startswith((TRAINING, STATISTICS, MEAN))}
             return
         ops = self.frontend.ops
         for b, cells in enumerate(self._saved):
@@ -175,32 +205,57 @@ class Replicated:
 
         A run that no longer averages goes on with these as well.
         """
+        self._training = []
         if self._averages:
             self._averages.begin_average()
-        self._training = []
+            if means := self._whole(MEAN, self._received):
+                self._averages.take_average(means)
         self._give_received()
 
     def _give_received(self) -> None:
-        """Give the model the weights that training goes on with, where the checkpoint has them beside averages."""
-        received, self._received = self._received, {}
-        if received:
+        """Give the model what training goes on with, where the checkpoint has it beside averages."""
+        received, self._received, self._statistics = self._received, {}, {}
+        if any(key.startswith(TRAINING) for key in received):
             flat, cells = FlatState(self.frontend, self.buckets), [EagerCell(x) for x in self.frontend.flat_weights()]
             for b, cell in enumerate(cells):
                 flat.load(TRAINING, b, cell, received)
-            self._give_whole([cell.read() for cell in cells])
+            self._give(self._of_this_rank([cell.read() for cell in cells]))
+        statistics = {key: x for key, x in received.items() if key.startswith(STATISTICS)}
+        if statistics:
+            self._statistics = self.frontend.running_statistics()
+            self.frontend.load({f"statistics/{key.removeprefix(STATISTICS)}": x for key, x in statistics.items()})
 
-    def _give_whole(self, weights: Sequence[Tensor]) -> None:
-        """Give the model whole buckets of weights; on all ranks alike."""
-        self._give(weights)
+    def _whole(self, prefix: str, tree: Tree) -> list[Tensor]:
+        """Return what this rank moves of the weights called ``prefix``; nothing where ``tree`` has not all of them."""
+        flat, buckets = FlatState(self.frontend, self.buckets), range(len(self.buckets))
+        if not tree.keys() >= {name for b in buckets for name in flat.names(prefix, b)}:
+            return []
+        return self._of_this_rank([flat.flat(prefix, b, tree) for b in buckets])
+
+    def _of_this_rank(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return what this rank moves of whole buckets."""
+        return weights
 
     def _training_entries(self) -> list[Entry]:
+        """List what a checkpoint has beside weights and slots, which are averages or have some that are not ready."""
         if not self._averages:
             return []
-        flat, weights = FlatState(self.frontend, self.buckets), cache(lambda: self._training or self._moved_weights())
+        if not self._averages.ready:
+            return self._flat_entries(MEAN, self._averages.global_weights)
+        entries = self._flat_entries(TRAINING, lambda: self._training or self._moved_weights())
+        statistics = self.frontend.canonical(self._statistics) if self._training else {}
+        for key, x in statistics.items():
+            name = STATISTICS + key.removeprefix("statistics/")
+            entries.append(Entry(name, Placement.REPLICATED, lambda x=x: x))  # type: ignore[misc]
+        return entries
+
+    def _flat_entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
+        """List the tensors of what ``read`` gives, (n,) of this rank's part of each bucket."""
+        flat, weights = FlatState(self.frontend, self.buckets), cache(read)
         return [
             entry
             for b in range(len(self.buckets))
-            for entry in flat.entries(TRAINING, b, lambda b=b: weights()[b])  # type: ignore[misc]
+            for entry in flat.entries(prefix, b, lambda b=b: weights()[b])  # type: ignore[misc]
         ]
 
     def _slots(self, placement: Placement) -> list[Entry]:

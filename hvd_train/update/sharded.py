@@ -36,7 +36,7 @@ from hvd_train.protocol import (
 from hvd_train.update.error_meter import compression_error
 from hvd_train.update.exchange import Exchange, Started
 from hvd_train.update.flat_state import FlatState
-from hvd_train.update.replicated import TRAINING, Replicated
+from hvd_train.update.replicated import Replicated
 
 
 def part_sizes(entries: int, ranks: int) -> list[int]:
@@ -267,22 +267,20 @@ class Sharded(Replicated):
             whole = communicator.synchronize(communicator.allgather_async(part, f"weights{b}"))
             self.frontend.load(flat.tree("weights/", b, self.frontend.ops.to_numpy(whole)))
 
-    def _give_whole(self, weights: Sequence[Tensor]) -> None:
-        self._give([flat[slice(*self.bounds(b))] for b, flat in enumerate(weights)])
+    def _of_this_rank(self, weights: list[Tensor]) -> list[Tensor]:
+        return [flat[slice(*self.bounds(b))] for b, flat in enumerate(weights)]
 
-    def _training_entries(self) -> list[Entry]:
-        if not self._averages:
-            return []
+    def _flat_entries(self, prefix: str, read: Callable[[], Sequence[Tensor]]) -> list[Entry]:
         frontend, specs, entries = self.frontend, self.frontend.specs(), []
-        for b, part in enumerate(self._training or self._moved_weights()):
+        for b, part in enumerate(read()):
             sizes, stop = [specs[i].size for i in self.buckets[b]], 0
             flat = frontend.ops.to_numpy(part)
             for i, (first, last) in zip(self.buckets[b], pieces(sizes, *self.bounds(b)), strict=True):
                 start, stop = stop, stop + last - first
                 whole = partial(_canonical, frontend, specs[i])
                 shape = whole(np.broadcast_to(np.zeros((), flat.dtype), specs[i].size)).shape
-                read = partial(flat.__getitem__, slice(start, stop))
-                entries.append(Entry(TRAINING + specs[i].name, Placement.SHARDED, read, shape, whole))
+                array = partial(flat.__getitem__, slice(start, stop))
+                entries.append(Entry(prefix + specs[i].name, Placement.SHARDED, array, shape, whole))
         return entries
 
 

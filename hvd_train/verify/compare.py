@@ -110,6 +110,8 @@ def _frameworks(config: Config) -> tuple[list[str], list[str]]:
 def _notes(config: Config) -> list[str]:
     notes = ["dropout is off: masks depend on the rank"]
     exchange = config.exchange
+    if config.swa:
+        notes.append("swa is left out: it begins with the last epochs")
     if exchange.compression != "none" or not MODES[exchange.mode].exact or exchange.op != "average":
         notes.append("gradients travel whole and are averaged: exchange.compression, mode and op change the numbers")
     return notes
@@ -132,6 +134,7 @@ def _plans(config: Config, framework: str, num_proc: int, steps: int, folder: Pa
         "global_batch_size": config.global_batch(config.replicas(num_proc)),
         "max_steps": steps,
         "max_epochs": None,
+        "swa": None,
         "precision": "64",
         # All that changes numbers is off, and so is all that takes time or writes files.
         "exchange": _exchange(config),

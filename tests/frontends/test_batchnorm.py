@@ -277,6 +277,9 @@ def test_refusals_in_pytorch():
         with pytest.raises(ConfigError, match=f"{words}.*model layer 1"):
             pt_batchnorm.prepare(model, Serial(), None, True)
         pt_batchnorm.prepare(model, Serial(), None, False)
+    model = torch.nn.Sequential(torch.nn.Identity(), Own(3))
+    with pytest.raises(ConfigError, match="forward of its own.*model layer 1.*leave swa out"):
+        pt_batchnorm.prepare(model, Serial(), None, False, swa=True)
 
 
 def test_refusals_in_keras():
@@ -292,6 +295,8 @@ def test_refusals_in_keras():
     model = keras.Sequential([keras.Input((3,)), keras.Sequential([Own(name="mine")])])
     with pytest.raises(ConfigError, match="call of its own.*mine"):
         tf_batchnorm.prepare(model, Serial(), None, True)
+    with pytest.raises(ConfigError, match="call of its own.*mine.*leave swa out"):
+        tf_batchnorm.prepare(model, Serial(), None, False, swa=True)
     tf_batchnorm.prepare(model, Serial(), None, False)
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(renorm=True)])
     with pytest.raises(ConfigError, match="renorm=False"):

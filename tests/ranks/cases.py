@@ -49,6 +49,10 @@ NORM = MLP | {"global_batch_size": 479, "optim.momentum": 0.9, "optim.weight_dec
 NORM.pop("model.hidden")
 OWN = {"pytorch": "tests.own_models:pytorch_norm", "tensorflow": "tests.own_models:keras_norm"}
 TRAININGS["norm"] = NORM | {"sync_batchnorm": True}
+# The mean of epochs 3 and 4, and statistics of all samples under it.
+SWA = NORM | {"sync_batchnorm": True, "swa": {"epochs": 2}, "max_epochs": 4}
+TRAININGS |= {"norm-swa": SWA, "norm-swa-sharded": SWA | {"optim.sharded": True}}
+SHARDED["norm-swa"] = "norm-swa-sharded"
 # Micro-batches over all ranks hold the same samples for every world size, so their statistics are the same.
 TRAININGS["norm-parts"] = NORM | {"sync_batchnorm": True, "global_batch_size": 101, "accumulate_grad_batches": 3}
 # Of running statistics that stay: no rank's batches matter.
@@ -305,6 +309,10 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
         cut = own(f"{name}-cut", SHORT | keys)
         made.append({"name": f"{name}-first", "kind": "train", "config": cut | {"max_steps": 5}})
         made.append({"name": f"{name}-rest", "kind": "train", "config": cut, "resume": "last"})
+    # A run that has ended, with a mean, goes on as if it had not.
+    cut = own("norm-swa-cut", SWA)
+    made.append({"name": "norm-swa-first", "kind": "train", "config": cut | {"max_epochs": 2}})
+    made.append({"name": "norm-swa-rest", "kind": "train", "config": cut, "resume": "last"})
     made.append({"name": "adam-short", "kind": "train", "config": own("adam-short", ADAM_SHORT)})
     for name, (before, after) in RESHARDED.items():
         cut = own(f"{name}-cut", ADAM_SHORT)

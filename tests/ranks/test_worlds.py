@@ -265,7 +265,7 @@ def test_compressed_ranks_stay_equal_near_the_plain_run_and_keep_a_residual(worl
     assert all(result["residual"] > 0 for result in results.json(name))
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE, *DELAYED, *AVERAGED])
+@pytest.mark.parametrize("name", [*COMPRESSED, *LOOSE, *DELAYED, *AVERAGED, "norm-swa"])
 @pytest.mark.parametrize(("framework", "launcher", "size"), [*ALONE, *FEWER])
 def test_a_compressed_run_resumes_bit_for_bit(worlds, framework, launcher, size, name):
     results = worlds(framework, launcher, size)

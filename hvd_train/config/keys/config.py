@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from hvd_train.config.keys.average import EmaConfig
+from hvd_train.config.keys.average import EmaConfig, SwaConfig
 from hvd_train.config.keys.checkpoint import CheckpointConfig, EarlyStoppingConfig
 from hvd_train.config.keys.data import DataConfig
 from hvd_train.config.keys.exchange import ExchangeConfig
@@ -48,6 +48,9 @@ class Config(Section):
     optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
     ema: EmaConfig | None = Field(
         None, description="evaluate, save and predict with an exponential mean of the weights; null: with themselves"
+    )
+    swa: SwaConfig | None = Field(
+        None, description="end with the mean of the weights of the last epochs, and its batch statistics; null: without"
     )
     gradient_clip_val: float = Field(0.0, ge=0, description="limit on the reduced gradient; 0: none")
     gradient_clip_algorithm: Literal["norm", "value"] = Field("norm", description="limit the global norm or each entry")
@@ -174,10 +177,14 @@ class Config(Section):
 
     def _of_averages(self) -> list[tuple[str, str]]:
         """Return what is wrong with a training that stands for averages of its weights."""
-        keys = {"ema": bool(self.ema), "optim.name": self.optim.schedule_free}
+        keys = {"ema": bool(self.ema), "swa": bool(self.swa), "optim.name": self.optim.schedule_free}
         used = [key for key, there in keys.items() if there]
+        if len(used) > 1 and self.optim.schedule_free:
+            return [(used[0], f"{self.optim.name} averages the weights by itself: leave {used[0]} out")]
         if len(used) > 1:
-            return [("ema", f"{self.optim.name} averages the weights by itself: leave ema out")]
+            return [("swa", "ema averages the weights already: leave one of them out")]
+        if self.swa and (self.max_steps or self.swa.epochs > (self.max_epochs or 0)):
+            return [("swa.epochs", f"needs a length in epochs, with max_epochs of {self.swa.epochs} at least")]
         if used and not MODES[self.exchange.mode].exact:
             apart = f"ranks move their weights apart with exchange.mode: {self.exchange.mode}, and have no average"
             return [(used[0], apart)]
@@ -210,6 +217,7 @@ class Config(Section):
             "optim.sharded": self.optim.sharded,
             "exchange.mode": self.exchange.mode != ALLREDUCE,
             "on_nonfinite": self.on_nonfinite == "rollback",  # the checkpoint may have fewer slots
+            "swa": bool(self.swa),
             "ema": bool(self.ema),  # and the averages of all would begin anew
             "optim.name": self.optim.schedule_free,
         }
@@ -226,6 +234,7 @@ class Config(Section):
             "optim.name": (self.optim.is_users and "an optimizer of yours")
             or (self.optim.schedule_free and self.optim.name),
             "ema": self.ema and "it",
+            "swa": self.swa and "it",
             "exchange.mode": exchange.mode != ALLREDUCE and f"mode: {exchange.mode}",
             "exchange.op": exchange.op != "average" and f"op: {exchange.op}",
             "exchange.compression": exchange.compression == "auto" and "auto, which chooses for a whole model",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from hvd_train.core.batchnorm import combine, input_gradient, running
+from hvd_train.core.batchnorm import combine, input_gradient, joined, of_all, running
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, Ops
@@ -26,12 +26,31 @@ class Context:
         # Called before each forward pass that joins statistics.
         self.before: Callable[[], None] = lambda: None
         self._first = ""  # the layer that a forward pass comes to first
+        self._of_steps, self._everyone = self.communicator, communicator
+        # Rows of all samples so far, of the layers whose statistics are gathered.
+        self._rows: dict[_Joined, torch.Tensor | None] = {}
 
     def begin(self, layer: str) -> None:
         """Note that a layer is about to join its statistics, and call ``before`` at the first layer of a pass."""
         self._first = self._first or layer
         if layer == self._first:
             self.before()
+
+    def gather(self, layers: Iterable[_Joined]) -> None:
+        """Add up these layers' statistics of all samples from now on. They normalize by those of the global batch."""
+        self._rows, self.communicator = dict.fromkeys(layers), self._everyone
+
+    def gathers(self, layer: _Joined) -> bool:
+        return layer in self._rows
+
+    def add(self, layer: _Joined, total: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        row, before = torch.cat([total, mean, variance * total]), self._rows[layer]
+        self._rows[layer] = row if before is None else joined([before, row], self.ops)
+
+    def gathered(self) -> dict[_Joined, torch.Tensor]:
+        """Return the row of each layer that had samples, and gather no more."""
+        rows, self._rows, self.communicator = self._rows, {}, self._of_steps
+        return {layer: row for layer, row in rows.items() if row is not None}
 
     def take(self, weights: torch.Tensor) -> None:
         """Note whether this rank has samples, by the weights (n,) of its batch."""
@@ -46,11 +65,12 @@ class _Joined(_BatchNorm):
     _wire: str
 
     def forward(self, x) -> torch.Tensor:
-        if not self.training:
-            return _BatchNorm.forward(self, x)
-        alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
-        if alone and values > 1 and not self._context.empty:
-            return _BatchNorm.forward(self, x)  # torch's kernel, which refuses a single value
+        if not self._context.gathers(self):
+            if not self.training:
+                return _BatchNorm.forward(self, x)
+            alone, values = self._context.communicator.size == 1, x.numel() // x.shape[1]
+            if alone and values > 1 and not self._context.empty:
+                return _BatchNorm.forward(self, x)  # torch's kernel, which refuses a single value
         self._check_input_dim(x)
         return _Normalize.apply(x, self.weight, self.bias, self)
 
@@ -66,6 +86,9 @@ class _Joined(_BatchNorm):
     def _move_running_statistics(self, total, mean, variance) -> None:
         """Move the running statistics."""
         if self.running_mean is None or not self.track_running_stats:
+            return
+        if self._context.gathers(self):
+            self._context.add(self, total, mean, variance)
             return
         share = self.momentum
         if self.num_batches_tracked is not None:
@@ -147,9 +170,9 @@ def of_weights(model: torch.nn.Module, names: Collection[str]) -> list[torch.nn.
     return [x for name, x in layers if any(f"{name}.{kind}".lstrip(".") in names for kind in ("weight", "bias"))]
 
 
-def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool) -> Context:
+def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
     """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
-    instances change their class, nothing else."""
+    instances change their class, nothing else. ``swa``: their statistics will be gathered anew."""
     context = Context(communicator, ops, sync)
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
@@ -157,10 +180,9 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
         kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {name or kind.__name__}"
         if kind.forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
-            if sync:
-                raise ConfigError(
-                    f"{kind.__name__} has a forward of its own", where=where, fix="switch sync_batchnorm off"
-                )
+            if sync or swa:
+                fix = "switch sync_batchnorm off" if sync else "leave swa out"
+                raise ConfigError(f"{kind.__name__} has a forward of its own", where=where, fix=fix)
             continue
         if sync and not layer.track_running_stats:
             what = "track_running_stats=False normalizes an evaluation by its own batches, which depend on the ranks"
@@ -170,3 +192,29 @@ def prepare(model: torch.nn.Module, communicator: Communicator, ops: Ops, sync: 
             layer.num_batches_tracked = None
         layer.__class__ = type(kind.__name__, (_Joined, kind), {"_context": context, "_wire": f"batchnorm.{name}"})
     return context
+
+
+class Gathering:
+    """The part of a front-end that gathers running statistics of given weights."""
+
+    ops: Ops
+    _batchnorm: Context
+    _layers: list[torch.nn.Module]
+    _eval_outputs: Any
+
+    def begin_statistics(self) -> bool:
+        layers = [layer for layer in self._layers if isinstance(layer, _Joined)]
+        self._batchnorm.gather(layers)
+        return bool(layers)
+
+    @torch.no_grad()
+    def add_statistics(self, placed) -> None:
+        inputs, _, weights = placed
+        self._batchnorm.take(weights)
+        self._eval_outputs(inputs)
+
+    @torch.no_grad()
+    def take_statistics(self) -> None:
+        for layer, row in self._batchnorm.gathered().items():
+            for target, value in zip((layer.running_mean, layer.running_var), of_all(row, self.ops), strict=True):
+                target.copy_(value)

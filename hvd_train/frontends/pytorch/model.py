@@ -40,7 +40,7 @@ UNTAKEN = (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueE
 IN_TRAINING = attrgetter("training")
 
 
-class PyTorchFrontEnd(StateTree):
+class PyTorchFrontEnd(batchnorm.Gathering, StateTree):
     packing = Packing(bucket_bytes=4 << 20, alone_bytes=4 << 20)
 
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
@@ -61,7 +61,7 @@ class PyTorchFrontEnd(StateTree):
         # Before batch normalization is prepared: a lazy one becomes another class.
         if lazy(model):
             self._take_shapes()
-        self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
         table = canonical_table(module, model)
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.layouts = layouts_of({n: tuple(t.shape) for n, t in named.items()}, table)

@@ -5,13 +5,13 @@ Keras counts padding as samples, keeps the biased variance, and adds nothing ove
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvd_train.core.batchnorm import combine, input_gradient, running
+from hvd_train.core.batchnorm import combine, input_gradient, joined, of_all, running
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, Ops, Tensor
@@ -25,6 +25,23 @@ class Context:
         self.ops = ops
         self.fixed: set[int] = set()  # layers whose statistics were fixed at some time
         self.weights: Tensor = None  # (length,): 1 for a sample, 0 for padding
+        self._of_steps, self._everyone = self.communicator, communicator
+        self.gathers = False
+        self.rows: dict[str, tf.Variable] = {}  # by layer, of all samples that were gathered so far
+
+    def gather(self, layers: Sequence[_Joined]) -> None:
+        """Add up these layers' statistics of all samples from now on. They normalize by those of the global batch."""
+        self.gathers, self.communicator = True, self._everyone
+        for layer in layers:
+            zeros = tf.zeros(1 + 2 * layer.moving_mean.shape[0], layer.moving_mean.dtype)
+            if layer._wire in self.rows:
+                self.rows[layer._wire].assign(zeros)
+            else:
+                self.rows[layer._wire] = tf.Variable(zeros, trainable=False)
+
+    def gathered(self) -> None:
+        """Gather no more."""
+        self.gathers, self.communicator = False, self._of_steps
 
 
 class _Joined(keras.layers.BatchNormalization):
@@ -34,7 +51,8 @@ class _Joined(keras.layers.BatchNormalization):
     _wire: str
 
     def call(self, inputs, training=None, mask=None) -> tf.Tensor:
-        if not (training and self.trainable):
+        gathers = self._context.gathers
+        if not ((training or gathers) and self.trainable):
             return super().call(inputs, training=training, mask=mask)
         dtype = keras.backend.result_type(inputs.dtype, "float32")
         x = tf.cast(inputs, dtype)
@@ -45,6 +63,11 @@ class _Joined(keras.layers.BatchNormalization):
         )
         stored = self.moving_mean.dtype
         total, mean, variance = (tf.cast(value, stored) for value in (total, mean, variance))
+        if gathers:
+            row = self._context.rows[self._wire]
+            both = [row.value(), tf.concat([total, mean, variance * total], 0)]
+            row.assign(joined(both, self._context.ops))
+            return tf.cast(y, self.compute_dtype)
         old = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
         new = running(old, total, mean, variance, 1.0 - self.momentum, self._context.ops)
         self.moving_mean.assign(new[0])
@@ -117,9 +140,9 @@ def fix_statistics(model: keras.Model, paths: Collection[str]) -> None:
                 layer._context.fixed.add(id(layer))
 
 
-def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool) -> Context:
+def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool, swa: bool = False) -> Context:
     """Give every batch normalization of ``model`` the context, in place of the one that an earlier training left; the
-    instances change their class, nothing else."""
+    instances change their class, nothing else. ``swa``: their statistics will be gathered anew."""
     context, native = Context(communicator, ops, sync), keras.layers.BatchNormalization
     for number, layer in enumerate(model._flatten_layers()):
         if not isinstance(layer, native):
@@ -129,10 +152,9 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         kind: Any = type(layer).__mro__[2] if isinstance(layer, _Joined) else type(layer)
         where = f"model layer {layer.name}"
         if kind.call is not native.call:
-            if sync:
-                raise ConfigError(
-                    f"{kind.__name__} has a call of its own", where=where, fix="switch sync_batchnorm off"
-                )
+            if sync or swa:
+                fix = "switch sync_batchnorm off" if sync else "leave swa out"
+                raise ConfigError(f"{kind.__name__} has a call of its own", where=where, fix=fix)
             continue
         if layer.renorm:
             raise ConfigError("batch renormalization would count padding as samples", where=where, fix="renorm=False")
@@ -140,3 +162,39 @@ def prepare(model: keras.Model, communicator: Communicator, ops: Ops, sync: bool
         attributes["__module__"] = kind.__module__  # a saved model names Keras' class
         layer.__class__ = type(kind.__name__, (_Joined, kind), attributes)
     return context
+
+
+class Gathering:
+    """The part of a front-end that gathers running statistics of given weights."""
+
+    model: keras.Model
+    ops: Ops
+    _batchnorm: Context
+    _device: str
+    _gather: Any
+    _run: Any
+    _outputs: Any
+
+    def begin_statistics(self) -> bool:
+        layers = self._norms()
+        if layers:
+            with tf.device(self._device):
+                self._batchnorm.gather(layers)
+        return bool(layers)
+
+    def add_statistics(self, placed) -> None:
+        self._run(self._gather, *placed)
+
+    def take_statistics(self) -> None:
+        self._batchnorm.gathered()
+        for layer in self._norms():
+            mean, variance = of_all(self._batchnorm.rows[layer._wire].value(), self.ops)
+            layer.moving_mean.assign(mean)
+            layer.moving_variance.assign(variance)
+
+    def _norms(self) -> list[Any]:
+        return [x for x in self.model._flatten_layers() if isinstance(x, _Joined) and x.trainable]
+
+    def _traced_statistics(self, inputs, labels, weights) -> tf.Tensor:
+        self._batchnorm.weights = weights
+        return tf.nest.map_structure(tf.size, self._outputs(inputs, training=False))

@@ -46,7 +46,7 @@ from hvd_train.task.task import Task
 from hvd_train.update.sharded import Sharded
 
 
-class TensorFlowFrontEnd(BetweenSteps, StateTree):
+class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def __init__(self, config: Config, groups: Groups, sample: Sample) -> None:
         self.config, self.groups = config, groups
         self.packing, self._sample = packing(groups.data), sample
@@ -76,7 +76,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         if dtype != self.dtype:
             fix = f"build it in a function, or after keras.config.set_dtype_policy('{self.dtype}')"
             raise ConfigError(f"the model's weights are {dtype}", where=f"precision: {config.precision}", fix=fix)
-        self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm)
+        self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
         table = canonical_table(module, self.model)
         self._trainable = {v.path: v for v in self.model.trainable_variables}
         fixed = {v.path: v for v in self.model.non_trainable_variables}
@@ -160,6 +160,7 @@ class TensorFlowFrontEnd(BetweenSteps, StateTree):
         self._per_call: int = 1 if steps == "auto" else steps
         self._calls, self._seconds = 0, math.inf  # of a step, the fastest
         self._compression_error = graph(self._traced_compression_error)
+        self._gather = graph(self._traced_statistics)
         return optimizer
 
     def retrace(self) -> None:

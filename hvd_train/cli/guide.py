@@ -20,6 +20,7 @@ ORDER = (
 
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
 RECIPES = (
+    "regression", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
     "forecasting", "text-classification", "trackers", "notebook", "gan", "reinforcement-learning",
     "from-lightning", "from-accelerate", "from-keras",
 )  # fmt: skip

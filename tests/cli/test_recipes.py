@@ -25,6 +25,12 @@ CONFIGURED = [name for name in guide.RECIPES if "job.yaml" in init.contents(name
 TORCH_ALONE = {"from-lightning"}
 # What each training of the page comes to, at least: a number of its last line.
 REACHED = {
+    "regression": (r"r2 ([\d.]+)", 0.45),
+    "multi-label": (r"f1 macro ([\d.]+)", 0.9),
+    "imbalanced": (r"balanced accuracy ([\d.]+)", 0.85),
+    "segmentation": (r"iou ([\d.]+)", 0.4),
+    "autoencoder": (r"r2 ([\d.]+)", 0.8),
+    "k-fold": (r"([\d.]+) ± ", 0.9),
     "forecasting": (r"r2 ([\d.]+)", 0.45),
     "text-classification": (r"accuracy ([\d.]+)", 0.85),
     "trackers": (r"accuracy ([\d.]+)", 0.8),

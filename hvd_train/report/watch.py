@@ -20,8 +20,8 @@ from hvd_train.run_folder import jsonl, lock
 FIXED = ("event", "epoch", "step", "samples", "lr", "samples_per_second")  # other names of a line are metrics
 EVENTS = ("train", "val")
 CURVE_ROWS, MOST_CURVES = 8, 4
-# A run that restarts after a lost rank leaves its folder for some seconds.
-GRACE_SECONDS = {"free": 3.0, "dead": 30.0}
+# A run that restarts after a lost rank leaves its folder until its ranks have loaded the framework again.
+GRACE_SECONDS = {"free": 30.0, "dead": 60.0}
 
 
 class WatchedRun:

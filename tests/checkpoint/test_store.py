@@ -25,6 +25,7 @@ from hvd_train.errors import CheckpointError
 from hvd_train.jobs import resume
 from hvd_train.jobs.trained_run import choose_checkpoint, trained_config
 from hvd_train.protocol import Field, Sample
+from tests.limits import SECONDS
 
 TREE = {
     "weights/a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -430,7 +431,7 @@ for k in range(1, 100):
 def test_killed_at_any_moment_a_valid_one_exists(tmp_path, step):
     """F04: The process ends right before its k-th file-system call, for every k."""
     line = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
-    subprocess.run(line, cwd=Path(__file__).parents[2], timeout=60, check=True)
+    subprocess.run(line, cwd=Path(__file__).parents[2], timeout=SECONDS, check=True)
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert 8 < len(folders) < 99
     seen = set()

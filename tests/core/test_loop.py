@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.replicated import Replicated
 from hvd_train.update.state import read, training_state
+from tests.limits import SECONDS
 from tests.numpy_frontend import NumpyFrontEnd, Threads, World, run_ranks
 
 N, VAL, FEATURES, CLASSES = 53, 17, 5, 3
@@ -328,14 +328,25 @@ def test_stopped_by_max_steps_and_gone_on_is_the_run(tmp_path):
 def test_ranks_that_wait_for_a_save_meet_meanwhile(tmp_path, monkeypatch):
     """Horovod ends ranks that wait for one another for ten minutes, and a large checkpoint may take longer."""
     monkeypatch.setattr(saving, "WAIT_SECONDS", 0.02)
-    real = store.save
-    monkeypatch.setattr(store, "save", lambda *given: (time.sleep(0.4), real(*given)))
-    meetings = []
+    real, meetings, often = store.save, [], threading.Event()
+
+    def slow(*given):
+        assert often.wait(SECONDS)
+        real(*given)
+
+    monkeypatch.setattr(store, "save", slow)
 
     def work(communicator):
         made = trainer(communicator, config(max_steps=1), tmp_path)
         send = communicator.broadcast_bytes
-        communicator.broadcast_bytes = lambda data, root=0: (meetings.append(communicator.rank), send(data, root))[1]
+
+        def meet(data, root=0):
+            meetings.append(communicator.rank)
+            if meetings.count(0) > 10:
+                often.set()
+            return send(data, root)
+
+        communicator.broadcast_bytes = meet
         return made.fit()["steps"]
 
     assert run_ranks(2, work) == [1, 1]
@@ -838,7 +849,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_never_two_at_once(tm
     def slow(folder, snapshot, moved):
         writing.append(snapshot.step)
         most.append(len(writing))
-        assert snapshot.step != 5 or three_more.wait(30)
+        assert snapshot.step != 5 or three_more.wait(SECONDS)
         real(folder, snapshot)
         writing.remove(snapshot.step)
 

@@ -15,6 +15,7 @@ from hvd_train.data.loader import AHEAD, Loader
 from hvd_train.data.order import permute, steps
 from hvd_train.data.synthetic import Synthetic
 from hvd_train.errors import DataError
+from tests.limits import SECONDS
 
 
 def source(n):
@@ -214,7 +215,7 @@ def threads():
 
 
 def wait_for_none():
-    end = time.monotonic() + 5
+    end = time.monotonic() + SECONDS
     while threads() and time.monotonic() < end:
         time.sleep(0.01)
     return not threads()
@@ -225,7 +226,7 @@ def test_threads_run_ahead_but_not_away(workers):
     watched = Watched(10_000)
     it = Loader(watched, global_batch=1, workers=workers).epoch(0)
     next(it)
-    end = time.monotonic() + 5
+    end = time.monotonic() + SECONDS
     while watched.fetches < AHEAD and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.05)
@@ -276,10 +277,14 @@ def test_many_left_in_the_middle(workers):
 
 
 class Slow(Watched):
-    """Later steps are done before earlier ones; tells which threads fetched, and how many at a time."""
+    """Later steps are done before earlier ones; tells which threads fetched, and how many at a time.
 
-    def __init__(self, n):
+    Nobody comes out of the first fetches before all workers are in one.
+    """
+
+    def __init__(self, n, workers):
         super().__init__(n)
+        self.begun = threading.Barrier(workers)
         self.busy, self.most, self.seen = 0, 0, set()
         self.lock = threading.Lock()
 
@@ -288,8 +293,10 @@ class Slow(Watched):
             self.busy += 1
             self.most, self.fetches = max(self.most, self.busy), self.fetches + 1
             self.seen.add(threading.current_thread().name)
-            first = self.fetches % 2
-        time.sleep(0.004 if first else 0.001)
+            number = self.fetches
+        if number <= self.begun.parties:
+            self.begun.wait(SECONDS)
+        time.sleep(0.004 if number % 2 else 0.001)
         with self.lock:
             self.busy -= 1
         return {"input": indices[:, None].astype(np.float32)}, {"label": indices}
@@ -314,7 +321,7 @@ def test_an_error_of_a_worker_reaches_the_consumer_in_its_place(place):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_fetch_at_the_same_time_and_keep_the_order(workers):
-    slow = Slow(60)
+    slow = Slow(60, workers)
     batches = [step.micro_batches[0] for step in Loader(slow, global_batch=2, workers=workers).epoch(0)]
     assert np.concatenate([batch.indices for batch in batches]).tolist() == permute(np.arange(60), 60, 0, 0).tolist()
     assert all((batch.labels["label"] == batch.indices).all() for batch in batches)

@@ -22,6 +22,7 @@ from hvd_train.data.manifest import MANIFEST
 from hvd_train.data.manifest import summary as manifest_summary
 from hvd_train.errors import ConfigError, DataError
 from hvd_train.launch.start import environment
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -209,11 +210,11 @@ def test_a_fault_while_packing(tmp_path, photos):
 def test_ranks_share_the_work_and_weights_are_the_same(tmp_path, photos):
     """Two ranks of mpirun pack and check; training from the packed data and from the files gives the same bits."""
     line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(photos), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0 and "8 files" in done.stdout and "2 ranks" in done.stdout, done.stderr
     flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
     line[line.index("pack") :] = ["check", str(tmp_path / "packed")]
-    found = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert found.returncode == 3 and found.stderr.count("train-inputs-input-00001.npy") == 1, found.stderr
     flip(tmp_path / "packed" / "train-inputs-input-00001.npy")
     code = """
@@ -223,7 +224,7 @@ for name, path in (("imagefolder", sys.argv[1]), ("packed", sys.argv[2])):
     hvd_train.fit(config)
 """
     line = [sys.executable, "-c", code, str(photos), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     digests = [weights(tmp_path / name) for name in ("imagefolder", "packed")]
     assert digests[0] == digests[1] and digests[0]
@@ -234,19 +235,27 @@ import re, sys
 from hvd_train.config import DataConfig
 from hvd_train.data.catalog import open_data
 
-def held(kind):
-    return int(re.search(rf"^{kind}:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1])
+def shared_with_others(path):
+    # Of the file and of what is this process' own: libraries are shared with whatever else runs.
+    total = 0
+    for mapping in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]:
+        words = mapping.splitlines()[0].split()
+        if len(words) < 6 or words[5] == "[heap]" or words[5].startswith(path):
+            rss, pss = (int(re.search(rf"^{kind}:\\s+(\\d+)", mapping, re.M)[1]) for kind in ("Rss", "Pss"))
+            total += rss - pss
+    return total
 
 train = open_data(DataConfig(name=sys.argv[1], path=sys.argv[2])).train
-found = [train.fetch([k]) for k in range(len(train))][-1]
-print("read", flush=True)
-sys.stdin.readline()
-print(held("Rss") - held("Pss"), flush=True)
+for _ in range(2):  # again when both have read all: the kernel may have taken pages back
+    found = [train.fetch([k]) for k in range(len(train))][-1]
+    print("read", flush=True)
+    sys.stdin.readline()
+print(shared_with_others(sys.argv[2]), flush=True)
 sys.stdin.readline()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="shares of memory are told by Linux alone")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="shares of memory are told by Linux alone")
 def test_ranks_of_a_host_share_one_copy(tmp_path):
     """Of 64 MiB that two processes have read each holds half; of an npz file all."""
     numbers = np.zeros((64, 1 << 18), np.float32)
@@ -257,16 +266,18 @@ def test_ranks_of_a_host_share_one_copy(tmp_path):
     for name, path in (("npz", "own.npz"), ("packed", "packed")):
         line = [sys.executable, "-c", HOLDER, name, str(tmp_path / path)]
         both = [subprocess.Popen(line, stdin=-1, stdout=-1, text=True, env=PYTHON) for _ in range(2)]
-        assert [one.stdout.readline() for one in both] == ["read\n"] * 2
+        for _ in range(2):
+            assert [one.stdout.readline() for one in both] == ["read\n"] * 2
+            for one in both:
+                one.stdin.write("\n")
+                one.stdin.flush()
         shared[name] = []
         for one in both:
-            one.stdin.write("\n")
-            one.stdin.flush()
             shared[name].append(int(one.stdout.readline()) / 1024)
         for one in both:
-            one.communicate(timeout=30)
-    more = [packed - npz for npz, packed in zip(shared["npz"], shared["packed"], strict=True)]
-    assert all(28 < mebibytes < 36 for mebibytes in more), shared
+            one.communicate(timeout=SECONDS)
+    assert all(28 < mebibytes < 36 for mebibytes in shared["packed"]), shared
+    assert all(mebibytes < 4 for mebibytes in shared["npz"]), shared
 
 
 @pytest.mark.long("50 000 files")
@@ -278,7 +289,7 @@ def test_fifty_thousand_images(tmp_path):
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(place / f"{k:05}.png", compress_level=0)
     line = [*MPIRUN, str(BIN / "hvd-train"), "data", "pack", str(tmp_path / "photos"), str(tmp_path / "packed")]
-    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, env=PYTHON, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0 and "packed 40,000 training and 10,000 validation samples" in done.stdout, done
     packing.check(tmp_path / "packed", packing.Alone())
     data = catalog.open_data(DataConfig(name="packed", path=str(tmp_path / "packed")))

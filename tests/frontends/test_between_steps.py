@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.frontends.test_contract import ALL, FRAMEWORKS, batch, opened, stepped, weights
+from tests.limits import SECONDS
 
 
 @pytest.mark.parametrize("framework", ALL)
@@ -61,11 +62,11 @@ def test_a_transfer_in_the_background_is_waited_for_where_its_result_is_asked_fo
         return x + 1
 
     def finish(x):
-        assert may_end.wait(30)
+        assert may_end.wait(SECONDS)
         return [2 * x]
 
     wait = frontend.in_background(start, finish)(frontend.ops.from_numpy(np.ones(3)))
-    assert started.wait(30)
+    assert started.wait(SECONDS)
     stepped(frontend, [batch()])
     frontend.run_queued()
     may_end.set()

@@ -16,6 +16,7 @@ import pytest
 from hvd_train.errors import LostRankError
 from hvd_train.frontends.host_memory import VARIABLE, HostMemory, offsets
 from hvd_train.update.sharded import part_sizes
+from tests.limits import SECONDS
 from tests.numpy_frontend import run_ranks
 
 
@@ -159,7 +160,7 @@ def _stand(pipe) -> None:
     host = connected(Piped(1, pipe))
     host.sums([80])
     host.barrier("ready")
-    time.sleep(60)
+    time.sleep(SECONDS)
 
 
 @pytest.mark.parametrize("place", ["sum", "barrier", "allocate"])
@@ -172,7 +173,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once(place):
     sums = host.sums([80])
     host.barrier("ready")
     os.kill(other.pid, signal.SIGKILL)
-    other.join(10)
+    other.join(SECONDS)
     with pytest.raises(LostRankError, match="was lost"):
         if place == "sum":
             sums.start(0, np.zeros(10), one_piece_each(10, 2))()

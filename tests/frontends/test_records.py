@@ -16,6 +16,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frameworks import FRAMEWORKS, fast_import
 from hvd_train.verify.compare import verify
 from tests.frontends import numpy_ranks
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 SETS = ["framework=numpy", "model.name=softmax", "data.name=digits", "global_batch_size=96", "precision=64"]
@@ -36,7 +37,7 @@ def test_an_unknown_framework_is_refused_and_a_known_one_explained(monkeypatch):
 def test_numpy_trains_and_is_evaluated_by_the_command_line(tmp_path):
     def run(*words):
         line = [sys.executable, "-m", numpy_ranks.__name__, *words]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
         return done.stdout
 

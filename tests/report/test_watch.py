@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import pytest
 
@@ -64,7 +63,8 @@ def test_damaged_files_are_no_end(folder):
 
 
 def test_it_ends_with_the_run(folder, monkeypatch):
-    monkeypatch.setattr(watch, "GRACE_SECONDS", {"free": 0.2, "dead": 0.2})
+    now = [1000.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     run = WatchedRun(folder)
     run.update()
     with Lock(folder):
@@ -73,8 +73,9 @@ def test_it_ends_with_the_run(folder, monkeypatch):
         assert run.end() == ""
     assert run.end() == "done: val loss 1.5000"
     (folder / "summary.json").write_text('{"steps": 10, "val_loss": 1.5}')  # of before it was resumed
+    now[0] += watch.GRACE_SECONDS["free"] - 1
     assert run.end() == ""
-    time.sleep(0.25)
+    now[0] += 1
     assert run.end() == "stopped after step 20 or later; --resume auto goes on"
 
 

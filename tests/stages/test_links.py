@@ -9,6 +9,7 @@ import pytest
 
 from hvd_train.errors import CommunicationError, LostRankError
 from hvd_train.frontends.stages.links import Links, Message
+from tests.limits import SECONDS
 from tests.numpy_frontend import run_ranks
 
 
@@ -90,7 +91,7 @@ def test_the_end_of_a_stage_is_told():
             links.close()
             ended.set()
             return
-        ended.wait(10)
+        assert ended.wait(SECONDS)
         with pytest.raises(LostRankError):
             links.receive(1, "F0")
 

@@ -12,7 +12,7 @@ from hvd_train.run_folder.trackers import Row
 from hvd_train.run_folder.trackers.tracker import TrackedRun, Tracker
 
 WAITING = 10_000  # calls for a tracker that does not come back
-END_SECONDS, ABANDON_SECONDS = 30.0, 3.0  # at the end of a finished run, and of one that stopped
+END_SECONDS, ABANDON_SECONDS = 120.0, 3.0  # at the end of a finished run, and of one that stopped
 
 
 class Calls:

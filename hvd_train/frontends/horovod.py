@@ -32,6 +32,7 @@ from hvd_train.launch.environment import world
 from hvd_train.launch.launchers import named
 from hvd_train.launch.launchers.foreign import ALONE
 from hvd_train.launch.rendezvous import rank as rendezvous
+from hvd_train.launch.rendezvous.ready import wait_for_ranks
 from hvd_train.launch.status import announce_met
 from hvd_train.protocol import Handle, Tensor
 
@@ -111,7 +112,8 @@ class HorovodCommunicator(ABC):
             self.hvd: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise ConfigError(f"Horovod cannot be used: {error}", where=self.module, fix="run scripts/setup") from error
-        rendezvous.join_world(here := world())
+        wait_for_ranks(here := world())
+        rendezvous.join_world(here)
         try:
             # Ranks that mpi4py has divided (a sweep) are a world each.
             self.hvd.init(*([self.part] if self.part else []), **self._stage_sets())

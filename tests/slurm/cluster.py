@@ -175,8 +175,11 @@ class Cluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in held]
-    for s in held:
-        s.close()
-    return ports
+    """Return ports below the ephemeral ones, of which any connection might take one before it is opened again."""
+    ports: list[int] = []
+    for port in range(16384 + os.getpid() % 8192, 32768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError("no free port")

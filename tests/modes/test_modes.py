@@ -16,7 +16,7 @@ from hvd_train.modes.ways import stages, standard, way, ways
 from tests.cli.running import run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[128]", "--set", "threads=1")
-LONG = 400  # seconds: each way starts ranks of its own
+LONG = 900  # seconds: each way starts ranks of its own
 WEIGHTS = 64 * 128 + 128 + 128 * 10 + 10
 
 

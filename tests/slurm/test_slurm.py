@@ -140,8 +140,8 @@ def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
 @pytest.mark.parametrize(
     ("does", "code", "expected"),
     [
-        ("2:leaves", 5, ["error[rank 0]: rank 2 did not come within 3 s; srun; look for what ended or held them"]),
-        ("0:leaves", 5, [f"error[rank {k}]: rank 0 was not found on node1 within 3 s: nobody who" for k in (1, 2)]),
+        ("2:leaves", 5, ["error[rank 0]: rank 2 did not come within 4 s; srun; look for what ended or held them"]),
+        ("0:leaves", 5, [f"error[rank {k}]: rank 0 was not found on node1 within 4 s: nobody who" for k in (1, 2)]),
         (
             "2:fails",
             3,
@@ -152,20 +152,20 @@ def test_two_commands_in_a_step_and_two_steps_at_once(cluster):
 )
 def test_a_rank_that_never_comes(cluster, does, code, expected):
     """Nobody waits for ever, and a rank that ends with an error takes the others with it at once."""
-    limit = "3" if "leaves" in does else "100"
+    limit = "4" if "leaves" in does else "600"
     began = time.monotonic()
     done = meet(cluster, 3, does, HOROVOD_START_TIMEOUT=limit, HVD_TRAIN_SECRET="of the test")
     assert done.code == code, done.err
     lines = sorted(done.err.splitlines())
     assert len(lines) == len(expected) and all(a.startswith(b) for a, b in zip(lines, expected, strict=True)), lines
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < SECONDS
 
 
 def test_ranks_with_another_secret_are_turned_away(cluster):
     line = f"HVD_TRAIN_SECRET=$SLURM_NODEID python {HERE / 'meet.py'}"
-    done = srun(cluster, *NODES, "-n", "2", "bash", "-c", line, HOROVOD_START_TIMEOUT="3")
-    assert done.code == 5 and "error[rank 0]: rank 1 did not come within 3 s" in done.err
-    assert "error[rank 1]: rank 0 was not found on node1 within 3 s: nobody who knows the secret" in done.err
+    done = srun(cluster, *NODES, "-n", "2", "bash", "-c", line, HOROVOD_START_TIMEOUT="4")
+    assert done.code == 5 and "error[rank 0]: rank 1 did not come within 4 s" in done.err
+    assert "error[rank 1]: rank 0 was not found on node1 within 4 s: nobody who knows the secret" in done.err
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_rank_0_is_not_on_the_first_node(apart, layout, does, code):
     }[layout]
     began = time.monotonic()
     done = srun(apart, *line, SLURM_HOSTFILE=str(file))
-    assert done.code == code and time.monotonic() - began < 60, done.err
+    assert done.code == code and time.monotonic() - began < SECONDS, done.err
     if code:
         rank = int(does[0])
         told = [f"error[rank {rank}]: no such file; rank {rank}'s disk"]

@@ -22,6 +22,7 @@ from hvd_train.sweep import array, halving, results
 from hvd_train.sweep import folder as sweeps
 from hvd_train.sweep.plan import plan
 from hvd_train.sweep.rungs import describe, ladder
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -219,7 +220,7 @@ def test_the_last_task_of_an_array_writes_the_results(tmp_path, capsys):
     assert [row["state"] for row in rows] == ["failed: the training loss is nan; step 3", "done", "done"]
 
 
-def run(line, cwd, seconds=150):
+def run(line, cwd, seconds=SECONDS):
     env = environment() | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False)
 
@@ -267,7 +268,7 @@ def test_groups_train_as_single_runs(framework, tmp_path):
 )
 def test_worlds_that_cannot_be_split(before, words, what, tmp_path):
     line = [*before, str(BIN / "hvd-train"), "sweep", "-c", str(TINY), "--param", "optim.lr=0.1,0.2", *words]
-    done = run([*line, "--run-dir", "s"], tmp_path, 60)
+    done = run([*line, "--run-dir", "s"], tmp_path)
     assert done.returncode == 2 and done.stderr.count(what) == 1, done.stderr
     assert not (tmp_path / "s").exists()
 

@@ -18,7 +18,7 @@ from hvd_train.errors import DataError, LostRankError, stopped_code
 from hvd_train.launch.environment import world
 from hvd_train.launch.exit import exit_with_error
 from hvd_train.launch.signals import listen
-from hvd_train.launch.watchdog import DEAD, state
+from hvd_train.launch.watchdog import state
 
 
 def endless(mark: Path) -> None:
@@ -61,8 +61,8 @@ def main() -> None:
             (folder / "run" / "checkpoints" / f"step-{int(value):08d}").mkdir(parents=True, exist_ok=True)
         elif verb == "sleep":
             time.sleep(float(value))
-        elif verb == "after":  # the end of another rank
-            until(lambda other=int(value): state(pids(other)[number]) in DEAD)
+        elif verb == "after_end":  # of another rank, whose code the launcher has
+            until((folder / "ended").exists)
         elif verb == "until":  # a file is there: goes on all the while
             while not (folder / value).exists():
                 listener.at("training", 7)

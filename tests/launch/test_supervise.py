@@ -27,19 +27,20 @@ from tests.limits import SECONDS
 ROOT = Path(__file__).parents[2]
 
 
-NOTICED = "noticed"  # a file: the supervisor has seen the end of a rank
+# Files: the launcher has the code of the first rank that ended, the supervisor has seen its end.
+ENDED, NOTICED = "ended", "noticed"
 
 
 def script(folder, plan, arguments, ends=True, size=2):
     """A shell that starts ``size`` ranks and, like a launcher, gives the code of the one that failed first. ``ends``:
     it kills the other one then, as mpirun does, which takes longer than a look of the supervisor; else it waits."""
     words = " ".join(map(shlex.quote, [str(folder), json.dumps(plan), *arguments]))
-    lines = [f"rm -f {folder}/{NOTICED}"]
+    lines = [f"rm -f {folder}/{NOTICED} {folder}/{ENDED}"]
     for rank in range(size):
         own = f"HOROVOD_RANK={rank} HOROVOD_SIZE={size} HOROVOD_LOCAL_RANK={rank} HOROVOD_LOCAL_SIZE={size}"
         own += f" PYTHONPATH={ROOT}"
         lines.append(f"{own} {sys.executable} -m tests.launch.fake_rank {words} & rank{rank}=$!")
-    lines += ["wait -n; code=$?", "if [ $code != 0 ]; then"]
+    lines += [f"wait -n; code=$?; touch {folder}/{ENDED}", "if [ $code != 0 ]; then"]
     noticed = f"while [ ! -e {folder}/{NOTICED} ]; do sleep 0.01; done"
     lines += [noticed, "kill -KILL $rank0 $rank1 2>/dev/null"] if ends else ["true"]
     return "\n".join([*lines, "fi", "wait", "exit $code"])
@@ -115,7 +116,7 @@ def test_all_is_well(run, tmp_path, capfd):
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_killed_rank_is_named_and_the_others_end(run, size):
     """F01: Whatever they say of its loss."""
-    plan = [f"step:7 after:{size} lost"] * 2
+    plan = ["step:7 after_end lost"] * 2
     plan[size] = "step:7 kill"
     began = time.monotonic()
     with pytest.raises(CommunicationError, match="in training, step 7") as caught:
@@ -149,7 +150,7 @@ def test_a_rank_that_leaves_early_is_a_failure(run):
 def test_a_dead_rank_starts_all_again_from_the_newest_checkpoint(run, tmp_path, capfd):
     plan = [
         ["step:7 checkpoint:5 sleep:600", "step:7 kill"],
-        ["step:9 after:1 lost", "step:9 raise"],
+        ["step:9 after_end lost", "step:9 raise"],
         ["step:20 done", "step:20 done"],
     ]
     assert run(plan, 2, ("fit", "--overwrite", "-c", "x.yaml")) == 0
@@ -197,7 +198,7 @@ def test_a_mistake_starts_nothing_again(run, tmp_path):
 
 def test_an_old_kernel_runs_the_job_unwatched(run, tmp_path, monkeypatch):
     monkeypatch.setattr("hvd_train.launch.supervise.supported", lambda: False)
-    assert run([["step:1 exit:7", "step:1 after:0 exit:0"]], end=False) == 7
+    assert run([["step:1 exit:7", "step:1 after_end exit:0"]], end=False) == 7
     with pytest.raises(ConfigError, match="cannot watch processes"):
         run([["step:1 done", "step:1 done"]], 1)
 

@@ -20,7 +20,7 @@ from hvd_train.launch.world import World
 
 ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # of our own servers it ends in a token
 START_SECONDS = 600  # for all ranks to come
-PAUSES = (0.02, 1.0)  # seconds between two looks: at first, and at last
+PAUSES = (0.02, 0.2)  # seconds between two looks: at first, and at last
 
 
 def wait_for_ranks(here: World, environ: Mapping[str, str] = os.environ) -> None:

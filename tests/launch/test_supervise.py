@@ -41,7 +41,7 @@ def script(folder, plan, arguments, ends=True, size=2):
         own += f" PYTHONPATH={ROOT}"
         lines.append(f"{own} {sys.executable} -m tests.launch.fake_rank {words} & rank{rank}=$!")
     lines += [f"wait -n; code=$?; touch {folder}/{ENDED}", "if [ $code != 0 ]; then"]
-    noticed = f"while [ ! -e {folder}/{NOTICED} ]; do sleep 0.01; done"
+    noticed = f"for turn in $(seq 6000); do [ ! -e {folder}/{NOTICED} ] || break; sleep 0.01; done"
     lines += [noticed, "kill -KILL $rank0 $rank1 2>/dev/null"] if ends else ["true"]
     return "\n".join([*lines, "fi", "wait", "exit $code"])
 
@@ -299,7 +299,7 @@ def test_whoever_is_killed_no_rank_is_left(watched, tmp_path, who):
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_stopped_rank_is_named_and_all_are_ended(run, size):
     """F14."""
-    plan = [f"until_stopped:{size} sleep:600"] * 2
+    plan = [f"step:7 until_stopped:{size} sleep:600"] * 2
     plan[size] = "step:7 stop"
     began = time.monotonic()
     with pytest.raises(
@@ -311,7 +311,7 @@ def test_a_stopped_rank_is_named_and_all_are_ended(run, size):
 
 def test_a_rank_in_an_endless_loop_is_named_with_its_stack_and_all_start_again(run, tmp_path, capfd):
     """The other one is where ranks wait for one another."""
-    plan = [["until:endless wait", "step:7 endless"], ["step:9 done", "step:9 done"]]
+    plan = [["step:7 until:endless wait", "step:7 endless"], ["step:9 done", "step:9 done"]]
     assert run(plan, 1, watchdog_s=1) == 0
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("restart 1 of 1: rank 1 has not moved for 1 s (in endless, ") and "fake_rank.py:" in line

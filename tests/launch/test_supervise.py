@@ -71,14 +71,18 @@ def starts(folder, rank=0):
 
 @pytest.fixture
 def noticed(tmp_path, monkeypatch):
-    """Make the file NOTICED at the second look after the end of a rank: between two looks its end is noted."""
+    """Make the file NOTICED at the second look after the end of a rank: between two looks its end is noted.
+
+    Also at a look that finds a rank stuck, which is the last one.
+    """
     looks, look = Counter(), Watchdog.look
 
     def counted(self):
         looks[self] += any(one.pid and state(one.pid) in DEAD for one in self._read_all())
-        if looks[self] > 1:
+        stuck = look(self)
+        if looks[self] > 1 or stuck:
             (tmp_path / NOTICED).touch()
-        return look(self)
+        return stuck
 
     monkeypatch.setattr(Watchdog, "look", counted)
 

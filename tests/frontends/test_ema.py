@@ -7,10 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+import hvd_train
+from hvd_train.errors import ConfigError
 from hvd_train.update.ema import ExponentialMean
 from hvd_train.update.replicated import TRAINING
 from tests.frontends.test_contract import FRAMEWORKS, batch, opened, same, stepped, weights
 from tests.frontends.test_initial_weights import run as train
+from tests.update.test_parameter_groups import DATA
 
 DECAY, STEPS = 0.9, 6
 
@@ -98,3 +101,15 @@ def test_a_changed_run_goes_on_with_the_weights_of_the_training(tmp_path, then):
         training = before[TRAINING + name]
         assert (training != before[f"weights/{name}"]).any()
         assert (tree.get(TRAINING + name, tree[f"weights/{name}"]) == training).all()
+
+
+@pytest.mark.parametrize("keys", [{"ema": {}}, {"swa": {"epochs": 1}}, {"optim": {"name": "schedule_free_sgd"}}])
+def test_averages_of_parts_of_constrained_weights_are_refused(tmp_path, keys):
+    """A constraint looks at whole columns; an average of a part would be that of weights before it."""
+    import keras
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, kernel_constraint="max_norm")])
+    config = {"framework": "tensorflow", "tensorboard": False, "run_dir": str(tmp_path), "max_epochs": 1} | keys
+    config["optim"] = {"sharded": True} | keys.get("optim", {})
+    with pytest.raises(ConfigError, match=r"optim\.sharded: .*kernel has a constraint"):
+        hvd_train.fit(config, model=model, data=DATA)

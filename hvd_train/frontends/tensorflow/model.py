@@ -37,7 +37,7 @@ from hvd_train.frontends.tensorflow.host_memory import CommonWeights, GraphMemor
 from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 from hvd_train.frontends.tensorflow.optimizers import view, zeros_where
 from hvd_train.frontends.tensorflow.penalties import penalty
-from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer
+from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_constraints
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
 from hvd_train.frontends.tensorflow.weight_files import numbered
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
@@ -139,6 +139,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         with tf.device(self._device):
             optimizer: Optimizer | ShardedOptimizer
             if isinstance(update, Sharded):
+                check_constraints(self.config, self._moved)
                 self._common = CommonWeights(self._memory, self._moved.values()) if self._memory else None
                 optimizer = ShardedOptimizer(self.config.optim, self._moved, self.layouts, update, self._common)
             else:

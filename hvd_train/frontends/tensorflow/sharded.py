@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.config import OptimConfig
+from hvd_train.config import Config, OptimConfig
+from hvd_train.errors import ConfigError
 from hvd_train.frontends.named_arrays import Layout
 from hvd_train.frontends.sharded_slots import ShardedSlots
 from hvd_train.frontends.tensorflow.host_memory import CommonWeights
@@ -149,3 +150,15 @@ class ShardedOptimizer(ShardedSlots):
 
     def _to_stored(self, piece: Piece, native: np.ndarray) -> np.ndarray:
         return native
+
+
+def check_constraints(config: Config, trainable: Mapping[str, Any]) -> None:
+    """Raise ConfigError where averages of this rank's parts would be those of weights before their constraint.
+
+    A constraint looks at whole tensors, which a rank has when all parts have come, after its averages have moved.
+    """
+    constrained = next((path for path, v in trainable.items() if v.constraint is not None), "")
+    if constrained and (config.ema or config.swa or config.optim.schedule_free):
+        what = f"{constrained} has a constraint, which averages of parts of the weights would not know"
+        fix = "leave optim.sharded out, or the average of the weights"
+        raise ConfigError(what, where="optim.sharded", fix=fix, common=True)

@@ -111,5 +111,5 @@ def test_averages_of_parts_of_constrained_weights_are_refused(tmp_path, keys):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, kernel_constraint="max_norm")])
     config = {"framework": "tensorflow", "tensorboard": False, "run_dir": str(tmp_path), "max_epochs": 1} | keys
     config["optim"] = {"sharded": True} | keys.get("optim", {})
-    with pytest.raises(ConfigError, match=r"optim\.sharded: .*kernel has a constraint"):
+    with pytest.raises(ConfigError, match=r"kernel has a constraint.*; optim\.sharded; "):
         hvd_train.fit(config, model=model, data=DATA)

@@ -30,7 +30,7 @@ REACHED = {
     "imbalanced": (r"balanced accuracy ([\d.]+)", 0.85),
     "segmentation": (r"iou ([\d.]+)", 0.4),
     "autoencoder": (r"r2 ([\d.]+)", 0.8),
-    "k-fold": (r"([\d.]+) ± ", 0.9),
+    "k-fold": (r"± \S+ +([\d.]+) ± \S+ +[\d.]+ ±", 0.9),  # the loss stands before it
     "forecasting": (r"r2 ([\d.]+)", 0.45),
     "text-classification": (r"accuracy ([\d.]+)", 0.85),
     "trackers": (r"accuracy ([\d.]+)", 0.8),

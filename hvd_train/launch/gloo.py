@@ -137,16 +137,20 @@ class Children:
         After that code the other ranks are asked to end. With a host's name, a rank that a signal ended is printed as
         an error line, and the exit code is 5: the starter on the first host cannot know which rank of this one it was.
         """
-        first = 0
+        first, named = 0, False
         while self._running:
             for child, code in self._ended():
+                lost = first in (0, CommunicationError.exit_code)
+                # Also of one whose end takes longer than that of a rank which has lost it.
+                if cause := bool(self._host) and not child.ssh and lost and not named and self._is_cause(code):
+                    how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
+                    print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
+                    named = True
                 if not code or first:
                     continue
                 if child.ssh:
                     first = CommunicationError.exit_code if code == SSH_FAILED else code
-                elif self._host and self._is_cause(code):
-                    how = f"{child.name} on host {self._host} was ended by {signal.Signals(-code).name}"
-                    print(f"error: {CommunicationError(how, fix=FIX)}", file=sys.stderr, flush=True)
+                elif cause:
                     first = CommunicationError.exit_code
                 else:
                     first = code if code > 0 else 128 - code

@@ -18,14 +18,13 @@ from hvd_train.keras.gradients import WIRE, Reduction
 from hvd_train.keras.model_state import SEED, buffers_of, to_numpy
 from hvd_train.keras.patches import Patches
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
-from hvd_train.script.record import recording
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, check_options, named
 
 SAVING = ("save", "save_weights", "export")
 
 
 class LocalReduction(Reduction):
-    """What stays on its rank: gradients, and losses that are sums or means by weights."""
+    """Leaves on each rank its gradients, and its losses that are sums or means by weights."""
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         for v in variables:
@@ -145,12 +144,7 @@ def check_apart(optimizers: Sequence[Any], sharded: bool, lr_scaling: str, where
         what = "LossScaleOptimizer leaves out steps, each rank others"
         raise ConfigError(what, where=where, fix="take mixed_bfloat16, which needs none")
     refused = {"sharded": sharded, "lr_scaling": lr_scaling != "none", "use_ema": getattr(optimizer, "use_ema", False)}
-    for what, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"{what} does not go with ranks that train apart", where=where, fix=f"leave {what} out")
-    if recording():
-        what = "verify compares N ranks with one, and ranks that train apart differ from it"
-        raise ConfigError(what, where=where, fix="verify without it")
+    check_options(refused, where)
 
 
 def _statistics(model: Any) -> list[Any]:

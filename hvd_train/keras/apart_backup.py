@@ -1,6 +1,7 @@
-"""What Keras' ``BackupAndRestore`` leaves out where ranks train apart: the outer momentum, and the slots of each rank.
+"""A file beside the backup of Keras' ``BackupAndRestore``, of a script whose ranks train apart.
 
-A file beside the backup has them, so that a script that goes on gets the same bits.
+It has what the backup leaves out, the outer momentum and the slots of each rank, so that a script that goes on gets
+the same bits.
 """
 
 from __future__ import annotations

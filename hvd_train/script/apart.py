@@ -20,6 +20,7 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError, am
 from hvd_train.frontends.base import checksum
 from hvd_train.frontends.serial import Serial
 from hvd_train.protocol import Communicator, FrontEnd, Groups, Ops, Packing, Placement, Tensor, TensorSpec, Tree
+from hvd_train.script.record import recording
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
@@ -254,6 +255,19 @@ class TrainedApart:
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Take arrays of ``state``, on all ranks alike."""
         self.update.load(tree, Placement.REPLICATED)
+
+
+def check_options(refused: Mapping[str, bool], where: str) -> None:
+    """Raise ConfigError for an option that does not go with ranks that train apart, and in verify.
+
+    ``refused``: {option: whether it is set}.
+    """
+    for what, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{what} does not go with ranks that train apart", where=where, fix=f"leave {what} out")
+    if recording():
+        what = "verify compares N ranks with one, and ranks that train apart differ from it"
+        raise ConfigError(what, where=where, fix="verify without it")
 
 
 def named(communicator: Communicator, number: int) -> Communicator:

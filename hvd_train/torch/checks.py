@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.hidden import HIDDEN_FIX, hidden, not_part
 from hvd_train.protocol import Communicator
-from hvd_train.script.record import recording
+from hvd_train.script.apart import check_options
 from hvd_train.torch import registry
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.elementwise import numbers_of
@@ -105,13 +105,7 @@ def check_apart(
     if not held <= {id(p) for p in models[0].parameters()}:
         refuse("the optimizer trains another model as well", "make it of this model's parameters()", where)
     refused = {"sync_batchnorm": sync_batchnorm, "average=False": not average, "sharded": sharded}
-    for what, is_set in refused.items():
-        if is_set:
-            refuse(f"{what} does not go with ranks that train apart", f"leave {what} out", where)
-    if recording():
-        refuse(
-            "verify compares N ranks with one, and ranks that train apart differ from it", "verify without it", where
-        )
+    check_options(refused, where)
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _is_plain(value: Any) -> bool:
 def _trained(
     optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return {name: value} of each tensor's weight and state after a few steps of a copy on ``cut`` tensors."""
+    """Return {name: value} of each tensor's weight and state after a few steps of a copy on what ``part_of`` gives."""
     clone, groups, weights = object.__new__(type(optimizer)), [], []
     state: defaultdict[Any, dict] = defaultdict(dict)
     for group in optimizer.param_groups:

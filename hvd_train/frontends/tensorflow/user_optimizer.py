@@ -50,9 +50,9 @@ class UserOptimizer(BucketWeights):
         self._check_state(where)
 
     def _check_state(self, where: str) -> None:
-        """Refuse an optimizer with variables that Keras does not know as its own, or with another optimizer."""
+        """Refuse an optimizer that holds another one, or a variable that Keras does not list among its variables."""
         known = {id(v.value) for v in self.optimizer.variables}
-        # TensorFlow has names of its own, which begin with _self_, for the same objects.
+        # TensorFlow keeps the same objects a second time, under names that begin with _self_.
         for name, x in vars(self.optimizer).items():
             if name.startswith("_self_"):
                 continue

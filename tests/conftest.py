@@ -3,7 +3,9 @@ and where the time went."""
 
 import gc
 import os
+import random
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -65,6 +67,21 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()  # Keras collects at every clear_session, a third of a second for what the imports left
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Draws and types begin anew: no verdict depends on the tests that a worker ran before, which differ by run."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+    if keras := sys.modules.get("keras"):
+        keras.utils.set_random_seed(0)
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from hvd_train.protocol.data import (
     one_or_all,
 )
 from hvd_train.protocol.model import Build, FrontEnd, FrontEndModule, Scale, Sums
-from hvd_train.protocol.ops import Cell, Ops
+from hvd_train.protocol.ops import Cell, LibraryMetric, Ops
 from hvd_train.protocol.tensors import Handle, Tensor, TensorSpec, Tree
 from hvd_train.protocol.update import (
     OF_EXCHANGE,
@@ -60,6 +60,7 @@ __all__ = [
     "Handle",
     "HostMemory",
     "HostSums",
+    "LibraryMetric",
     "Ops",
     "Optimizer",
     "Packing",

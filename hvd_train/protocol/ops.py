@@ -18,6 +18,16 @@ class Cell(Protocol):
     def write(self, tensor: Tensor) -> None: ...
 
 
+class LibraryMetric(Protocol):
+    """A metric object of the framework's library, of which the user's batches are added up."""
+
+    def sums(self, outputs: Any, labels: Any, weights: Tensor) -> Tensor:
+        """Add up a batch: (length,) float64. Samples (n,) of weight 0 are left out."""
+
+    def result(self, sums: np.ndarray) -> float:
+        """Compute the metric from the sums of all batches and ranks."""
+
+
 class Ops(Protocol):
     """The tensor verbs that exchange and compression need; arithmetic operators come from the tensors themselves."""
 
@@ -127,5 +137,11 @@ class Ops(Protocol):
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the sum of the products of (n,) and (n,), a tensor of shape ()."""
+
+    def library_metric(self, metric: Any) -> LibraryMetric | None:
+        """Take a metric object of the framework's library; None: it is none.
+
+        Raises ConfigError, with the reason, where it is not made of sums.
+        """
 
     def all_finite(self, x: Tensor) -> Tensor: ...

@@ -11,7 +11,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions, weighted_sum
 from hvd_train.metrics.table import METRICS, loss_function
 from hvd_train.protocol import PARTNER, SHARE, Field, Ops, Sample, Tensor, one_or_all
-from hvd_train.task.user_functions import UserFunction, UserMean, UserSums, for_each, user_metric
+from hvd_train.task.user_functions import UserFunction, UserLibraryMetric, UserMean, UserSums, for_each, user_metric
 
 
 class Objective:
@@ -49,7 +49,7 @@ class Objective:
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
         form = self._form_of_labels()
         self.metrics: dict[str, Metric] = {
-            name: user_metric(name, form) if ":" in name else self._built(name, form) for name in metrics
+            name: user_metric(name, form, ops) if ":" in name else self._built(name, form) for name in metrics
         }
 
     def _built(self, name: str, form: LabelForm) -> Metric:
@@ -106,7 +106,7 @@ class Objective:
                 self.metrics |= {name: self._built(name, form) for name in self._built_in}
         predictions = Predictions(*raw, weights, None, raw, self._ops)
         for metric in self.metrics.values():
-            if isinstance(metric, UserMean | UserSums):
+            if isinstance(metric, UserMean | UserSums | UserLibraryMetric):
                 metric.probe(predictions)
 
     def losses(self, outputs: Any, labels: Any, weights: Tensor) -> tuple[tuple[Tensor, ...], Predictions]:

@@ -7,6 +7,7 @@ A function gets (outputs, labels) as the model and the data give them. It gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from hvd_train.config.user_code import user_function
 from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
-from hvd_train.protocol import Tensor
+from hvd_train.protocol import LibraryMetric, Ops, Tensor
 
 
 def for_each(function: Callable[[Any], Any], outputs: Any) -> Any:
@@ -79,9 +80,8 @@ class UserFunction:
         try:
             answer = self._function(outputs, labels)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
-            raise ConfigError(f"the function failed: {reason}", where=self.where, fix=fix) from error
+            raise ConfigError(f"the function failed: {_reason(error)}", where=self.where, fix=fix) from error
         values, place_weights = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, None)
         return values, place_weights
 
@@ -102,6 +102,45 @@ class UserMean(Mean):
         """Learn from made-up samples whether the function gives weights."""
         self.masked = self._function.probe(*predictions.raw, predictions.weights)
         self.length = 2 if self.masked else 1
+
+
+class UserLibraryMetric(Metric):
+    """A metric object of TorchMetrics or Keras that the user names."""
+
+    def __init__(self, name: str, sums: LibraryMetric, form: LabelForm) -> None:
+        super().__init__(form)
+        self.where, self._sums, self.length = f"task.metrics: {name}", sums, 1
+
+    def sums(self, predictions: Predictions) -> Tensor:
+        outputs, labels = predictions.raw
+        try:
+            return self._sums.sums(outputs, labels, predictions.weights)
+        except Exception as error:
+            fix = f"it is given outputs {_shapes(outputs)} and labels {_shapes(labels)}"
+            raise ConfigError(f"the metric failed: {_reason(error)}", where=self.where, fix=fix) from error
+
+    def result(self, sums: np.ndarray) -> float:
+        try:
+            return self._sums.result(sums)
+        except Exception as error:
+            fix = "it must give one number, for example a macro average"
+            raise ConfigError(f"its result failed: {_reason(error)}", where=self.where, fix=fix, common=True) from error
+
+    def probe(self, predictions: Predictions) -> None:
+        """Learn the number of sums from two made-up samples, and check that they are sums."""
+        ops = predictions.ops
+        both = ops.to_numpy(self.sums(predictions))
+        self.length = len(both)
+        (outputs, labels), weights = predictions.raw, predictions.weights
+        each = np.zeros(self.length)
+        for row in (slice(0, 1), slice(1, 2)):
+            z, y = for_each(itemgetter(row), outputs), for_each(itemgetter(row), labels)
+            each = each + ops.to_numpy(self._sums.sums(z, y, weights[row]))
+        if not np.allclose(both, each, equal_nan=True):
+            what = "what it keeps of two samples is not the sum of what it keeps of each"
+            fix = "write a function that gives a value for each sample, or one with a result"
+            raise ConfigError(what, where=self.where, fix=fix)
+        self.result(both)
 
 
 class UserSums(Metric):
@@ -131,10 +170,9 @@ class UserSums(Metric):
             with np.errstate(divide="ignore", invalid="ignore"):
                 return float(self._result(sums))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fix = f"it is called with the {len(sums)} sums and gives a number, math.nan where there is none"
             where = self._function.where
-            raise ConfigError(f"its result failed: {reason}", where=where, fix=fix, common=True) from error
+            raise ConfigError(f"its result failed: {_reason(error)}", where=where, fix=fix, common=True) from error
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and try the result."""
@@ -145,13 +183,31 @@ class UserSums(Metric):
         self.result(sums)
 
 
-def user_metric(name: str, form: LabelForm) -> UserMean | UserSums:
+def user_metric(name: str, form: LabelForm, ops: Ops) -> UserMean | UserSums | UserLibraryMetric:
     """Return the metric of this name: a function or an object that can be called; a class is called first."""
     key = "task.metrics"
-    named = user_function(name, f"{key}: {name}")
-    metric = named() if isinstance(named, type) else named
+    where = f"{key}: {name}"
+    named = user_function(name, where)
+    try:
+        metric = named() if isinstance(named, type) else named
+    except TypeError as error:
+        fix = f"make it in a file of yours and name it there: metrics: ['mine:metric'], metric = {named.__name__}(...)"
+        raise ConfigError(f"it cannot be made without arguments: {_reason(error)}", where=where, fix=fix) from error
+    try:
+        library = ops.library_metric(metric)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, fix=error.fix) from error
+    if library is not None:
+        return UserLibraryMetric(name, library, form)
+    for of_library, framework in (("torchmetrics", "pytorch"), ("keras", "tensorflow")):
+        if type(metric).__module__.partition(".")[0] == of_library:
+            raise ConfigError(f"metrics of {of_library} are for framework: {framework}", where=where)
     function = UserFunction(key, name, metric)
     return UserSums(function, metric.result, form) if hasattr(metric, "result") else UserMean(function, form)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _shapes(x: Any) -> str:

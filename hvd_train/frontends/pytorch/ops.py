@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hvd_train.frontends.pytorch.library_metric import library_metric
 from hvd_train.update.state import Cell, EagerControl
 
 # Entries that one thread adds up, whatever the number of threads.
@@ -152,6 +153,8 @@ class TorchOps(EagerControl):
             whole = len(x) // ROW * ROW
             x = torch.cat([x[:whole].view(-1, ROW).sum(1), x[whole:].sum(0, keepdim=True)])
         return x.sum()
+
+    library_metric = staticmethod(library_metric)
 
     def all_finite(self, x) -> bool:
         return torch.isfinite(x).all()

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_train.frontends.tensorflow.library_metric import library_metric
+
 # Entries that one thread adds up, whatever the number of threads.
 ROW = 4096
 
@@ -178,6 +180,8 @@ class TensorFlowOps:
             whole = tf.size(x) // ROW * ROW
             x = tf.concat([tf.reduce_sum(tf.reshape(x[:whole], [-1, ROW]), 1), [tf.reduce_sum(x[whole:])]], 0)
         return tf.reduce_sum(x)
+
+    library_metric = staticmethod(library_metric)
 
     def all_finite(self, x) -> tf.Tensor:
         return tf.reduce_all(tf.math.is_finite(x))

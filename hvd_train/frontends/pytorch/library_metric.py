@@ -1,0 +1,60 @@
+"""Metric objects of TorchMetrics, as sums over samples."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_train.errors import ConfigError
+from hvd_train.task.user_functions import for_each
+
+
+class TorchMetric:
+    """A ``torchmetrics.Metric`` whose state is made of sums.
+
+    ``sums`` are its states one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
+    their place and asks the object: its formula is its own. Raises ConfigError, with the reason, where a state is no
+    sum, for example the list of all outputs that an exact AUROC sorts.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        from torchmetrics.utilities import dim_zero_sum
+
+        self._metric, title = metric.set_dtype(torch.float64), type(metric).__name__
+        metric.sync_on_compute = False
+        lists = [name for name, start in metric._defaults.items() if isinstance(start, list)]
+        if lists:
+            fix = "take a form that counts: thresholds=200 for a curve, multidim_average='global' for rates"
+            raise ConfigError(f"{title} keeps a list of all outputs ({', '.join(lists)})", fix=fix)
+        others = [name for name, reduction in metric._reductions.items() if reduction is not dim_zero_sum]
+        if others or not metric._defaults:
+            what = f"the state {others[0]} is no sum" if others else "keeps no sums of its own"
+            raise ConfigError(f"{title}: {what}", fix="write a function with a result, or name its parts alone")
+
+    def sums(self, outputs: Any, labels: Any, weights: torch.Tensor) -> torch.Tensor:
+        metric, counts = self._metric.to(weights.device), weights > 0
+        metric.reset()
+        if bool(counts.any()):
+            metric.update(*(for_each(lambda one: one[counts], x) for x in (outputs, labels)))
+        states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
+        return torch.cat([x.reshape(-1).double() for x in states])
+
+    def result(self, sums: np.ndarray) -> float:
+        metric, end = self._metric, 0
+        metric.reset()
+        for name, start in metric._defaults.items():
+            part = torch.from_numpy(sums[end : end + start.numel()]).reshape(start.shape).to(metric.device)
+            end += start.numel()
+            # A state of whole numbers stays one.
+            setattr(metric, name, start.to(metric.device) + part.to(start.dtype))
+        metric._update_count = 1  # it warns where no batch came
+        return float(metric.compute())
+
+
+def library_metric(metric: Any) -> TorchMetric | None:
+    """Return the metric as sums; None: it is none of TorchMetrics."""
+    library = sys.modules.get("torchmetrics")
+    return TorchMetric(metric) if library and isinstance(metric, library.Metric) else None

@@ -1,0 +1,57 @@
+"""Metric objects of Keras, as sums over samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_train.errors import ConfigError
+from hvd_train.task.user_functions import for_each
+
+
+class KerasMetric:
+    """A ``keras.metrics.Metric`` whose variables are sums.
+
+    ``sums`` are its variables one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
+    their place and asks the object: its formula is its own, in the type of its variables.
+    """
+
+    def __init__(self, metric: keras.metrics.Metric) -> None:
+        if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
+            fix = "name the function of which it is the mean: it is called with (outputs, labels)"
+            raise ConfigError(f"{type(metric).__name__} compares no outputs with labels", fix=fix)
+        self._metric = metric
+
+    def sums(self, outputs: Any, labels: Any, weights: tf.Tensor) -> tf.Tensor:
+        metric, counts = self._metric, weights > 0
+
+        def update() -> tf.Tensor:
+            # Some functions of Keras take no other type than the metric's, as those that look for the k largest.
+            of_type = for_each(lambda x: tf.cast(x, metric.dtype), _rows(outputs, counts))
+            metric.update_state(_rows(labels, counts), of_type)
+            return tf.constant(0)
+
+        metric.reset_state()
+        # Some metrics take no batch of nothing, which is what a rank has where all of its part is padding.
+        tf.cond(tf.reduce_any(counts), update, lambda: tf.constant(0))
+        return tf.concat([tf.reshape(tf.cast(v.value, tf.float64), (-1,)) for v in metric.variables], 0)
+
+    def result(self, sums: np.ndarray) -> float:
+        end = 0
+        for variable in self._metric.variables:
+            size = int(np.prod(variable.shape))
+            variable.assign(sums[end : end + size].reshape(variable.shape))
+            end += size
+        return float(self._metric.result())
+
+
+def library_metric(metric: Any) -> KerasMetric | None:
+    """Return the metric as sums; None: it is none of Keras."""
+    return KerasMetric(metric) if isinstance(metric, keras.metrics.Metric) else None
+
+
+def _rows(x: Any, counts: tf.Tensor) -> Any:
+    return for_each(lambda one: tf.boolean_mask(one, counts), x)

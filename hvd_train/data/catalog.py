@@ -26,7 +26,7 @@ from hvd_train.data.user_data import imported, user_parts
 from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
-RESIZED = ("digits", "idx", "imagefolder")  # what image_size works on
+RESIZED = ("digits", "idx", "imagefolder", "webdataset")  # what image_size works on
 TASK = TaskConfig()
 TITLES = {"train": "training", "val": "validation"}
 

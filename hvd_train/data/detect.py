@@ -8,10 +8,13 @@ from pathlib import Path
 from hvd_train.data.images import part_of
 from hvd_train.errors import DataError
 
-MARKS: Mapping[str, str] = {"*.npy": "npy", "*-images*idx3-ubyte*": "idx", "data_batch_1.bin": "cifar10"}
+MARKS: Mapping[str, str] = {
+    "*.npy": "npy", "*-images*idx3-ubyte*": "idx", "data_batch_1.bin": "cifar10",
+    "*.tar": "webdataset", "train/*.tar": "webdataset",
+}  # fmt: skip
 SUFFIXES = {
     ".npz": "npz", ".h5": "hdf5", ".hdf5": "hdf5", ".csv": "table", ".tsv": "table", ".parquet": "table",
-    ".jsonl": "table",
+    ".jsonl": "table", ".tar": "webdataset",
 }  # fmt: skip
 
 

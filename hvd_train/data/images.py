@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -97,6 +97,16 @@ def _holds_images(folder: Path) -> bool:
     return any(path.suffix.lower() in SUFFIXES for place in places for path in place.iterdir())
 
 
+class File(Protocol):
+    """An image file: a path, or a part of an archive."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def suffix(self) -> str: ...
+    def open(self, mode: Any = ...) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Header:
     """The header of an image file: its mode, its size when it stands upright, and whether EXIF turns it."""
@@ -111,15 +121,12 @@ class Listing:
     """The images of one part, in the order of their classes' names and then their names, and what is skipped."""
 
     where: Path
-    files: list[Path] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # the class of each file
     headers: list[Header] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)  # every folder, with images or without
     skipped: dict[str, Counter[str]] = field(default_factory=dict)  # class -> {what: how many}
-
-    @property
-    def names(self) -> list[str]:
-        """The class of each file."""
-        return [path.parent.name for path in self.files]
+    numbered: bool = False  # whether a name that is a whole number is the number of the class
 
     @property
     def empty(self) -> list[str]:
@@ -151,10 +158,10 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
     """
     if not folder.is_dir():
         raise DataError("there is no such folder", where=str(folder))
-    listing, candidates = Listing(folder), []
+    listing, candidates = Listing(folder), list[tuple[str, Path]]()
     held = sorted(path for path in folder.iterdir() if not _hidden(path))
     if not labels and not any(path.is_dir() for path in held):
-        candidates, held = held, []
+        candidates, held = [(folder.name, path) for path in held], []
     for kind in held:
         if not kind.is_dir():
             _skip(listing, NOT_IN_A_CLASS, kind)
@@ -164,13 +171,8 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
             if file.is_dir() and not _hidden(file):
                 _skip(listing, kind.name, file)
             elif not _hidden(file):
-                candidates.append(file)
-    for file, header in zip(candidates, _headers(candidates), strict=True):
-        if header is None:
-            _skip(listing, file.parent.name, file)
-        else:
-            listing.files.append(file)
-            listing.headers.append(header)
+                candidates.append((kind.name, file))
+    add_images(listing, candidates)
     if not listing.files:
         skipped = f"; {listing.note}" if listing.note else ""
         fix = "put the images of each class into a folder of its own, CLASS/*.png"
@@ -178,8 +180,19 @@ def list_images(folder: Path, labels: bool = True) -> Listing:
     return listing
 
 
-def _skip(listing: Listing, kind: str, path: Path) -> None:
-    what = "folder" if path.is_dir() else path.suffix.lower() or "without an ending"
+def add_images(listing: Listing, candidates: Sequence[tuple[str, File]]) -> None:
+    """Add those files of (class, file) that are images to a listing."""
+    for (kind, file), header in zip(candidates, _headers([file for _, file in candidates]), strict=True):
+        if header is None:
+            _skip(listing, kind, file)
+        else:
+            listing.files.append(file)
+            listing.names.append(kind)
+            listing.headers.append(header)
+
+
+def _skip(listing: Listing, kind: str, path: File) -> None:
+    what = "folder" if isinstance(path, Path) and path.is_dir() else path.suffix.lower() or "without an ending"
     listing.skipped.setdefault(kind, Counter())[what] += 1
 
 
@@ -193,7 +206,7 @@ def check_no_class_is_empty(listing: Listing) -> None:
         raise DataError(what, where=str(listing.where / name), fix=fix)
 
 
-def _headers(files: Sequence[Path]) -> Iterator[Header | None]:
+def _headers(files: Sequence[File]) -> Iterator[Header | None]:
     parts = [files[start : start + TOGETHER] for start in range(0, len(files), TOGETHER)]
     with ThreadPoolExecutor(THREADS, "headers") as pool:
         for headers in pool.map(lambda part: [_header(file) for file in part], parts):
@@ -222,21 +235,21 @@ def _formats_of(suffix: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: File) -> Iterator[Any]:
     """Open the image of a file, which is read no further than its header yet; faults are one line with its name."""
     from PIL import Image
 
     try:
-        with Image.open(path, formats=_formats_of(path.suffix.lower())) as image:
+        with path.open("rb") as file, Image.open(file, formats=_formats_of(path.suffix.lower())) as image:
             yield image
     except Image.DecompressionBombError as error:
         what = f"an image of more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         raise DataError(what, where=str(path), fix="make it smaller") from error
     except BROKEN as error:
-        raise unreadable(path, error, "image") from error
+        raise unreadable(str(path), error, "image") from error
 
 
-def _header(path: Path) -> Header | None:
+def _header(path: File) -> Header | None:
     """Read a header; None: it is not an image, and its ending does not say that it were one."""
     try:
         with _opened(path) as image:
@@ -248,7 +261,7 @@ def _header(path: Path) -> Header | None:
         raise
 
 
-def _read_header(path: Path, image: Any) -> Header:
+def _read_header(path: File, image: Any) -> Header:
     if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
         raise DataError(f"an image of mode {image.mode}", where=str(path), fix="store it with 8 bits per channel")
     tag = 1
@@ -278,7 +291,8 @@ class ImageFiles:
         # For the fingerprint. Earlier versions did not turn images.
         turned = sum(header.turned for header in listing.headers)
         self.names = " ".join(
-            [f"{path.parent.name}/{path.name}" for path in self._paths] + [f"{turned} turned"][:turned]
+            [f"{kind}/{path.name}" for kind, path in zip(listing.names, self._paths, strict=True)]
+            + [f"{turned} turned"][:turned]
         )
         most = max(range(len(sizes)), key=lambda k: sizes[k][0] * sizes[k][1])
         width, height = sizes[most]

@@ -6,7 +6,7 @@ The first line of each docstring is what ``hvd-train data`` lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hvd_train.config import DataConfig, TaskConfig
-from hvd_train.data import formats, images, masked, packed
+from hvd_train.data import formats, images, masked, packed, webdataset
 from hvd_train.data.arrays import Arrays
-from hvd_train.data.classes import Known, Words
+from hvd_train.data.classes import Known, Words, values_of
 from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_folder, existing_path, known
 from hvd_train.data.labeled_text import open_labeled_text
 from hvd_train.data.synthetic import Synthetic
@@ -130,13 +130,40 @@ def _imagefolder(config: DataConfig, task: TaskConfig, request: DataRequest) -> 
     places, others = images.find_parts(folder)
     read = {part: place for part, place in places.items() if part != "test" or request.reads_test} or {"train": folder}
     listed = {part: images.list_images(place, request.labels) for part, place in read.items()}
-    if request.run:  # its classes and channels are known
-        colored = next(iter(request.run.inputs.values())).shape[-1:] == (3,)
-    else:
+    if not request.run:  # whose classes are known
         images.check_no_class_is_empty(listed["train"])
-        # One of colors in any part makes all of them colored.
-        colored = any(listing.colored for part, listing in listed.items() if part != "test")
     remarks = [f"not read in {folder}: {', '.join(others)}"] * bool(others)
+    return _image_parts(listed, _colored(listed, request), config, request, remarks)
+
+
+def _webdataset(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
+    """tar files of NAME.jpg and NAME.cls: train-*.tar, val-*.tar, test-*.tar (or any: split); set image_size"""
+    path = existing_path(config)
+    shards = webdataset.find_shards(path)
+    if "all" in shards:
+        shards = {"train": shards["all"]}
+    listed = {
+        part: webdataset.list_samples(files, path, request.labels)
+        for part, files in shards.items()
+        if part != "test" or request.reads_test
+    }
+    return _image_parts(listed, _colored(listed, request), config, request)
+
+
+def _colored(listed: Mapping[str, images.Listing], request: DataRequest) -> bool:
+    """Return whether all images are read in color, as they are where one in any part is."""
+    if request.run:
+        return next(iter(request.run.inputs.values())).shape[-1:] == (3,)
+    return any(listing.colored for part, listing in listed.items() if part != "test")
+
+
+def _image_parts(
+    listed: Mapping[str, images.Listing],
+    colored: bool,
+    config: DataConfig,
+    request: DataRequest,
+    remarks: Sequence[str] = (),
+) -> Parts:
     classes = known(config, request)
     train = _images(listed["train"], classes, colored, config, request, remarks)
     made = {
@@ -156,13 +183,19 @@ def _images(
     remarks: Sequence[str] = (),
 ) -> Arrays:
     inputs = images.ImageFiles(listing, config.image_size, colored)
-    labels: Any = Words.read(np.array(listing.names)) if request.labels else {}
+    labels: Any = _labels_of(listing) if request.labels else {}
     remarks = [*remarks, *filter(None, [listing.note])]
     if listing.colored and not colored:
         remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
     source = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)
     source.files = [str(path) for path in listing.files]
     return source
+
+
+def _labels_of(listing: images.Listing) -> Any:
+    """Return the classes of the files as words; where a .cls file holds a whole number, it is the class's."""
+    numbers = values_of(listing.names) if listing.numbered else None
+    return Words.read(np.array(listing.names)) if numbers is None else numbers
 
 
 def _cifar10(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -243,6 +276,7 @@ KINDS: dict[str, Callable[[DataConfig, TaskConfig, DataRequest], Parts]] = {
     "npy": _npy,
     "hdf5": _hdf5,
     "imagefolder": _imagefolder,
+    "webdataset": _webdataset,
     "cifar10": _cifar10,
     "table": open_table,
     "synthetic": _synthetic,

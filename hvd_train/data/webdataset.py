@@ -1,0 +1,179 @@
+"""WebDataset: images and their classes in tar files, which are read where they lie.
+
+A sample is the files of one folder and name up to the first dot: ``0001.jpg`` and ``0001.cls``. The headers of a tar
+file say where each of its files begins, so that samples are read in any order, as those of a folder are: a training has
+the order of the seed, on any number of ranks, and not that of the shards.
+
+Source of the format: the documentation of the package ``webdataset``, https://github.com/webdataset/webdataset.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from hvd_train.data.images import PART_NAMES, SUFFIXES, Listing, add_images, part_of
+from hvd_train.errors import DataError
+
+CLASS, JSON = ".cls", ".json"
+JSON_KEYS = ("cls", "label")
+END = bytes(512)  # a block of zeros, with which an archive ends
+PIECE = 1 << 20  # bytes that are looked at in one go
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._place = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
+        return self._place
+
+    def readinto(self, buffer) -> int:
+        self._file.seek(self._start + self._place)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._place)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in a tar file, which begins at byte ``start``."""
+
+    tar: Path
+    name: str
+    start: int
+    size: int
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        return io.BufferedReader(_Section(self.tar.open("rb"), self.start, self.size))
+
+    def read(self) -> bytes:
+        with self.open() as file:
+            return file.read()
+
+    def __str__(self) -> str:
+        return f"{self.tar}/{self.name}"
+
+
+def find_shards(path: Path) -> dict[str, list[Path]]:
+    """Return {part: its tar files}; of a path that names no parts all are "all".
+
+    A part is said by the first word of a file's name (``val-0003.tar``), or by its folder (``val/0003.tar``).
+    """
+    if not path.is_dir():
+        return {"all": [path]}
+    places: dict[str | None, list[Path]] = {}
+    for file in sorted([*path.glob("*.tar"), *path.glob("*/*.tar")]):
+        word = re.split(r"[^A-Za-z]", file.stem)[0] if file.parent == path else file.parent.name
+        places.setdefault(part_of(word), []).append(file)
+    others = places.pop(None, [])
+    if not places and not others:
+        fix = "compressed ones (.tar.gz) are not read: unpack them with gunzip"
+        raise DataError("no .tar files", where=str(path), fix=fix)
+    if not places:
+        return {"all": others}
+    if others or "train" not in places:
+        what = f"{others[0].name} beside those of {', '.join(map(str, places))}" if others else "no training part"
+        fix = f"begin each name by its part: {', '.join(names[0] for names in PART_NAMES.values())}"
+        raise DataError(what, where=str(path), fix=fix)
+    return {str(part): files for part, files in places.items()}
+
+
+def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
+    """Read the headers of tar files and of their images, and the class of each; ``labels``: whether it is needed."""
+    listing, found = Listing(where, numbered=True), []
+    for tar in files:
+        for members in _samples(tar):
+            pictures = [member for suffix, member in members.items() if suffix.endswith(SUFFIXES)]
+            for suffix in set(members) - {CLASS, JSON}:
+                if members[suffix] not in pictures:
+                    listing.skipped.setdefault(tar.name, Counter())[suffix] += 1
+            if len(pictures) > 1:
+                what = f"a sample of several images: {', '.join(PurePosixPath(x.name).name for x in pictures)}"
+                raise DataError(what, where=str(tar), fix="keep one, or write a data function that reads them")
+            if not pictures:
+                listing.skipped.setdefault(tar.name, Counter())["samples without an image"] += 1
+                continue
+            found.append((_class_of(members, pictures[0]) if labels else "", pictures[0]))
+    add_images(listing, found)
+    if not listing.files:
+        raise DataError("no images in the tar files", where=str(where), fix="each sample is NAME.jpg and NAME.cls")
+    return listing
+
+
+def _samples(tar: Path) -> Iterator[dict[str, Member]]:
+    """Yield {what follows the first dot of the name, in small letters: the file} for each sample of a tar file."""
+    samples: dict[str, dict[str, Member]] = {}
+    for member in _members(tar):
+        folder, _, name = member.name.rpartition("/")
+        stem, dot, suffix = name.partition(".")
+        if not stem or not dot:  # hidden, or a note
+            continue
+        sample = samples.setdefault(f"{folder}/{stem}", {})
+        if sample.setdefault(f".{suffix.lower()}", member) is not member:
+            raise DataError(f"two files are called {member.name}", where=str(tar), fix="give each sample its own name")
+    yield from samples.values()
+
+
+def _members(tar: Path) -> list[Member]:
+    """Return the regular files of an archive, which must be whole: a copy that was cut off would lose samples."""
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            members = [Member(tar, one.name, one.offset_data, one.size) for one in archive if one.isreg()]
+            end = archive.offset
+        with tar.open("rb") as file:
+            file.seek(end)
+            whole = file.read(len(END)) == END
+            more = whole and any(piece.strip(b"\0") for piece in iter(partial(file.read, PIECE), b""))
+    except (OSError, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "a compressed one must be unpacked: gunzip" if tar.suffix != ".tar" else "copy it again"
+        raise DataError(f"no tar file that can be read: {reason}", where=str(tar), fix=fix) from error
+    if not whole:
+        raise DataError("the tar file is cut off", where=str(tar), fix="copy it again")
+    if more:
+        what = "there is more after the end of the archive, as where tar files were joined by cat"
+        raise DataError(what, where=str(tar), fix="keep them as files of their own, or join them with tar -A")
+    return members
+
+
+def _class_of(members: dict[str, Member], image: Member) -> str:
+    """Return the class of a sample as text."""
+    if CLASS in members:
+        return members[CLASS].read().decode("utf-8", "replace").strip()
+    if JSON in members:
+        try:
+            value = json.loads(members[JSON].read())
+            found = [value[key] for key in JSON_KEYS if key in value]
+        except (ValueError, TypeError) as error:
+            raise DataError(f"no JSON object: {error}", where=str(members[JSON]), fix="mend it") from error
+        if found and isinstance(found[0], str | int) and not isinstance(found[0], bool):
+            return str(found[0])
+    fix = f"put its class into {PurePosixPath(image.name).stem}{CLASS}, or under '{JSON_KEYS[0]}' of {JSON}"
+    raise DataError("a sample without a class", where=str(image), fix=fix)

@@ -18,6 +18,12 @@ from hvd_train.cli.launching import run_here_or_on_ranks
     type=click.Path(dir_okay=False, path_type=Path),
     help="Print which class was taken for which, and draw it.",
 )
+@click.option(
+    "--mistakes",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Print the images that were taken for another class with the greatest probability, and draw them.",
+)
 def evaluate(
     run_dir: str | None,
     path: Path | None,
@@ -29,6 +35,7 @@ def evaluate(
     launcher: str,
     verbose: bool,
     confusion: Path | None,
+    mistakes: Path | None,
 ) -> None:
     """Loss and accuracy of a trained model; every sample counts exactly once, on any number of ranks.
 
@@ -36,13 +43,12 @@ def evaluate(
     hvd-train eval --run-dir runs/cnn
     hvd-train eval --run-dir runs/cnn --set data.path=new.csv             (all samples of other data)
     hvd-train eval --run-dir runs/cnn --set framework=tensorflow -np 2    (weights cross frameworks)
-    hvd-train eval --run-dir runs/cnn --confusion confusion.png
+    hvd-train eval --run-dir runs/cnn --confusion confusion.png --mistakes mistakes.png
     """
     from hvd_train.jobs import evaluate as job
     from hvd_train.jobs.trained_run import refuse_foreign, trained_config
 
     config, code = trained_config(path, sets, run_dir, checkpoint)
     refuse_foreign({} if trust else code, run_dir)
-    run_here_or_on_ranks(
-        num_proc, launcher, verbose, lambda: job.evaluate(config, checkpoint, split, verbose, confusion)
-    )
+    work = (config, checkpoint, split, verbose, confusion, mistakes)
+    run_here_or_on_ranks(num_proc, launcher, verbose, lambda: job.evaluate(*work))

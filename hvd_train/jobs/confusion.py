@@ -23,11 +23,10 @@ def confusion(job: Job) -> np.ndarray:
 
     Where each place of a sample has a label, places are counted; those without one are left out.
     """
-    field, classes = _label_of(job)
+    field, classes = label_of(job)
     counts = np.zeros((classes, classes))
     for batch in job.loader(job.split).evaluation():
-        outputs = one_or_all(_as_dict(job.frontend.predict(job.frontend.to_device(batch))))
-        actual, predicted = _pairs(batch, outputs[: batch.count], field, classes)
+        actual, predicted = _pairs(batch, outputs_of(job, batch)[: batch.count], field, classes)
         np.add.at(counts, (actual, predicted), 1)
     return ordered_sum(counts, job.session.groups.data, "confusion")
 
@@ -45,14 +44,14 @@ def show(counts: np.ndarray, names: Sequence[str], picture: Path) -> str:
     return "\n".join([table(["true", "predicted", "samples"], rows), f"picture of all: {picture}"])
 
 
-def names_of(job: Job) -> list[str]:
+def names_of(job: Job, option: str = "--confusion") -> list[str]:
     """Return the names of the classes, or their numbers."""
-    field, classes = _label_of(job)
+    field, classes = label_of(job, option)
     return [str(name) for name in field.names or range(classes)]
 
 
-def _label_of(job: Job) -> tuple[Field, int]:
-    """Return the only label, and how many classes it has."""
+def label_of(job: Job, option: str = "--confusion") -> tuple[Field, int]:
+    """Return the only label, and how many classes it has; raises ConfigError, naming ``option``, if there is none."""
     labels = job.data.sample.labels
     field, losses = one_or_all(labels), [loss for loss, _ in job.config.task.terms.values()]
     if isinstance(field, Field) and field.classes:
@@ -60,11 +59,13 @@ def _label_of(job: Job) -> tuple[Field, int]:
     if isinstance(field, Field) and losses == ["bce"] and not field.shape:
         return field, 2
     what = f"the labels {', '.join(labels)} are not one label of classes"
-    raise ConfigError(what, where="--confusion", fix="leave it out; predict writes what the model gives", common=True)
+    raise ConfigError(what, where=option, fix="leave it out; predict writes what the model gives", common=True)
 
 
-def _as_dict(outputs: object) -> dict[str, np.ndarray]:
-    return outputs if isinstance(outputs, dict) else {"": outputs}  # type: ignore[dict-item]
+def outputs_of(job: Job, batch: Batch) -> np.ndarray:
+    """Compute the only output of a batch."""
+    outputs = job.frontend.predict(job.frontend.to_device(batch))
+    return one_or_all(outputs) if isinstance(outputs, dict) else outputs
 
 
 def _pairs(batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,23 +8,37 @@ from pathlib import Path
 from hvd_train.config import Config
 from hvd_train.core.evaluation import evaluate as evaluate_batches
 from hvd_train.jobs.confusion import confusion, names_of, show
+from hvd_train.jobs.mistakes import check_images, mistakes, show_mistakes
 from hvd_train.jobs.trained_run import trained_job
 
 
-def evaluate(config: Config, which: str, split: str | None, verbose: bool, picture: Path | None = None) -> int:
+def evaluate(
+    config: Config,
+    which: str,
+    split: str | None,
+    verbose: bool,
+    confused: Path | None = None,
+    wrong: Path | None = None,
+) -> int:
     """Score a checkpoint over every sample of a split, exactly once; rank 0 prints one line of JSON.
 
-    Without ``split``: the validation part of the run's data, and all samples of other data. ``picture``: of the
-    confusion matrix, which is printed, too.
+    Without ``split``: the validation part of the run's data, and all samples of other data. ``confused``,
+    ``wrong``: pictures of the confusion matrix and of the worst mistakes, which are printed, too.
     """
     with trained_job(config, which, split, verbose) as job:
-        names = names_of(job) if picture else []  # refuses what has no classes, before any work
+        names = names_of(job) if confused else []  # refuses what has no classes, before any work
+        if wrong:
+            check_images(job)
         # Sums and counts are added over ranks, so the split may be divided unevenly.
         result = evaluate_batches(job.frontend, job.loader(job.split).evaluation())
         if job.communicator.rank == 0:
             print(json.dumps({"split": job.split, **result}), flush=True)
-        if picture:
+        if confused:
             counts = confusion(job)
             if job.communicator.rank == 0:
-                print(show(counts, names, picture), flush=True)
+                print(show(counts, names, confused), flush=True)
+        if wrong:
+            found = mistakes(job)
+            if job.communicator.rank == 0:
+                print(show_mistakes(job, found, wrong), flush=True)
     return 0

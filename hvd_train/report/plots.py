@@ -164,6 +164,26 @@ def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
     _write(figure, picture)
 
 
+def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
+    """Draw images (n, height, width, 1 or 3 or more) with a title each; of more than three channels the first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    across = min(4, len(titles))
+    down = -(-len(titles) // across)
+    figure = pyplot.figure(figsize=(2.2 * across, 2.6 * down), layout="constrained")
+    for k, (image, title) in enumerate(zip(pixels, titles, strict=True)):
+        axis = figure.add_subplot(down, across, k + 1)
+        low, high = float(image.min()), float(image.max())
+        image = (image - low) / ((high - low) or 1.0)  # whatever the range in which they are stored
+        axis.imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=1)
+        axis.set_title(title, fontsize=9)
+        axis.axis("off")
+    _write(figure, picture)
+
+
 def _write(figure: Any, picture: Path) -> None:
     from matplotlib import pyplot
 

@@ -21,18 +21,20 @@ def test_eval_gives_what_training_measured(trained, extra):
     assert found["accuracy"] == summary["val_accuracy"]
 
 
-def test_eval_counts_which_class_is_taken_for_which(trained, tmp_path):
-    """Also on two ranks in the other framework, with the sums of scikit-learn's matrix."""
+def test_eval_shows_which_class_is_taken_for_which(trained, tmp_path):
+    """Also on two ranks in the other framework: scikit-learn's matrix, and the mistakes with the largest softmax."""
     from hvd_train.config import DataConfig
     from hvd_train.data.catalog import open_data
 
-    folder, picture = trained[0], tmp_path / "c.png"
-    one = run("eval", "--run-dir", str(folder), "--confusion", str(picture)).stdout.splitlines()
-    other = ("-np", "2", "--set", "framework=tensorflow")
-    two = run("eval", "--run-dir", str(folder), "--confusion", str(picture), *other).stdout.splitlines()
-    assert one[1:] == two[1:] and picture.stat().st_size > 10_000
-    assert one[-1] == f"picture: {picture}" and one[1].split() == ["true", "\\", "predicted", *map(str, range(10))]
-    counts = np.array([line.split()[1:] for line in one[2:-1]], int)
+    folder, picture, wrong = trained[0], tmp_path / "c.png", tmp_path / "w.png"
+    words = ("eval", "--run-dir", str(folder), "--confusion", str(picture), "--mistakes", str(wrong))
+    one = run(*words).stdout.splitlines()
+    two = run(*words, "-np", "2", "--set", "framework=tensorflow").stdout.splitlines()
+    assert one[1:] == two[1:] and picture.stat().st_size > 10_000 and wrong.stat().st_size > 10_000
+    end = one.index(f"picture: {picture}")
+    shown = [line.split() for line in one[end + 2 : -1]]
+    assert one[-1] == f"picture: {wrong}" and one[1].split() == ["true", "\\", "predicted", *map(str, range(10))]
+    counts = np.array([line.split()[1:] for line in one[2:end]], int)
     run("predict", "--run-dir", str(folder), "-o", str(tmp_path / "p.npy"))
     val = open_data(DataConfig(name="digits")).val
     _, labels = val.fetch(np.arange(len(val)))
@@ -40,6 +42,12 @@ def test_eval_counts_which_class_is_taken_for_which(trained, tmp_path):
         labels["label"], np.load(tmp_path / "p.npy").argmax(1)
     )
     assert (counts == wanted).all()
+    logits, order = np.load(tmp_path / "p.npy"), val.rows
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    sure = np.where(logits.argmax(1) != labels["label"], chances.max(1), 0)
+    worst = [k for k in np.argsort(-sure) if sure[k]][:16]
+    assert 1 < len(shown) == len(worst)
+    assert shown == [[str(order[k]), str(labels["label"][k]), str(logits[k].argmax()), f"{sure[k]:.4f}"] for k in worst]
 
 
 def test_of_many_classes_the_pairs_that_are_confused_most_are_shown(tmp_path):
@@ -48,6 +56,16 @@ def test_of_many_classes_the_pairs_that_are_confused_most_are_shown(tmp_path):
     lines = show(counts, [f"c{k}" for k in range(30)], tmp_path / "c.png").splitlines()
     assert [line.split() for line in lines[1:3]] == [["c3", "c7", "4"], ["c20", "c1", "2"]]
     assert lines[3:] == [f"picture of all: {tmp_path / 'c.png'}"]
+
+
+def test_mistakes_are_of_images(tmp_path):
+    rows = "\n".join(f"{k},{k % 2}" for k in range(40))
+    (tmp_path / "t.csv").write_text(f"a,y\n{rows}\n")
+    data = f"data={{name: table, path: {tmp_path / 't.csv'}, labels: y}}"
+    sets = ("--set", data, "--set", "model.name=mlp", "--set", "max_epochs=1", "--set", "tensorboard=false")
+    run("fit", "--run-dir", str(tmp_path / "r"), *sets)
+    done = run("eval", "--run-dir", str(tmp_path / "r"), "--mistakes", str(tmp_path / "w.png"), code=2)
+    assert "the samples are not images with one class each; --mistakes; leave it out" in done.stderr
 
 
 def test_eval_without_a_checkpoint(tmp_path):

@@ -1,0 +1,70 @@
+"""The images that a trained model takes for another class with the greatest probability."""
+
+from __future__ import annotations
+
+import json
+from heapq import nsmallest
+from pathlib import Path
+
+import numpy as np
+
+from hvd_train.errors import ConfigError
+from hvd_train.jobs.confusion import label_of, names_of, outputs_of
+from hvd_train.jobs.job import Job
+from hvd_train.protocol import Field, one_or_all
+from hvd_train.report.plots import images
+from hvd_train.report.tables import table
+
+MOST = 16  # mistakes that are shown
+
+# (1 - probability, index of the sample, its class, the predicted class): the smallest are the worst.
+Mistake = tuple[float, int, int, int]
+
+
+def check_images(job: Job) -> None:
+    """Refuse data whose samples are not images with one class each."""
+    inputs, (label, _) = one_or_all(job.data.sample.inputs), label_of(job, "--mistakes")
+    if not isinstance(inputs, Field) or not inputs.image or label.shape:
+        what = "the samples are not images with one class each"
+        raise ConfigError(what, where="--mistakes", fix="leave it out; --confusion counts classes", common=True)
+
+
+def mistakes(job: Job) -> list[Mistake]:
+    """Return the worst mistakes over all ranks' samples of the job's split, the worst first."""
+    field, classes = label_of(job, "--mistakes")
+    worst: list[Mistake] = []
+    for batch in job.loader(job.split).evaluation():
+        outputs = outputs_of(job, batch)[: batch.count]
+        labels = one_or_all(dict(batch.labels))[: batch.count]
+        chances = _chances(outputs.reshape(len(outputs), -1) if field.classes else outputs.reshape(-1, 1))
+        predicted = chances.argmax(1)
+        wrong = (predicted != labels) & (labels >= 0) & (labels < classes)
+        found = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
+        worst = nsmallest(MOST, [*worst, *((float(p), int(i), int(y), int(k)) for p, i, y, k in found)])
+    parts = job.communicator.allgather_bytes(json.dumps(worst).encode())
+    return nsmallest(MOST, [tuple(one) for part in parts for one in json.loads(part)])
+
+
+def show_mistakes(job: Job, found: list[Mistake], picture: Path) -> str:
+    """Draw the images, and return a table of them."""
+    if not found:
+        return "no mistakes: no picture is drawn"
+    part, names = job.data.parts[job.split], names_of(job, "--mistakes")
+    files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
+    # A model may have more outputs than there are classes.
+    named = [(names[y], names[k] if k < len(names) else str(k), 1 - rest) for rest, _, y, k in found]
+    numbers = [int(rows[i]) if rows is not None else i for _, i, _, _ in found]
+    pixels = one_or_all(dict(part.fetch(np.array([i for _, i, _, _ in found]))[0]))
+    images(pixels, [f"{true}, taken for\n{other} ({p:.2f})" for true, other, p in named], picture)
+    called = [files[number] if files else number for number in numbers]
+    listed = [[one, true, other, f"{p:.4f}"] for one, (true, other, p) in zip(called, named, strict=True)]
+    return "\n".join([table(["sample", "true", "predicted", "probability"], listed), f"picture: {picture}"])
+
+
+def _chances(outputs: np.ndarray) -> np.ndarray:
+    """Return the probability (n, C) of each class: of logits (n, C), or of one (n, 1) for yes or no."""
+    logits = outputs.astype(np.float64)
+    if logits.shape[1] == 1:
+        logits = np.concatenate([np.zeros_like(logits), logits], 1)
+    exp = np.exp(logits - logits.max(1, keepdims=True))
+    return exp / exp.sum(1, keepdims=True)

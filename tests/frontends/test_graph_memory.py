@@ -62,6 +62,11 @@ def test_a_model_that_assigns_its_weights_is_refused(common):
     assert str(raised.value).startswith("the model changes its own weights, which ranks of one host share (as Spectral")
 
 
+def test_a_variable_without_entries_was_not_assigned():
+    common = CommonWeights(Alone(), [keras.Variable(np.zeros((0, 3))), keras.Variable(np.ones(()))])
+    common.attach()
+
+
 def test_a_step_of_a_graph_reads_what_was_written_before_it(common):
     first = common.variables[0]
     total = graph(lambda: tf.reduce_sum(first.value)).get_concrete_function()

@@ -119,7 +119,8 @@ class CommonWeights:
         refreshed = False
         for variable, array in zip(self.variables, self._arrays, strict=True):
             values = view(variable.value)
-            if values.ctypes.data != array.ctypes.data:
+            # What has no entries has no place, either.
+            if array.size and values.ctypes.data != array.ctypes.data:
                 if not self.assigned:
                     what = f"{CHANGES} (as SpectralNormalization does)"
                     raise ConfigError(what, where=f"optim.sharded: {variable.path}", fix=APART, common=True)

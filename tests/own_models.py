@@ -570,3 +570,38 @@ def keras_of_images(num_classes):
     import keras
 
     return keras.Sequential([keras.layers.Conv2D(2, 3), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+
+
+def keras_subclass(num_classes, early: bool = False, aux: bool = False):
+    """A subclass of Model, whose layers get their weights in the first call.
+
+    ``early``: it has a weight of its own before. ``aux``: a layer that is called in training alone.
+    """
+    import keras
+
+    class Subclass(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.flatten, self.hidden = keras.layers.Flatten(), keras.layers.Dense(5, "tanh")
+            self.head, self.aux = keras.layers.Dense(num_classes), keras.layers.Dense(num_classes) if aux else None
+            if early:
+                self.scale = self.add_weight(shape=(), name="scale", initializer="ones")
+
+        def call(self, x, training=False):
+            y = self.hidden(self.flatten(x))
+            z = self.head(y * self.scale) if early else self.head(y)
+            return z + self.aux(y) if aux and training else z
+
+    return Subclass()
+
+
+def keras_towers(input_shape, num_classes):
+    """Two models with layers of one name, and so variables of one path."""
+    import keras
+
+    def tower(x):
+        inputs = keras.Input(input_shape)
+        return keras.Model(inputs, keras.layers.Dense(num_classes, name="head")(keras.layers.Flatten()(inputs)))(x)
+
+    x = keras.Input(input_shape)
+    return keras.Model(x, keras.layers.Add()([tower(x), tower(x)]))

@@ -39,6 +39,7 @@ from hvd_train.frontends.tensorflow.optimizers import view, zeros_where
 from hvd_train.frontends.tensorflow.penalties import penalty
 from hvd_train.frontends.tensorflow.sharded import ShardedOptimizer, check_constraints
 from hvd_train.frontends.tensorflow.user_optimizer import variable_optimizer
+from hvd_train.frontends.tensorflow.variables import by_path, check_none_is_late, states
 from hvd_train.frontends.tensorflow.weight_files import numbered
 from hvd_train.frontends.user_model import build_model, canonical_table, checked, may_be_images, untaken
 from hvd_train.protocol import Batch, Field, Groups, Optimizer, Sample, Scale, TensorSpec, Update, made_up, one_or_all
@@ -78,11 +79,10 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             raise ConfigError(f"the model's weights are {dtype}", where=f"precision: {config.precision}", fix=fix)
         self._batchnorm = batchnorm.prepare(self.model, groups.data, self.ops, config.sync_batchnorm, bool(config.swa))
         table = canonical_table(module, self.model)
-        self._trainable = {v.path: v for v in self.model.trainable_variables}
-        fixed = {v.path: v for v in self.model.non_trainable_variables}
-        # A generator's state is no weight: broadcasting or comparing it would give all ranks the same dropout masks.
-        self._numbered = list(enumerate(v for path, v in fixed.items() if path.endswith("seed_generator_state")))
-        self._fixed = {path: v for path, v in fixed.items() if not path.endswith("seed_generator_state")}
+        of_model = by_path(self.model.variables, config.model.name)
+        self._trainable = {path: v for path, v in of_model.items() if v.trainable}
+        self._fixed = {path: v for path, v in of_model.items() if not v.trainable}
+        self._numbered = list(enumerate(states(self.model)))
         self.layouts = layouts_of({path: tuple(v.shape) for path, v in (self._trainable | self._fixed).items()}, table)
         if table:
             for path, weight in self._first_weights(self._trainable, config.seed):
@@ -102,12 +102,14 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
         takes = getattr(self.model, "_inputs_struct", None)
         try:
             if plain and not any(field.whole for field in fields.values()):
-                if not self.model.built:
+                known = self.model.built
+                if not known and isinstance(self.model, keras.Sequential):
                     self.model.build((None, *self._sample.input_shape))
-                elif may_be_images(self._sample):
-                    self._eval_outputs(self.to_device(made_up(self._sample))[0])
-                return
-            if isinstance(takes, dict) and not plain and takes.keys() != fields.keys():
+                # The layers of a subclass of Model get their weights in its first call, whatever ``built`` says.
+                unbuilt = any(not layer.built for layer in self.model._flatten_layers())
+                if not unbuilt and not (known and may_be_images(self._sample)):
+                    return
+            elif isinstance(takes, dict) and not plain and takes.keys() != fields.keys():
                 raise ValueError(f"it has {', '.join(takes)}")
             self._eval_outputs(self.to_device(made_up(self._sample))[0])
         except (TypeError, ValueError, KeyError, AttributeError, tf.errors.InvalidArgumentError) as error:
@@ -124,8 +126,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
 
     def host_memory(self) -> GraphMemory | None:
         # A constraint assigns a variable, which then no longer reads the common memory.
-        free = all(v.constraint is None for v in self._moved.values())
-        usable = self._device == "/CPU:0" and free
+        usable = self._device == "/CPU:0" and all(v.constraint is None for v in self._moved.values())
         host = HostMemory.of(self.groups.data, in_memory, usable)
         if host:
             self._memory = GraphMemory(host)
@@ -269,6 +270,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
             variables = [v.value for v in self._moved.values()]
             tape.watch(variables)
             loss, sums = self.task(self._outputs(inputs, training=True), labels, weights, scale)
+            check_none_is_late(self.model, self._trainable, self.config.model.name)
             share = scale[0] * tf.cast(sums[self.task.entries[0][1]], self.dtype)
             loss += penalty(self.model, share, f"model.name: {self.config.model.name}")
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -357,8 +359,7 @@ class TensorFlowFrontEnd(batchnorm.Gathering, BetweenSteps, StateTree):
     def _variables(self) -> dict[str, tf.Variable]:
         self.run_queued()
         variables = {f"weights/{p}": v for p, v in self._trainable.items()}
-        variables |= {f"statistics/{p}": v for p, v in self._fixed.items()}
-        return variables
+        return variables | {f"statistics/{p}": v for p, v in self._fixed.items()}
 
     def aliases(self, canonical: bool) -> dict[str, tuple[str, Layout | None]]:
         known = super().aliases(canonical)

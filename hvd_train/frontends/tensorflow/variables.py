@@ -1,0 +1,45 @@
+"""The variables of a Keras model by their paths: each has one of its own, and none is made after the start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import keras
+
+from hvd_train.errors import ConfigError
+
+SEED = "seed_generator_state"
+
+
+def by_path(variables: Iterable[Any], name: str) -> dict[str, Any]:
+    """Return {path: variable}, without the states of generators.
+
+    ``name``: of the model. Raises ConfigError where two have one path, as one of them would not be trained.
+    """
+    paths: dict[str, Any] = {}
+    for v in variables:
+        if v.path.endswith(SEED):
+            continue
+        if v.path in paths:
+            what = f"two variables of the model are called '{v.path}'"
+            raise ConfigError(what, where=f"model.name: {name}", fix="give these layers names of their own")
+        paths[v.path] = v
+    return paths
+
+
+def states(model: keras.Model) -> list[Any]:
+    """Return the states of the model's generators.
+
+    A state is not a weight: broadcasting or comparing it would give all ranks the same dropout masks.
+    """
+    return [v for v in model.variables if v.path.endswith(SEED)]
+
+
+def check_none_is_late(model: keras.Model, known: Collection[str], name: str) -> None:
+    """Raise ConfigError for a weight that is not ``known``: no optimizer and no checkpoint would have it."""
+    late = [v.path for v in model.trainable_variables if v.path not in known]
+    if late:
+        what = f"'{late[0]}' got its weights within the first step, and they would not be trained"
+        fix = "let its layer be called in evaluation, too, or build it in the model function"
+        raise ConfigError(what, where=f"model.name: {name}", fix=fix, common=True)

@@ -11,6 +11,7 @@ from typing import Any
 from hvd_train import faults
 from hvd_train.checkpoint.store import Snapshot
 from hvd_train.config import Config, leaves, resolved_yaml
+from hvd_train.core import joins
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
 from hvd_train.core.control_sync import StopSource
@@ -119,7 +120,8 @@ def train(
         )
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
-    notes = [*config.notes, *trainer.schedule.notes(), *notes]
+    too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step)
+    notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:

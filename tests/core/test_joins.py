@@ -1,0 +1,40 @@
+"""Ranks that train apart and join too rarely: a note says how many steps are not in the result, and they are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_train.core.joins import notes
+from tests.core.test_loop import config, final
+
+OUTER = {"mode": "outer", "outer_steps": 4}
+NEVER = "the ranks do not join within the {} that are left, so the result has {}"
+LAST = "the last {} of {} come after the last join and are not in the result; let outer_steps divide the steps"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "steps", "begin", "words"),
+    [
+        ({}, 3, 0, None),
+        ({"mode": "local_sgd", "local_steps": 4}, 3, 0, None),  # whose result is the mean of all
+        (OUTER, 8, 0, None),
+        (OUTER, 3, 0, NEVER.format("3 steps", "the first weights")),
+        (OUTER, 9, 8, NEVER.format("1 step", "those of step 8")),
+        (OUTER, 8, 8, None),
+        (OUTER, 10, 0, LAST.format("2 steps", 10)),
+        (OUTER | {"outer_start": 9}, 11, 0, NEVER.format("2 steps", "those of step 9")),
+        (OUTER | {"outer_start": 9}, 9, 0, None),
+        ({"mode": "streaming", "outer_steps": 4, "fragments": 2}, 4, 0, NEVER.format("4 steps", "the first weights")),
+        ({"mode": "streaming", "outer_steps": 4, "fragments": 2}, 5, 0, None),
+        ({"mode": "async", "async_steps": 10}, 9, 0, NEVER.format("9 steps", "the first weights")),
+    ],
+)
+def test_what_is_not_in_the_result_is_said(exchange, steps, begin, words):
+    found = notes(config(exchange=exchange), steps, begin)
+    assert [line.split(": ", 3)[-1] for line in found] == ([words] if words else [])
+
+
+def test_the_result_has_what_the_note_says(tmp_path):
+    """3 of 7 steps are not in it."""
+    trees = [final(2, config(exchange=OUTER, max_steps=n, max_epochs=None), tmp_path / str(n))[1] for n in (4, 7)]
+    assert all((trees[0][key] == trees[1][key]).all() for key in trees[0] if key.startswith("weights/"))

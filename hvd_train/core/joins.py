@@ -7,11 +7,11 @@ from hvd_train.config.modes import MODES
 from hvd_train.errors import amount
 
 
-def notes(config: Config, steps: int, begin: int = 0) -> list[str]:
-    """Return a line where steps of a training are not in its result; an evaluation would not show them, either.
+def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
+    """Return a line where steps of a training are not in its result, and where rules see no change for too long.
 
-    ``steps``: number of its last step; ``begin``: of the step that it goes on from. The result of ``outer`` and
-    ``streaming`` has the weights of the last join, and that of ``async`` the centre.
+    ``steps``: number of its last step; ``begin``: of the step that it goes on from; ``per_epoch``: steps. The result of
+    ``outer`` and ``streaming`` has the weights of the last join, and that of ``async`` the centre. Evaluations, too.
     """
     options, exchange = MODES[config.exchange.mode].options, config.exchange
     key = next((option for option in ("outer_steps", "async_steps") if option in options), None)
@@ -22,10 +22,26 @@ def notes(config: Config, steps: int, begin: int = 0) -> list[str]:
     delay = exchange.stream_delay if "stream_delay" in options else 0
     last = max(steps - delay, 0) // every * every
     title = f"note: exchange.{key}: {every}"
+    impatient = _impatient(config, every, per_epoch)
     if apart < steps and last <= apart:
         what = f"the ranks do not join within the {amount(steps - apart, 'step')} that are left"
-        return [f"{title}: {what}, so the result has {'the first weights' if not apart else f'those of step {apart}'}"]
+        return [
+            f"{title}: {what}, so the result has {'the first weights' if not apart else f'those of step {apart}'}",
+            *impatient,
+        ]
     if config.exchange.mode == "outer" and apart < last < steps:
         what = f"the last {amount(steps - last, 'step')} of {steps} come after the last join"
-        return [f"{title}: {what} and are not in the result; let outer_steps divide the steps"]
-    return []
+        return [f"{title}: {what} and are not in the result; let outer_steps divide the steps", *impatient]
+    return impatient
+
+
+def _impatient(config: Config, every: int, per_epoch: int) -> list[str]:
+    """Return a line for each rule that may act before the weights that are evaluated have changed at all."""
+    lines = []
+    for key, rule in (("early_stopping", config.early_stopping), ("optim.plateau", config.optim.plateau)):
+        if rule and rule.monitor.startswith("val_"):
+            steps = rule.patience * config.check_val_every_n_epoch * per_epoch
+            if steps < every:
+                what = f"that is {amount(steps, 'step')}, and evaluations see other weights every {every}"
+                lines.append(f"note: {key}.patience: {rule.patience}: {what}; set a larger one")
+    return lines

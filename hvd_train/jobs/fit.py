@@ -120,7 +120,7 @@ def train(
         )
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
-    too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step)
+    too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
     notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))

@@ -30,7 +30,7 @@ LAST = "the last {} of {} come after the last join and are not in the result; le
     ],
 )
 def test_what_is_not_in_the_result_is_said(exchange, steps, begin, words):
-    found = notes(config(exchange=exchange), steps, begin)
+    found = notes(config(exchange=exchange), steps, begin, 1)
     assert [line.split(": ", 3)[-1] for line in found] == ([words] if words else [])
 
 
@@ -38,3 +38,13 @@ def test_the_result_has_what_the_note_says(tmp_path):
     """3 of 7 steps are not in it."""
     trees = [final(2, config(exchange=OUTER, max_steps=n, max_epochs=None), tmp_path / str(n))[1] for n in (4, 7)]
     assert all((trees[0][key] == trees[1][key]).all() for key in trees[0] if key.startswith("weights/"))
+
+
+@pytest.mark.parametrize(("patience", "every", "told"), [(3, 2, False), (1, 3, True), (1, 4, False)])
+def test_rules_that_act_before_the_weights_change_are_said(patience, every, told):
+    rules = {"early_stopping": {"patience": patience}, "check_val_every_n_epoch": every}
+    found = notes(config(exchange=OUTER, **rules), 8, 0, 1)
+    words = "note: early_stopping.patience: 1: that is 3 steps, and evaluations see other weights every 4; set a larger"
+    assert [line.startswith(words) for line in found] == [True] * told
+    plateau = {"optim": {"lr": 0.1, "plateau": {"patience": 1, "monitor": "train_loss"}}}
+    assert notes(config(exchange=OUTER, **plateau), 8, 0, 1) == []

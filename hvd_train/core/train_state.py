@@ -27,6 +27,8 @@ from hvd_train.protocol import Entry, Placement, Tree
 from hvd_train.update.state import is_residual, join_shards, read, training_state, weight_names
 
 STATISTICS = "statistics/"
+# What a rank alone may have; all but these begin anew without a loss.
+KEPT = {"residuals", "slots", "weights"}
 
 
 def size(training: Training, writer: Writer) -> int:
@@ -204,7 +206,7 @@ def restore(training: Training, snapshot: store.Snapshot | None) -> list[str]:
         if not reason:
             kept = local
         elif saved["kept"]:
-            notes.append(f"what each rank kept to itself (residuals) is left behind: {reason}")
+            notes.append(f"what each rank kept to itself ({', '.join(saved['kept'])}) is left behind: {reason}")
 
     here = partial(training_state, training.frontend, training.update)
     others = of_other_stages(training.frontend, here) if saved else {}
@@ -261,6 +263,6 @@ def _head(snapshot: store.Snapshot | None) -> bytes:
         "facts": asdict(facts),
         "progress": asdict(snapshot.progress),
         "neutral": meta.get("neutral", False),
-        "kept": any(not key.startswith(STATISTICS) for key in keys),
+        "kept": sorted({"residuals" if is_residual(key) else key.split("/")[0] for key in keys} & KEPT),
     }
     return json.dumps(head).encode()

@@ -23,7 +23,7 @@ WORLDS = [(framework, ranks) for framework in FRAMEWORKS for ranks in (2, 1)]
 # TensorFlow traces each case on each rank.
 LONG = pytest.mark.long("read by the same code in both frameworks; PyTorch runs these in every run")
 LONG_RUNS = {"tensorflow": ("plain", "partial", "regression", "npz"), "pytorch": ()}
-KEPT_APART = "what each rank kept to itself (residuals) is left behind: ranks 2 -> 1"
+KEPT_APART = "what each rank kept to itself ({}) is left behind: ranks 2 -> 1"
 
 
 def cases(names, worlds) -> list:
@@ -92,10 +92,10 @@ def test_an_old_run_goes_on(results, name, framework, ranks):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_on_other_ranks_tells_that_residuals_are_dropped(results, framework):
     for ranks, times in ((2, 0), (1, 1)):
-        for name in ("topk", "local_sgd"):
-            assert results(framework, ranks)[name]["output"].count(KEPT_APART) == times, (ranks, name)
+        for name, kept in (("topk", "residuals"), ("local_sgd", "slots")):
+            assert results(framework, ranks)[name]["output"].count(KEPT_APART.format(kept)) == times, (ranks, name)
     plain = results(framework, 1).get("plain", {"output": ""})
-    assert KEPT_APART not in plain["output"], "nothing was kept"
+    assert "kept to itself" not in plain["output"], "nothing was kept"
 
 
 @pytest.mark.parametrize(("name", "framework"), cases(EVALUATED, [(framework,) for framework in FRAMEWORKS]))

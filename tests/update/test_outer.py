@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvd_train.checkpoint import store
 from hvd_train.compression import make
 from hvd_train.config import ExchangeConfig, load_config
 from hvd_train.errors import ConfigError
@@ -179,6 +180,22 @@ def test_on_another_number_of_ranks_the_global_weights_and_the_momentum_go_on(tm
         assert all((tree[k] == before[k]).all() for k in before if k.startswith(("weights/", "exchange/")))
     longer = c.model_copy(update={"max_steps": 20})
     assert final(2, longer, tmp_path, resume=True)[0]["steps"] == 20
+
+
+@pytest.mark.parametrize("steps", [6, 8])
+def test_what_is_left_behind_on_another_number_of_ranks_is_named(tmp_path, steps):
+    """After step 6 each rank has learned what no join has seen; after step 8 all have the same weights."""
+    c = config(exchange={"mode": "outer", "outer_steps": 4}, max_steps=steps, max_epochs=None)
+    final(3, c, tmp_path)
+
+    def notes(communicator):
+        found = store.newest(tmp_path / "checkpoints", pytest.fail) if communicator.rank == 0 else None
+        return trainer(communicator, c, tmp_path).restore(found)
+
+    kept = "slots, weights" if steps == 6 else "slots"
+    line = f"what each rank kept to itself ({kept}) is left behind: ranks 3 -> 2"
+    assert run_ranks(2, notes) == [[line]] * 2
+    assert run_ranks(3, notes) == [[]] * 3
 
 
 def read_all(one):

@@ -7,6 +7,7 @@ ranks gather the weights. Everywhere else the groups hold the user's parameters,
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,14 @@ def layout_of(p: torch.Tensor) -> tuple[Any, ...]:
     return p.dtype, p.device, p.shape, p.stride()
 
 
+def _runs(frame: Any) -> bool:
+    """Return whether a call, by its frame, is one of those within which this one is."""
+    here: Any = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
+
+
 @dataclass
 class Bucket:
     """Parameters whose new values travel together."""
@@ -106,6 +115,7 @@ class ShardedStep:
         self._pieces: dict[int, Piece] = {}  # by parameter's id
         self._buckets: list[Bucket] = []
         self._depth = 0  # of steps: one that calls super().step() has another within it
+        self._frame: Any = None  # of the outermost one
         self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while pieces are in their place
         self._state: Any = None  # this rank's, while ``state_dict`` reads the whole one
         self._everywhere = True  # whether ``state_dict`` gives whole slots on all ranks, or on rank 0 alone
@@ -144,9 +154,14 @@ class ShardedStep:
         optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     def _enter(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        if self._depth and not _runs(self._frame):
+            # Its groups hold pieces with old gradients: steps from here on would move nothing that is right.
+            what = "an error has ended the last optimizer.step(), which may have moved a part of the weights"
+            raise ConfigError(what, where=WHERE, fix="end the script there, and go on from its last checkpoint")
         self._depth += 1
         if self._depth > 1:
             return None
+        self._frame = sys._getframe(1)
         self._plan(optimizer)
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
@@ -200,6 +215,7 @@ class ShardedStep:
     def _leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            self._frame = None
             if not self._groups:
                 fix = "call optimizer.step() without a closure"
                 raise ConfigError("the step did not call its closure", where=WHERE, fix=fix, common=True)

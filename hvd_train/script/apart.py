@@ -26,6 +26,7 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import read
 
+DIGESTS = 1 << 20  # of weights: their squares and the sums of these are exact in 64 bits
 FIX = "lower the learning rate, clip gradients, or look for NaN in the data"
 
 
@@ -134,6 +135,9 @@ class TrainedApart:
         self.within = False  # whether the model has the global weights for a while
         self.wish = self.stops = False
         self._common = self._read_statistics()
+        # Global weights in whose place others were set since the last join, and a digest of these; 0: there are none.
+        self._replaced: Sequence[Tensor] = []
+        self._digest = 0
 
     # ---- steps and joins
 
@@ -163,10 +167,16 @@ class TrainedApart:
         """Raise the same error on all ranks where weights are not finite, or the numbers of steps differ."""
         ops, communicator = self._ops, self._weights.groups.data
         finite = all(bool(ops.to_numpy(ops.all_finite(x))) for x in self._weights.flat_weights())
-        local = np.array([not finite, self.wish, self.taken, self.taken**2], np.float64)
-        total = communicator.synchronize(communicator.allreduce_async(ops.from_numpy(local), "join"))
-        broken, wishes, steps, squares = ops.to_numpy(total)
+        local = [not finite, self.wish, self.taken, self.taken**2, self._digest, self._digest**2]
+        total = communicator.synchronize(
+            communicator.allreduce_async(ops.from_numpy(np.array(local, np.float64)), "join")
+        )
+        broken, wishes, steps, squares, digests, their_squares = ops.to_numpy(total)
         self.stops = wishes > 0
+        # What each rank has set for itself, as noise, is a part of its steps.
+        if self._replaced and self._size * their_squares != digests**2:
+            self.update.set_common_weights(self._replaced)
+        self._replaced, self._digest = [], 0
         if self._size * squares != steps**2:
             counts = [part.decode() for part in self._communicator.allgather_bytes(str(self.taken).encode(), "steps")]
             what = f"the ranks have made unequal numbers of steps: {', '.join(counts)} on rank 0, 1, ..."
@@ -186,11 +196,23 @@ class TrainedApart:
 
     # ---- the global weights
 
-    def check_step(self) -> None:
-        """Raise ConfigError before a step that would move the global weights."""
+    def begin_step(self) -> None:
+        """Prepare a step. Raises ConfigError for one that would move the global weights.
+
+        What the script has set since the last join, as a part of the model that it loads, is global from here on: the
+        next outer step would else draw the weights back to what was there before. See ``_agree``.
+        """
         if self.within:
             fix = "leave the context before the next step"
             raise ConfigError("a step within global_weights would be lost", where=self.where, fix=fix)
+        if self.update.diverged:
+            return
+        weights, common = self._weights.flat_weights(), self.update.common_weights()
+        arrays = [self._ops.to_numpy(x) for x in weights]
+        if all(np.array_equal(x, self._ops.to_numpy(y)) for x, y in zip(arrays, common, strict=True)):
+            return
+        self._replaced, self._digest = common, 1 + sum(map(checksum, arrays)) % DIGESTS
+        self.update.set_common_weights(weights)
 
     def check_load(self) -> None:
         """Raise ConfigError before a load that would be undone when ``global_weights`` is left."""
@@ -230,7 +252,7 @@ class TrainedApart:
     def begin_round(self) -> None:
         """Take what the model has, equal on all ranks, as the global weights."""
         self.update.load({}, Placement.PER_RANK)
-        self._step = 0
+        self._step, self._replaced, self._digest = 0, [], 0
         self._common = self._read_statistics()
 
     def _read_statistics(self) -> Tree:

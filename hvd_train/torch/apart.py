@@ -70,7 +70,7 @@ class ModelApart(TrainedApart):
     # ---- a step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.check_step()
+        self.begin_step()
         late = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         late = [p for p in late if id(p) not in self._known]
         if late:

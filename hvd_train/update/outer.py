@@ -142,15 +142,23 @@ class Outer(Apart):
 
     # ---- the global weights, and what a checkpoint keeps
 
+    def common_weights(self) -> list[Tensor]:
+        """Return (n,) for each bucket: the global weights, which are not to be changed."""
+        return [cell.read() for cell in self._global]
+
+    def set_common_weights(self, weights: Sequence[Tensor]) -> None:
+        """Take (n,) for each bucket as the global weights; those of the model stay."""
+        for cell, x in zip(self._global, weights, strict=True):
+            cell.write(x)
+
     def _give_common_weights(self) -> None:
-        for b, cell in enumerate(self._global):
-            self.optimizer.take(b, cell.read())
+        for b, weights in enumerate(self.common_weights()):
+            self.optimizer.take(b, weights)
 
     def _take_as_global(self) -> None:
         """Take the model's weights, equal on all ranks, as G."""
         self.frontend.run_queued()
-        for cell, x in zip(self._global, self.frontend.flat_weights(), strict=True):
-            cell.write(x)
+        self.set_common_weights(self.frontend.flat_weights())
 
     def state(self) -> list[Entry]:
         samples = Entry(SAMPLES, Placement.PER_RANK, lambda: self._samples)

@@ -12,7 +12,7 @@ from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError
 from hvd_train.protocol import Packing
 from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
 from tests.numpy_frontend import NumpyOps, run_ranks
-from tests.script.outer_formula import LR, OUTER, ROUND, STEPS, by_formula, first, gradient
+from tests.script.outer_formula import LR, OUTER, RATE, ROUND, STEPS, by_formula, first, gradient
 
 SIZES = [1, 2, 3, 4]
 ENTRIES = 5
@@ -39,7 +39,7 @@ class Script:
         return np.concatenate(self.parts)
 
     def step(self, number: int) -> None:
-        self.apart.check_step()
+        self.apart.begin_step()
         for part, g in zip(self.parts, np.split(gradient(self.w, self.rank, number), [2]), strict=True):
             part -= LR * g
         self.statistic[:] = self.rank, number
@@ -110,6 +110,49 @@ def test_a_round_begins_with_what_the_model_has(size):
     _, _, velocity = by_formula(size, range(1, ROUND + 1), [ROUND], first(ENTRIES))
     _, shared, _ = by_formula(size, range(1, ROUND + 1), [ROUND], np.full(ENTRIES, 7.0), velocity)
     for w in run_ranks(size, work):
+        np.testing.assert_allclose(w, shared, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_weights_that_are_set_between_two_rounds_are_the_global_ones(size, rounds):
+    """As where a script loads a part of its model. An outer step must not draw them back to what was there before."""
+
+    def work(communicator):
+        script = Script(communicator)
+        script.steps(rounds * ROUND)
+        script.parts[1][:] = 7.0
+        before = script.w
+        script.step(1)
+        with script.apart.global_weights():
+            assert np.array_equal(script.w, before)
+        for number in range(2, ROUND + 1):
+            script.step(number)
+        return before, script.w
+
+    numbers = range(1, rounds * ROUND + 1)
+    _, _, velocity = by_formula(size, numbers, [ROUND] * rounds, first(ENTRIES))
+    for before, w in run_ranks(size, work):
+        _, shared, _ = by_formula(size, range(1, ROUND + 1), [ROUND], before, velocity)
+        np.testing.assert_allclose(w, shared, rtol=1e-12)
+
+
+def test_what_each_rank_sets_for_itself_is_a_part_of_its_steps():
+    """As noise that differs between ranks: the next join counts from the weights that all had."""
+
+    def work(communicator):
+        script = Script(communicator, outer_momentum=0.0)
+        script.parts[0][:] += script.rank
+        for number in range(1, ROUND):
+            script.step(number)
+        before = script.w
+        script.step(ROUND)
+        return before, script.w
+
+    ranks = run_ranks(3, work)
+    last = [w - LR * gradient(w, rank, ROUND) for rank, (w, _) in enumerate(ranks)]
+    shared = first(ENTRIES) - RATE * (first(ENTRIES) - np.mean(last, axis=0))
+    for _, w in ranks:
         np.testing.assert_allclose(w, shared, rtol=1e-12)
 
 

@@ -138,8 +138,8 @@ class Ops(Protocol):
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the sum of the products of (n,) and (n,), a tensor of shape ()."""
 
-    def library_metric(self, metric: Any) -> LibraryMetric | None:
-        """Take a metric object of the framework's library; None: it is none.
+    def library_metric(self, metric: Any, logits: bool) -> LibraryMetric | None:
+        """Take a metric object of the framework's library; None: it is none. ``logits``: the outputs are such.
 
         Raises ConfigError, with the reason, where it is not made of sums.
         """

@@ -47,9 +47,11 @@ class Objective:
         self._built_in = [name for name in metrics if ":" not in name]
         self._check_metrics()
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
-        form = self._form_of_labels()
+        form, logits = self._form_of_labels(), loss in ("cross_entropy", "bce")
+        at_places = loss == "cross_entropy" and bool(self.field and self.field.shape)
         self.metrics: dict[str, Metric] = {
-            name: user_metric(name, form, ops) if ":" in name else self._built(name, form) for name in metrics
+            name: user_metric(name, form, ops, logits, at_places) if ":" in name else self._built(name, form)
+            for name in metrics
         }
 
     def _built(self, name: str, form: LabelForm) -> Metric:

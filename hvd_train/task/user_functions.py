@@ -105,16 +105,22 @@ class UserMean(Mean):
 
 
 class UserLibraryMetric(Metric):
-    """A metric object of TorchMetrics or Keras that the user names."""
+    """A metric object of TorchMetrics or Keras that the user names.
 
-    def __init__(self, name: str, sums: LibraryMetric, form: LabelForm) -> None:
+    ``at_places``: labels are classes at each place. Then it is given a row for each place that has a label.
+    """
+
+    def __init__(self, name: str, sums: LibraryMetric, form: LabelForm, at_places: bool) -> None:
         super().__init__(form)
-        self.where, self._sums, self.length = f"task.metrics: {name}", sums, 1
+        self.where, self._sums, self.length, self._at_places = f"task.metrics: {name}", sums, 1, at_places
 
     def sums(self, predictions: Predictions) -> Tensor:
-        outputs, labels = predictions.raw
+        (outputs, labels), weights = predictions.raw, predictions.weights
+        if self._at_places:
+            outputs, labels, weights = predictions.flat()  # (places, C), (places,), (places,)
+            labels = predictions.ops.cast(labels, "int64")
         try:
-            return self._sums.sums(outputs, labels, predictions.weights)
+            return self._sums.sums(outputs, labels, weights)
         except Exception as error:
             fix = f"it is given outputs {_shapes(outputs)} and labels {_shapes(labels)}"
             raise ConfigError(f"the metric failed: {_reason(error)}", where=self.where, fix=fix) from error
@@ -128,19 +134,39 @@ class UserLibraryMetric(Metric):
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from two made-up samples, and check that they are sums."""
-        ops = predictions.ops
-        both = ops.to_numpy(self.sums(predictions))
+        ops, weights = predictions.ops, predictions.weights
+        raw = self._unlike(predictions)
+
+        def sums_of(rows: slice) -> np.ndarray:
+            z, y = (for_each(itemgetter(rows), x) for x in raw)
+            return ops.to_numpy(self.sums(Predictions(z, y, weights[rows], None, (z, y), ops)))
+
+        both = sums_of(slice(0, 2))
         self.length = len(both)
-        (outputs, labels), weights = predictions.raw, predictions.weights
-        each = np.zeros(self.length)
-        for row in (slice(0, 1), slice(1, 2)):
-            z, y = for_each(itemgetter(row), outputs), for_each(itemgetter(row), labels)
-            each = each + ops.to_numpy(self._sums.sums(z, y, weights[row]))
-        if not np.allclose(both, each, equal_nan=True):
+        each = sums_of(slice(0, 1)) + sums_of(slice(1, 2))
+        if not np.allclose(both, each, rtol=1e-4, equal_nan=True):
             what = "what it keeps of two samples is not the sum of what it keeps of each"
             fix = "write a function that gives a value for each sample, or one with a result"
             raise ConfigError(what, where=self.where, fix=fix)
         self.result(both)
+
+    def _unlike(self, predictions: Predictions) -> tuple[Any, Any]:
+        """Return the outputs and labels of two samples that differ: of zeros, nearly everything is a sum."""
+        ops, labelled = predictions.ops, self.form.size > 1
+
+        def outputs(z: Tensor) -> Tensor:
+            shape = tuple(z.shape)
+            # Probabilities stay between 0 and 1.
+            other = np.linspace(0.05, 0.45, int(np.prod(shape))).reshape(shape)
+            return 0.5 * z + ops.cast(ops.from_numpy(other), ops.dtype(z))
+
+        def labels(y: Tensor) -> Tensor:
+            other = np.zeros(tuple(y.shape))
+            other[1] = labelled
+            return ops.cast(ops.from_numpy(other), ops.dtype(y))
+
+        z, y = predictions.raw
+        return for_each(outputs, z), for_each(labels, y)
 
 
 class UserSums(Metric):
@@ -183,8 +209,13 @@ class UserSums(Metric):
         self.result(sums)
 
 
-def user_metric(name: str, form: LabelForm, ops: Ops) -> UserMean | UserSums | UserLibraryMetric:
-    """Return the metric of this name: a function or an object that can be called; a class is called first."""
+def user_metric(
+    name: str, form: LabelForm, ops: Ops, logits: bool, at_places: bool
+) -> UserMean | UserSums | UserLibraryMetric:
+    """Return the metric of this name: a function or an object that can be called; a class is called first.
+
+    ``logits``: the outputs are such; ``at_places``: each place of a sample has a class.
+    """
     key = "task.metrics"
     where = f"{key}: {name}"
     named = user_function(name, where)
@@ -194,11 +225,11 @@ def user_metric(name: str, form: LabelForm, ops: Ops) -> UserMean | UserSums | U
         fix = f"make it in a file of yours and name it there: metrics: ['mine:metric'], metric = {named.__name__}(...)"
         raise ConfigError(f"it cannot be made without arguments: {_reason(error)}", where=where, fix=fix) from error
     try:
-        library = ops.library_metric(metric)
+        library = ops.library_metric(metric, logits)
     except ConfigError as error:
         raise ConfigError(error.what, where=where, fix=error.fix) from error
     if library is not None:
-        return UserLibraryMetric(name, library, form)
+        return UserLibraryMetric(name, library, form, at_places)
     for of_library, framework in (("torchmetrics", "pytorch"), ("keras", "tensorflow")):
         if type(metric).__module__.partition(".")[0] == of_library:
             raise ConfigError(f"metrics of {of_library} are for framework: {framework}", where=where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,25 +45,28 @@ def data(classes: bool) -> tuple[np.ndarray, np.ndarray]:
     return (known + 0.8 * rng.normal(size=known.shape)).astype(np.float32), labels
 
 
-def made(metric, ops, classes=True, one_hot=False) -> Task:
+def made(metric, ops, classes=True, one_hot=False, label=None) -> Task:
     """The task with this metric; ``own_task`` is a file of a user's."""
     sys.modules["own_task"].metric = metric
-    label = Field((), "int64", classes=CLASSES) if classes else Field((1,), "float32")
-    label = Field((CLASSES,), "float32") if one_hot else label
     loss = "bce" if one_hot else "cross_entropy" if classes else "mse"
+    if label:
+        loss = "cross_entropy" if label.classes else "mse" if label.shape else "bce"
+    outputs = (*label.shape, *[CLASSES] * bool(label.classes)) if label else (CLASSES if classes else 1,)
+    label = label or (Field((), "int64", classes=CLASSES) if classes else Field((1,), "float32"))
+    label = Field((CLASSES,), "float32") if one_hot else label
     task = Task(TaskConfig(loss=loss, metrics=["own_task:metric"]), Sample({}, {"label": label}), ops)
-    shapes = {"outputs": (2, CLASSES if classes else 1), "label": (2, *label.shape), "weights": (2,)}
+    shapes = {"outputs": (2, *outputs), "label": (2, *label.shape), "weights": (2,)}
     outputs, labels, weights = (np.zeros(shape, np.float32) for shape in shapes.values())
     labels, weights = ops.from_numpy(labels.astype(label.dtype)), ops.from_numpy(weights + 1)
     task.probe(ops.from_numpy(outputs), {"label": labels}, weights)
     return task
 
 
-def found(task, call, ops, outputs, labels, cuts) -> float:
-    """The value from parts of the samples, each padded by two samples of another kind."""
+def found(task, call, ops, outputs, labels, cuts, pads=2) -> float:
+    """The value from parts of the samples, each padded by samples of another kind."""
     total = 0.0
     for part in np.split(np.arange(N), cuts):
-        pad = np.concatenate([part, [0, 1]]).astype(int)
+        pad = np.concatenate([part, [0, 1][:pads]]).astype(int)
         weights = np.ones(len(pad), np.float32)
         weights[len(part) :] = 0
         z, y, w = (ops.from_numpy(x) for x in (outputs[pad], labels[pad], weights))
@@ -181,6 +185,90 @@ def test_a_mean_of_keras_alone_is_refused():
 
     with pytest.raises(ConfigError, match="Mean compares no outputs with labels; .*; name the function of which"):
         made(keras.metrics.Mean(), ops)
+
+
+def test_logits_between_0_and_1_are_logits_in_each_part():
+    """TorchMetrics takes a batch for probabilities where all of it lies in [0, 1]."""
+    ops = torch_ops()
+    import torch
+    import torchmetrics
+
+    rng = np.random.default_rng(1)
+    for options, label in (({"task": "binary"}, Field((), "float32")), (OF, Field((), "int64", classes=CLASSES))):
+        count = label.classes or 1
+        outputs = rng.normal(size=(N, count)).astype(np.float32).reshape(N, *[CLASSES] * bool(label.classes))
+        labels = rng.integers(0, count + (count == 1), N).astype(label.dtype)
+        metric = partial(torchmetrics.AUROC, thresholds=50) if label.classes else torchmetrics.Accuracy
+        wanted = float(metric(**options)(torch.from_numpy(outputs), torch.from_numpy(labels.astype(int))))
+        task = made(metric(**options), ops, label=label)
+        for cuts in ([], [*range(1, N)]):
+            assert found(task, task, ops, outputs, labels, cuts, pads=0) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["torchmetrics", "keras"])
+def test_places_without_a_label_do_not_count(library):
+    ops = torch_ops() if library == "torchmetrics" else keras_ops()
+    import keras
+
+    label = Field((5,), "int64", classes=CLASSES, masked=True)
+    if library == "keras":
+        metric = keras.metrics.SparseCategoricalAccuracy()
+    else:
+        import torchmetrics
+
+        metric = torchmetrics.Accuracy(**OF, average="micro")
+    task, rng = made(metric, ops, label=label), np.random.default_rng(0)
+    labels, outputs = rng.integers(0, CLASSES, (N, 5)), rng.normal(size=(N, 5, CLASSES)).astype(np.float32)
+    labels[rng.random(labels.shape) < 0.4] = -100
+    there = labels >= 0
+    wanted = (outputs.argmax(-1) == labels)[there].mean()
+    for cuts in CUTS:
+        assert found(task, task, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-6)
+
+
+def similarity():
+    """Its formula takes the range of the data from the batch."""
+    import torchmetrics
+
+    class OfRows(torchmetrics.image.StructuralSimilarityIndexMeasure):
+        def update(self, outputs, labels):
+            super().update(outputs[:, None], labels[:, None])
+
+    return OfRows()
+
+
+def test_a_formula_that_looks_at_the_whole_batch_is_refused():
+    ops = torch_ops()
+    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+        made(similarity(), ops, label=Field((16, 16), "float32"))
+
+
+def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
+    ops = keras_ops()
+    import keras
+    import tensorflow as tf
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.largest = self.add_weight(name="largest", initializer="zeros")
+
+        def update_state(self, labels, outputs, sample_weight=None):
+            self.largest.assign(tf.maximum(self.largest, tf.reduce_max(abs(outputs - tf.cast(labels, outputs.dtype)))))
+
+        def result(self):
+            return self.largest
+
+    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+        made(Largest(), ops, classes=False)
+
+
+def test_a_mean_of_torchmetrics_alone_is_refused():
+    ops = torch_ops()
+    import torchmetrics
+
+    with pytest.raises(ConfigError, match="MeanMetric compares no outputs with labels; .*; name the function of which"):
+        made(torchmetrics.MeanMetric(), ops, classes=False)
 
 
 def test_each_library_belongs_to_its_framework():

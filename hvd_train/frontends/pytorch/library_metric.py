@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,33 @@ import torch
 from hvd_train.errors import ConfigError
 from hvd_train.task.user_functions import for_each
 
+# Classes of TorchMetrics, by what their names begin with -> what they make of outputs that they take for logits.
+PROBABILITIES = {
+    "Binary": torch.sigmoid,
+    "Multilabel": torch.sigmoid,
+    **dict.fromkeys(("MulticlassPrecisionRecallCurve", "MulticlassHingeLoss"), partial(torch.softmax, dim=1)),
+}
+
 
 class TorchMetric:
     """A ``torchmetrics.Metric`` whose state is made of sums.
 
     ``sums`` are its states one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
     their place and asks the object: its formula is its own. Raises ConfigError, with the reason, where a state is no
-    sum, for example the list of all outputs that an exact AUROC sorts.
+    sum, for example the list of all outputs that an exact AUROC sorts. ``logits``: the outputs are such.
     """
 
-    def __init__(self, metric: Any) -> None:
+    def __init__(self, metric: Any, logits: bool) -> None:
+        from torchmetrics.aggregation import BaseAggregator
         from torchmetrics.utilities import dim_zero_sum
 
         self._metric, title = metric.set_dtype(torch.float64), type(metric).__name__
         metric.sync_on_compute = False
+        # It takes a batch for probabilities where all of it lies in [0, 1]; then the number depends on the batches.
+        self._ready = _probabilities(metric) if logits else torch.asarray
+        if isinstance(metric, BaseAggregator):
+            fix = "name the function of which it is the mean: it is called with (outputs, labels)"
+            raise ConfigError(f"{title} compares no outputs with labels", fix=fix)
         lists = [name for name, start in metric._defaults.items() if isinstance(start, list)]
         if lists:
             fix = "take a form that counts: thresholds=200 for a curve, multidim_average='global' for rates"
@@ -38,7 +52,8 @@ class TorchMetric:
         metric, counts = self._metric.to(weights.device), weights > 0
         metric.reset()
         if bool(counts.any()):
-            metric.update(*(for_each(lambda one: one[counts], x) for x in (outputs, labels)))
+            outputs, labels = (for_each(lambda one: one[counts], x) for x in (outputs, labels))
+            metric.update(for_each(self._ready, outputs), labels)
         states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
         return torch.cat([x.reshape(-1).double() for x in states])
 
@@ -54,7 +69,14 @@ class TorchMetric:
         return float(metric.compute())
 
 
-def library_metric(metric: Any) -> TorchMetric | None:
+def _probabilities(metric: Any) -> Any:
+    """Return the function that makes of logits what the metric would make of them."""
+    names = [c.__name__ for c in type(metric).__mro__ if c.__module__.startswith("torchmetrics.classification")]
+    kinds = [kind for name in names for start, kind in PROBABILITIES.items() if name.startswith(start)]
+    return kinds[0] if kinds else torch.asarray
+
+
+def library_metric(metric: Any, logits: bool) -> TorchMetric | None:
     """Return the metric as sums; None: it is none of TorchMetrics."""
     library = sys.modules.get("torchmetrics")
-    return TorchMetric(metric) if library and isinstance(metric, library.Metric) else None
+    return TorchMetric(metric, logits) if library and isinstance(metric, library.Metric) else None

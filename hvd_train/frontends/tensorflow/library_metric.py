@@ -48,8 +48,8 @@ class KerasMetric:
         return float(self._metric.result())
 
 
-def library_metric(metric: Any) -> KerasMetric | None:
-    """Return the metric as sums; None: it is none of Keras."""
+def library_metric(metric: Any, logits: bool) -> KerasMetric | None:
+    """Return the metric as sums; None: it is none of Keras. Whether it is given ``logits`` it knows from its user."""
     return KerasMetric(metric) if isinstance(metric, keras.metrics.Metric) else None
 
 

@@ -48,7 +48,7 @@ class Objective:
         self._check_metrics()
         self._check_classes(self.field.classes or 0 if self.field and loss == "cross_entropy" else 0)
         form, logits = self._form_of_labels(), loss in ("cross_entropy", "bce")
-        at_places = loss == "cross_entropy" and bool(self.field and self.field.shape)
+        at_places = loss == "cross_entropy" and bool(self.field and (self.field.shape or self.field.masked))
         self.metrics: dict[str, Metric] = {
             name: user_metric(name, form, ops, logits, at_places) if ":" in name else self._built(name, form)
             for name in metrics
@@ -106,7 +106,8 @@ class Objective:
             if any(not isinstance(self.metrics[name], Mean) for name in self._built_in):
                 form = LabelForm.of_shapes(*(tuple(x.shape)[1:] for x in self._for_built_in_metrics(*raw)))
                 self.metrics |= {name: self._built(name, form) for name in self._built_in}
-        predictions = Predictions(*raw, weights, None, raw, self._ops)
+        present = self._ops.cast(raw[1] == raw[1], self._ops.dtype(weights)) if self.masked else None
+        predictions = Predictions(*raw, weights, present, raw, self._ops)
         for metric in self.metrics.values():
             if isinstance(metric, UserMean | UserSums | UserLibraryMetric):
                 metric.probe(predictions)

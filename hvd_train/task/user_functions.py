@@ -87,27 +87,39 @@ class UserFunction:
 
 
 class UserMean(Mean):
-    """A metric of the user that is a mean of values."""
+    """A metric of the user that is a mean of values. What has no label does not count, whatever it gives there."""
 
     by_user = True
 
     def __init__(self, function: UserFunction, form: LabelForm) -> None:
         super().__init__(form)
         self._function = function
+        self._gives_weights, self._of_labels = False, False  # ``_of_labels``: a value for each label
 
     def values(self, predictions: Predictions) -> tuple[Tensor, Tensor | None]:
-        return self._function.checked_values(*predictions.raw, predictions.weights, self.masked)
+        values, weights = self._function.checked_values(*predictions.raw, predictions.weights, self._gives_weights)
+        ops, present = predictions.ops, predictions.present
+        if not self._of_labels or present is None:
+            return values, weights
+        return values, present if weights is None else ops.cast(weights, ops.dtype(present)) * present
 
     def probe(self, predictions: Predictions) -> None:
-        """Learn from made-up samples whether the function gives weights."""
-        self.masked = self._function.probe(*predictions.raw, predictions.weights)
+        """Learn from made-up samples whether the function gives weights, and whether it gives a value for each label.
+
+        ``predictions`` say which labels are present where some are not.
+        """
+        self._gives_weights = self._function.probe(*predictions.raw, predictions.weights)
+        values, _ = self.values(predictions)
+        present = predictions.present
+        self._of_labels = present is not None and tuple(values.shape) == tuple(present.shape)
+        self.masked = self._gives_weights or self._of_labels
         self.length = 2 if self.masked else 1
 
 
 class UserLibraryMetric(Metric):
     """A metric object of TorchMetrics or Keras that the user names.
 
-    ``at_places``: labels are classes at each place. Then it is given a row for each place that has a label.
+    ``at_places``: labels are classes at each place, or some samples have none. Then it is given a row for each label.
     """
 
     def __init__(self, name: str, sums: LibraryMetric, form: LabelForm, at_places: bool) -> None:
@@ -214,7 +226,7 @@ def user_metric(
 ) -> UserMean | UserSums | UserLibraryMetric:
     """Return the metric of this name: a function or an object that can be called; a class is called first.
 
-    ``logits``: the outputs are such; ``at_places``: each place of a sample has a class.
+    ``logits``: the outputs are such; ``at_places``: each place of a sample has a class, or some samples have none.
     """
     key = "task.metrics"
     where = f"{key}: {name}"

@@ -205,12 +205,13 @@ def test_logits_between_0_and_1_are_logits_in_each_part():
             assert found(task, task, ops, outputs, labels, cuts, pads=0) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(5,), ()])
 @pytest.mark.parametrize("library", ["torchmetrics", "keras"])
-def test_places_without_a_label_do_not_count(library):
+def test_places_and_samples_without_a_label_do_not_count(library, shape):
     ops = torch_ops() if library == "torchmetrics" else keras_ops()
     import keras
 
-    label = Field((5,), "int64", classes=CLASSES, masked=True)
+    label = Field(shape, "int64", classes=CLASSES, masked=True)
     if library == "keras":
         metric = keras.metrics.SparseCategoricalAccuracy()
     else:
@@ -218,7 +219,7 @@ def test_places_without_a_label_do_not_count(library):
 
         metric = torchmetrics.Accuracy(**OF, average="micro")
     task, rng = made(metric, ops, label=label), np.random.default_rng(0)
-    labels, outputs = rng.integers(0, CLASSES, (N, 5)), rng.normal(size=(N, 5, CLASSES)).astype(np.float32)
+    labels, outputs = rng.integers(0, CLASSES, (N, *shape)), rng.normal(size=(N, *shape, CLASSES)).astype(np.float32)
     labels[rng.random(labels.shape) < 0.4] = -100
     there = labels >= 0
     wanted = (outputs.argmax(-1) == labels)[there].mean()

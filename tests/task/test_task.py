@@ -188,6 +188,30 @@ def test_classes_count_by_their_weights(masked):
     task.check(sums, counts)
 
 
+@pytest.mark.parametrize("shape", [(PLACES,), ()])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_has_no_label_counts_in_no_metric_of_ones_own(monkeypatch, shape, weighted):
+    """Padding of ``data.lengths`` is such: how much of it there is depends on the batch, and so on the ranks."""
+
+    def right(outputs, labels):
+        values = outputs.argmax(-1) == labels
+        return (values, np.full(labels.shape, 2.0)) if weighted else values
+
+    monkeypatch.setattr(sys.modules["own_task"], "right", right, raising=False)
+    label = Field(shape, "int64", classes=CLASSES, masked=True)
+    task = Task(TaskConfig(metrics=["accuracy", "own_task:right"]), Sample({}, {"label": label}), NumpyOps())
+    task.probe(np.zeros((2, *shape, CLASSES)), {"label": np.zeros((2, *shape), int)}, np.ones(2))
+    labels, outputs = RNG.integers(0, CLASSES, (N, *shape)), RNG.normal(size=(N, *shape, CLASSES))
+    labels[RNG.random(labels.shape) < 0.4] = -100
+    for parts in ([], [7], [3, 4]):
+        sums = sum(
+            task(outputs[rows], {"label": labels[rows]}, np.ones(len(rows)))[1]
+            for rows in np.split(np.arange(N), parts)
+        )
+        results = task.results(sums)
+        assert results["right"] == pytest.approx(results["accuracy"], rel=1e-12)
+
+
 def table_of(page, columns):
     """Rows of the guide's tables that have so many columns, less the code's quotes."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]

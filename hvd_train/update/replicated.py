@@ -107,7 +107,8 @@ class Replicated:
     # ---- between steps
 
     def before_step(self, step: int, samples: int) -> None:
-        """All steps are alike."""
+        """Forget the statistics of averages that a checkpoint had: a run that goes on will end with others."""
+        self._statistics = {}
 
     def after_step(self, step: int, samples: int) -> None:
         """Nothing follows a step."""

@@ -27,6 +27,7 @@ from tests.core.test_loop import (
     trainer,
     without_speed,
 )
+from tests.numpy_frontend import NumpyFrontEnd
 
 __all__ = ["every_turn"]  # a fixture
 EPOCHS = 4
@@ -125,6 +126,14 @@ def test_a_longer_run_is_the_one_that_was_as_long_from_the_start(tmp_path, size)
         else:  # of epochs 5 alone: what the first run added up is a mean, and holds epoch 2
             last = {key: x for key, x in whole[1].items() if key.startswith(TRAINING)}
             assert last and all((tree[f"weights/{key.removeprefix(TRAINING)}"] == x).all() for key, x in last.items())
+
+
+def test_a_longer_run_has_the_statistics_of_its_own_end_where_none_are_gathered(tmp_path, monkeypatch):
+    """A buffer of a layer of another kind, which the pass over the samples leaves as it is."""
+    monkeypatch.setattr(NumpyFrontEnd, "take_statistics", lambda frontend: None)
+    whole = final(1, config(max_epochs=EPOCHS + 4), tmp_path / "whole", kind=kind)
+    final(1, config(max_epochs=EPOCHS), tmp_path / "left", kind=kind)
+    assert same(final(1, config(max_epochs=EPOCHS + 4), tmp_path / "left", kind=kind, resume=True)[1], whole[1])
 
 
 def test_a_run_goes_on_without_the_mean_as_if_there_had_been_none(tmp_path):

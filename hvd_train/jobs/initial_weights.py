@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,15 @@ from typing import Any
 import numpy as np
 
 from hvd_train.checkpoint import store
+from hvd_train.checkpoint.manifest import sample_of
 from hvd_train.config import Config
 from hvd_train.config.names import nearest
+from hvd_train.data.classes import listing
+from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
-from hvd_train.protocol import FrontEnd, Tree
+from hvd_train.jobs.resume import saved_vocabulary
+from hvd_train.protocol import Field, FrontEnd, Sample, Tree, one_or_all
 from hvd_train.update.parameter_groups import matches
 
 SHOWN = 20  # rows of the table of each kind
@@ -27,12 +32,14 @@ class WeightFile:
     """``arrays`` by the file's names, with dots.
 
     ``canonical``: names and axes are those of our checkpoints; ``origin``: the framework and the model of these, where
-    they are known.
+    they are known. ``sample``, ``vocabulary``: of the run, where the file is one of its checkpoints.
     """
 
     arrays: Tree
     canonical: bool
     origin: tuple[str, str] = ("", "")
+    sample: Sample | None = None
+    vocabulary: str = ""
 
 
 @dataclass
@@ -44,10 +51,11 @@ class Initialization:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def initialize(config: Config, frontend: FrontEnd) -> list[str]:
+def initialize(config: Config, frontend: FrontEnd, data: DataSet) -> list[str]:
     """Give this rank's model the weights of ``model.init_from``; return lines that say what was taken, left and why.
 
-    Rank 0 calls it: all ranks get rank 0's weights when the training begins.
+    They also say where numbers of classes, columns or tokens mean other things in ``data`` than in the file's run. Rank
+    0 calls it: all ranks get rank 0's weights when the training begins.
     """
     options = config.model.init_from
     assert options
@@ -61,7 +69,7 @@ def initialize(config: Config, frontend: FrontEnd) -> list[str]:
         what = f"nothing of the file fits the model: it has {there}; the model has {here}"
         raise ConfigError(" ".join(what.split()), where=where, fix="give model.init_from.rename, or another file")
     frontend.load(done.loaded)
-    return _table(done, options.path)
+    return _table(done, options.path) + _other_meanings(file, data)
 
 
 def assign(
@@ -154,10 +162,12 @@ def _read(path: Path, config: Config, where: str) -> WeightFile:
             "there is no such file or folder", where=where, fix="give a run folder, a checkpoint or a file"
         )
     if path.is_dir():
-        snapshot = store.load(store.resolve(path, str(path)), model_only=True)
+        place = store.resolve(path, str(path))
+        snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parents[1])
         arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
         model = (snapshot.meta.get("config") or {}).get("model") or {}
-        return WeightFile(arrays, True, (snapshot.framework, model.get("name", "")))
+        origin = snapshot.framework, model.get("name", "")
+        return WeightFile(arrays, True, origin, sample_of(snapshot.meta), vocabulary)
     if path.suffix == ".safetensors":
         return _safetensors(path, where)
     readers = FRAMEWORKS[config.framework].weight_readers()
@@ -204,3 +214,26 @@ def _table(done: Initialization, path: str) -> list[str]:
         if len(rows) > len(shown):
             lines.append(f"  {title}: {len(rows) - len(shown)} more")
     return lines
+
+
+def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:
+    """Say where as many classes or columns have other names than in the file's run, or tokens other numbers."""
+    lines, here = [], data.sample
+    if file.sample:
+        pairs = [("classes", file.sample.labels, here.labels), ("columns", file.sample.inputs, here.inputs)]
+        for title, before, now in pairs:
+            for name, field in now.items():
+                its = before.get(name) or (one_or_all(before) if len(now) == len(before) == 1 else None)
+                old, new = (_names(one, title) for one in (its, field))
+                if len(old) == len(new) and old != new:
+                    lines.append(f"  note: {title} of the file's run are {listing(old)}; here they are {listing(new)}")
+    if file.vocabulary and data.vocabulary and json.loads(file.vocabulary) != json.loads(data.vocabulary):
+        what = "tokens have other numbers in the file's run, with another vocabulary"
+        lines.append(f"  note: {what}; data.vocabulary takes vocabulary.json of its run folder")
+    return lines
+
+
+def _names(field: Any, title: str) -> tuple[str, ...]:
+    if not isinstance(field, Field):
+        return ()
+    return (field.names if title == "classes" else field.columns) or ()

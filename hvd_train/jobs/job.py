@@ -106,7 +106,7 @@ def build_job(config: Config, session: Session, data: DataSet, split: str = "val
     }
     agree_on_start(config.model.name, frontend, facts)
     begins = config.model.init_from and not config.restores and groups.world.rank == 0
-    initialization = collectively(groups.world, lambda: initialize(config, frontend) if begins else [])
+    initialization = collectively(groups.world, lambda: initialize(config, frontend, data) if begins else [])
     if parts > 1:
         from hvd_train.frontends.stages.in_blocks import InBlocks, divide
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hvd_train.checkpoint.store import newest
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError, TrainError
 from hvd_train.frontends.named_arrays import Layout
-from hvd_train.jobs.initial_weights import WeightFile, assign
+from hvd_train.jobs.initial_weights import WeightFile, _other_meanings, assign
+from hvd_train.protocol import Sample
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(90, 6)).astype(np.float32)
@@ -106,6 +108,35 @@ def run(folder, framework="pytorch", data=DATA, model=None, resume=None, allow_c
         config["model"] = keys.pop("model_keys", {})
     hvd_train.fit(config | keys, model=model, data=data, resume=resume, allow_change=allow_change)
     return newest(folder / "checkpoints", print).tree
+
+
+def test_numbers_that_mean_other_things_than_in_the_file_are_told(tmp_path, capsys):
+    """Tables of the same shapes, whose classes and columns have other names."""
+
+    def table(name, columns, words):
+        rows = [f"{a:.3f},{b:.3f},{words[y]}" for (a, b), y in zip(X[:, :2], Y, strict=True)]
+        (tmp_path / name).write_text("\n".join([f"{columns},kind", *rows]))
+        return {"data": {"name": "table", "path": str(tmp_path / name), "labels": "kind"}}
+
+    def trained(name, data, **keys):
+        job = {"tensorboard": False, "run_dir": str(tmp_path / name), "model": {"name": "mlp", "hidden": [5]} | keys}
+        hvd_train.fit(job | data)
+        return capsys.readouterr().out
+
+    first = table("a.csv", "width,height", ["cat", "dog", "eel"])
+    trained("first", first)
+    init = {"init_from": str(tmp_path / "first")}
+    assert "note: " not in trained("same", first, **init)
+    out = trained("other", table("b.csv", "height,width", ["dog", "cat", "fox"]), **init)
+    assert "  note: classes of the file's run are cat, dog, eel; here they are cat, dog, fox\n" in out
+    assert "  note: columns of the file's run are width, height; here they are height, width\n" in out
+
+
+def test_another_vocabulary_than_that_of_the_file_is_told():
+    data = SimpleNamespace(sample=Sample({}, {}), vocabulary='{"a": 1, "b": 2}')
+    assert not _other_meanings(WeightFile({}, True, vocabulary='{"b": 2, "a": 1}'), data)
+    (line,) = _other_meanings(WeightFile({}, True, vocabulary='{"a": 2, "b": 1}'), data)
+    assert line.startswith("  note: tokens have other numbers in the file's run, with another vocabulary; data.voc")
 
 
 @pytest.fixture(scope="module")

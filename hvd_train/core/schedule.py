@@ -71,7 +71,7 @@ def _one_cycle(at: Place, base: float, o: OptimConfig) -> float:
     """Smith and Topin 2018, in the two phases of half a cosine wave that torch's OneCycleLR has."""
     first, top, last = base / o.start_divisor, o.rise * at.length - 1, max(1, at.length - 1)
     if at.done <= top:
-        return _between(first, base, at.done / top)
+        return _between(first, base, at.done / top if top else 1.0)  # a rise of one step is at the top
     return _between(base, first / o.end_divisor, min(1.0, (at.done - top) / max(1.0, last - top)))
 
 

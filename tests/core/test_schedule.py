@@ -52,6 +52,12 @@ def test_never_below_the_lowest_rate():
     assert schedule(schedule="cosine", min_lr=0.02).rate(TOTAL + 5) == pytest.approx(0.02)
 
 
+def test_a_rise_of_one_step_begins_at_the_top():
+    s = Schedule(OptimConfig(lr=0.1, schedule="one_cycle", rise=0.1), 64, STEPS, 10)
+    rates = [s.rate(k) for k in range(10)]
+    assert rates[0] == 0.1 and rates == sorted(rates, reverse=True)
+
+
 def test_a_longer_warmup_than_training():
     s = schedule(schedule="cosine", warmup_steps=100)
     assert all(0 < s.rate(k) <= 0.1 for k in range(TOTAL))

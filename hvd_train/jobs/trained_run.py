@@ -114,6 +114,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         )
         meta["vocabulary"] = vocabulary
         meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
+        config = _with_weights_of_run(config, meta)
         same, run = _same_data(config, meta), sample_of(meta)
         split = split or ("val" if same else "all")
         looks_at_labels = labels or run is None or split in ("train", "val")
@@ -126,6 +127,17 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         _load_weights(job, snapshot)
         del snapshot  # it holds weights and optimizer slots: with adam three times the size of the model
         yield job
+
+
+def _with_weights_of_run(config: Config, meta: Mapping[str, Any]) -> Config:
+    """Return the configuration with the run's numbers in place of ``task.class_weights: balanced``.
+
+    A file that the caller names has the word. It stands for the classes of the training samples, not of these data.
+    """
+    saved = ((meta.get("config") or {}).get("task") or {}).get("class_weights")
+    if config.task.class_weights != "balanced" or not isinstance(saved, list):
+        return config
+    return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": saved})})
 
 
 def _load_weights(job: Job, snapshot: store.Snapshot | None) -> None:

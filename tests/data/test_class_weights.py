@@ -12,6 +12,7 @@ from hvd_train.data.arrays import Arrays
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
 from hvd_train.jobs.class_weights import class_counts, with_class_weights
+from hvd_train.jobs.trained_run import _with_weights_of_run
 from hvd_train.protocol import Field, Sample
 from tests.cli.running import run
 
@@ -43,6 +44,14 @@ def test_names_and_numbers():
     assert weights({"bird": 3.0, "cat": 2.0}, names=("cat", "dog", "bird")) == [2.0, 1.0, 3.0]
     assert weights({"2": 3.0}) == [1.0, 1.0, 3.0]
     assert weights([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0] and weights(None) is None
+
+
+def test_balanced_in_a_file_stands_for_the_numbers_of_the_run():
+    """``eval -c job.yaml`` on other data, or on all of them: the training samples are those that were counted."""
+    run = {"config": {"task": {"class_weights": [1.0, 2.0, 3.0]}}}
+    for given, saved, wanted in [("balanced", run, [1.0, 2.0, 3.0]), ([4.0], run, [4.0]), ("balanced", {}, "balanced")]:
+        config = Config(task=TaskConfig(class_weights=given))
+        assert _with_weights_of_run(config, saved).task.class_weights == wanted
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class UserFunction:
     def __init__(self, key: str, name: str, function: Callable[..., Any] | None = None) -> None:
         self.where = f"{key}: {name}"
         self._function = function or user_function(name, self.where)
+        self._labels_first = _is_of_keras(self._function)
 
     def checked_values(
         self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
@@ -78,7 +79,7 @@ class UserFunction:
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
         try:
-            answer = self._function(outputs, labels)
+            answer = self._function(labels, outputs) if self._labels_first else self._function(outputs, labels)
         except Exception as error:
             fix = f"it is called with outputs {_shapes(outputs)} and labels {_shapes(labels)}"
             raise ConfigError(f"the function failed: {_reason(error)}", where=self.where, fix=fix) from error
@@ -242,11 +243,20 @@ def user_metric(
         raise ConfigError(error.what, where=where, fix=error.fix) from error
     if library is not None:
         return UserLibraryMetric(name, library, form, at_places)
+    modules = type(metric).__module__.split(".")
     for of_library, framework in (("torchmetrics", "pytorch"), ("keras", "tensorflow")):
-        if type(metric).__module__.partition(".")[0] == of_library:
+        if modules[0] == of_library and "losses" not in modules:  # a loss of Keras is a function
             raise ConfigError(f"metrics of {of_library} are for framework: {framework}", where=where)
     function = UserFunction(key, name, metric)
     return UserSums(function, metric.result, form) if hasattr(metric, "result") else UserMean(function, form)
+
+
+def _is_of_keras(function: Any) -> bool:
+    """Return whether it is a loss or metric of Keras, or derived from one: they take (labels, outputs)."""
+    function = getattr(function, "func", function)  # of a partial
+    kinds = (function,) if hasattr(function, "__qualname__") else type(function).__mro__
+    modules = [str(one.__module__).split(".") for one in kinds]
+    return any(parts[0] == "keras" and {"losses", "metrics"} & {*parts} for parts in modules)
 
 
 def _reason(error: Exception) -> str:

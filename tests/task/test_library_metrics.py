@@ -264,6 +264,29 @@ def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
         made(Largest(), ops, classes=False)
 
 
+def test_losses_of_keras_get_the_labels_first():
+    """Functions, objects, those with an argument, and classes derived from them; (outputs, labels) would be another."""
+    ops = keras_ops()
+    import keras
+    import tensorflow as tf
+
+    class Derived(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.reduce_mean(tf.abs(y_true - y_pred) / tf.abs(y_true), -1)
+
+    outputs, labels = data(classes=False)
+    wanted = np.mean(np.abs(outputs - labels) / np.abs(labels))
+    percent = keras.losses.mean_absolute_percentage_error
+    for metric, factor in [
+        (percent, 100),
+        (keras.losses.MeanAbsolutePercentageError(reduction=None), 100),
+        (partial(percent), 100),
+        (Derived(reduction=None), 1),
+    ]:
+        task = made(metric, ops, classes=False)
+        assert found(task, task, ops, outputs, labels, [7]) == pytest.approx(factor * wanted, rel=1e-5)
+
+
 def test_a_mean_of_torchmetrics_alone_is_refused():
     ops = torch_ops()
     import torchmetrics

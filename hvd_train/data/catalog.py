@@ -71,6 +71,7 @@ def open_data(
         parts = {name: as_run(part, run, looked_at, where, task.ignore_index) for name, part in parts.items()}
     else:
         _check_names(parts, config)
+        _check_several_classes(parts, config, task)
     chosen = None
     if config.sampling and request.split is None:
         parts["train"] = balanced = Balanced(parts["train"])
@@ -140,6 +141,19 @@ def _check_names(parts: Mapping[str, Source], config: DataConfig) -> None:
             has = f"the data have {listing(field.names or ())}" if field.names else "labels of these data have no names"
             fix = "set it when packing" if config.name == "packed" else "leave it out"
             raise DataError(f"names {listing(names)}, and {has}", where="data.classes", fix=fix)
+
+
+def _check_several_classes(parts: Mapping[str, Source], config: DataConfig, task: TaskConfig) -> None:
+    """Refuse labels of a single class: its cross-entropy is 0 and its accuracy 1 from the first step on."""
+    labels = joined_samples(parts.values()).labels
+    losses = {output: loss for output, (loss, _) in task.terms.items()}
+    for name, field in labels.items():
+        alone = field.classes == 1 and losses.get(name, losses.get("")) == "cross_entropy"
+        if alone and config.target == "labels":
+            what = f"all samples are of one class{''.join(f', {one}' for one in field.names or ())}"
+            folders = "give a folder that holds one folder for each class"
+            fix = folders if config.name == "imagefolder" else "give labels of two classes or more"
+            raise DataError(what, where=config.path or f"data.name: {config.name}", fix=fix)
 
 
 def _check_same_fields(parts: Mapping[str, Source], first: str, second: str, where: str) -> None:

@@ -52,10 +52,11 @@ def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, ChunkedArray]:
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     where = f"{path}, line {number}"
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip(b"\r\n"))
+    except json.JSONDecodeError as error:  # its line counts within this one line of the file
+        raise DataError(f"not JSON: {error.msg} (character {error.pos + 1})", where=where, fix=MEND) from error
     except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0] or type(error).__name__
-        raise DataError(f"no JSON: {reason}", where=where, fix=MEND) from error
+        raise DataError(f"not JSON: {str(error).splitlines()[0]}", where=where, fix=MEND) from error
     if not isinstance(record, dict):
         raise DataError("not an object of names and values", where=where, fix='write {"text": "...", "label": 0}')
     return record

@@ -20,7 +20,7 @@ from tests.data.files import (
 def test_more_memory_than_is_free_is_told_before_it_is_taken(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.setattr("hvd_train.data.memory.free", lambda: 100_000_000)
-    pictures(tmp_path / "photos", classes=("cat",))
+    pictures(tmp_path / "photos")
     big = tmp_path / "photos" / "cat" / "big.png"
     image.new("1", (9_000, 9_000)).save(big)
     text = fault("imagefolder", tmp_path / "photos", image_size=8)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hvd_train.config import TaskConfig
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.errors import DataError
@@ -74,6 +75,15 @@ def test_a_validation_folder_is_taken_by_each_of_its_names(tmp_path, name):
     assert (len(data.train), len(data.val)) == (18, 6)
     with pytest.raises(DataError, match=r"there is no part 'test'; .*there are train, val and all"):
         for_testing("imagefolder", tmp_path)
+
+
+def test_a_single_class_is_refused(tmp_path):
+    """Its loss would be 0 and its accuracy 1 from the first step on; mostly the path is one folder too high."""
+    pictures(tmp_path / "photos", classes=("cat",))
+    said = fault("imagefolder", tmp_path / "photos")
+    assert "all samples are of one class, cat" in said and "one folder for each class" in said
+    keys, numbers = config("imagefolder", tmp_path / "photos"), TaskConfig(loss="mse")
+    assert len(open_data(keys, numbers).train)  # another loss may have a use for it
 
 
 def test_a_test_folder_is_a_split_of_its_own(tmp_path):

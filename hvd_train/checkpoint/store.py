@@ -374,7 +374,7 @@ def resolve(
     mode: str = "min",
     warn: Callable[[str], None] = _no_warning,
 ) -> Path:
-    """Return a checkpoint's path. ``which``: ``best``, ``last``, or a path of it, its run folder or ``checkpoints``."""
+    """Return a checkpoint's path. ``which``: ``best``, ``last``, its name, its path, its run's or ``checkpoints``."""
     folder = run_dir / "checkpoints"
     if which == "best":
         ranked = _ranked(folder, monitor, mode, warn)
@@ -382,11 +382,17 @@ def resolve(
             return ranked[0][2]
         raise CheckpointError(f"no checkpoint has a {monitor}", where=str(folder), fix="use 'last' or a path")
     if which != "last":
-        path = Path(which)
-        if (path / MANIFEST).exists() or NAME.match(path.name):
+        path, checkpoints = Path(which), dict(find(folder))
+        step = NAME.match(path.name)
+        if (path / MANIFEST).exists() or (step and path.is_dir()):
             return path
+        if step and path.name == which and int(step[1]) in checkpoints:
+            return checkpoints[int(step[1])]
+        if step:
+            fix = f"{run_dir} has {', '.join(one.name for one in checkpoints.values()) or 'none'}"
+            raise CheckpointError("there is no checkpoint", where=which, fix=fix)
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    checkpoints = find(folder)
-    if not checkpoints:
+    newest_last = find(folder)
+    if not newest_last:
         raise CheckpointError("there is no checkpoint", where=str(folder), fix="give a folder of the form step-N")
-    return checkpoints[-1][1]
+    return newest_last[-1][1]

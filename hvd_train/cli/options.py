@@ -68,7 +68,11 @@ trained_run = click.option(
     help="Run folder of the training; the configuration saved with the checkpoint is used.",
 )
 checkpoint = click.option(
-    "--checkpoint", default="last", show_default=True, metavar="last|best|PATH", help="Which checkpoint to load."
+    "--checkpoint",
+    default="last",
+    show_default=True,
+    metavar="last|best|step-N|PATH",
+    help="Which checkpoint to load.",
 )
 trust = click.option(
     "--trust", is_flag=True, help="Import the code (package.module:function) that the run folder names."

@@ -43,6 +43,9 @@ def trained_config(
             "which run?", fix="give --run-dir FOLDER (the checkpoint's configuration is used), or -c FILE"
         )
     folder = Path(run_dir)
+    if not folder.exists():
+        fix = "" if folder.is_absolute() else f"it starts in the current folder, {Path.cwd()}"
+        raise ConfigError("there is no such run folder", where=run_dir, fix=fix)
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").exists():
         raise ConfigError("the folder is not a run folder: it holds no checkpoints and no config.yaml", where=run_dir)
 

@@ -508,6 +508,10 @@ def test_words_and_paths(tmp_path):
     assert store.choose(tmp_path, "last", "val_loss", "min").step == store.load(last).step
     for given in (tmp_path, folder, last):
         assert store.resolve(Path("elsewhere"), str(given)) == last
+    # As the last line of a training names it, and shorter.
+    assert store.resolve(tmp_path, "step-00000001") == store.resolve(tmp_path, "step-1") == folder / "step-00000001"
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint; step-9; {tmp_path} has step-0.*, {last.name}$"):
+        store.resolve(tmp_path, "step-9")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         store.resolve(tmp_path, str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="no checkpoint has a val_accuracy"):

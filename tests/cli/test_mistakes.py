@@ -25,8 +25,9 @@ from tests.cli.running import run
         (["fit", "--set", "batch_size=3", "--set", "global_batch_size=6"], "not both"),
         (["fit", "--set", "lr"], "--set lr: not of the form key=value"),
         (["eval"], "which run?"),
+        (["eval", "--run-dir", "nowhere"], "no such run folder; nowhere; it starts in the current folder, "),
         (
-            ["eval", "--run-dir", "nowhere"],
+            ["eval", "--run-dir", "."],
             "the folder is not a run folder: it holds no checkpoints and no config.yaml",
         ),
         (["predict", "--run-dir", "nowhere"], "Missing option '-o'"),

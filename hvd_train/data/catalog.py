@@ -26,6 +26,7 @@ from hvd_train.data.user_data import imported, user_parts
 from hvd_train.errors import DataError
 from hvd_train.protocol import Source
 
+WITHOUT_PATH = ("digits", "diabetes", "synthetic")  # what reads no file of the user
 RESIZED = ("digits", "idx", "imagefolder", "webdataset")  # what image_size works on
 TASK = TaskConfig()
 TITLES = {"train": "training", "val": "validation"}
@@ -46,6 +47,8 @@ def open_data(
 
     ``user_data``: the user's (train, val), or the function that gives it, where no ``data.name`` is.
     """
+    if user_data is None and request.run is None:
+        check_path(config)
     if user_data is not None or ":" in config.name:
         opened = user_parts(config, task, request, user_data)
     elif config.name in KINDS:
@@ -83,6 +86,14 @@ def open_data(
     if config.lengths:
         parts = _with_lengths(parts, varying, config, chosen)
     return DataSet(config.name, parts, vocabulary)
+
+
+def check_path(config: DataConfig) -> None:
+    """Refuse a path that these data do not read: other samples than the user means would be taken."""
+    if config.path is not None and (config.name in WITHOUT_PATH or ":" in config.name):
+        fix = "a function gets data.options" if ":" in config.name else "say what reads it, as data.name: table"
+        what = f"data set '{config.name}' reads no path"
+        raise DataError(what, where=f"data.path: {config.path}", fix=f"{fix}; or leave it out")
 
 
 def _with_lengths(

@@ -16,7 +16,7 @@ from hvd_train.checkpoint.resume_rules import changed_parts, check_tree, data_fa
 from hvd_train.config import Config, load_config
 from hvd_train.config.user_code import look_in, source_of
 from hvd_train.core.agreement import collectively
-from hvd_train.data.catalog import open_data
+from hvd_train.data.catalog import check_path, open_data
 from hvd_train.data.classes import listing
 from hvd_train.data.dataset import DataRequest, DataSet
 from hvd_train.errors import ConfigError, DataError
@@ -118,6 +118,8 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         meta["vocabulary"] = vocabulary
         meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
         config = _with_weights_of_run(config, meta)
+        if config.data.path != ((meta.get("config") or {}).get("data") or {}).get("path"):
+            check_path(config.data)
         same, run = _same_data(config, meta), sample_of(meta)
         split = split or ("val" if same else "all")
         looks_at_labels = labels or run is None or split in ("train", "val")

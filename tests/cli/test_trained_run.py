@@ -74,6 +74,12 @@ def test_eval_without_a_checkpoint(tmp_path):
     assert done.stderr.startswith("error: there is no checkpoint; ") and done.stderr.count("\n") == 1
 
 
+def test_a_path_that_the_data_do_not_read_is_refused(trained):
+    """It would evaluate the digits of the run, training part and all."""
+    said = run("eval", "--run-dir", str(trained[0]), "--set", "data.path=new.csv", code=3).stderr
+    assert said.startswith("error: data set 'digits' reads no path; data.path: new.csv; ") and said.count("\n") == 1
+
+
 def test_predictions_are_in_the_order_of_the_data(trained, tmp_path):
     """Logits of one rank and of three (which 359 does not divide by) are equal and reach the measured accuracy."""
     from hvd_train.config import DataConfig

@@ -55,6 +55,13 @@ def test_image_size_is_not_ignored(tmp_path):
     assert "data.image_size" in fault("synthetic", image_size=8)
 
 
+@pytest.mark.parametrize("name", ["digits", "synthetic", "mine:squares"])
+def test_a_path_is_not_ignored(name):
+    """Who forgets ``data.name`` would train on the digits of its default."""
+    text = fault(name, "photos")
+    assert f"data set '{name}' reads no path; data.path: photos; " in text and "leave it out" in text
+
+
 def test_catalog_has_one_line_each():
     assert list(catalog()) == list(KINDS)
     assert all(line and "\n" not in line for line in catalog().values())

@@ -21,7 +21,7 @@ ORDER = (
 # Pages in the folder ``recipes``, which ``hvd-train init`` turns into files.
 RECIPES = (
     "regression", "multi-label", "imbalanced", "segmentation", "autoencoder", "k-fold",
-    "forecasting", "text-classification", "trackers", "notebook", "gan", "reinforcement-learning",
+    "forecasting", "text-classification", "transfer-learning", "trackers", "notebook", "gan", "reinforcement-learning",
     "from-lightning", "from-accelerate", "from-keras",
 )  # fmt: skip
 

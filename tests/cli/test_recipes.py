@@ -33,6 +33,7 @@ REACHED = {
     "k-fold": (r"± \S+ +([\d.]+) ± \S+ +[\d.]+ ±", 0.9),  # the loss stands before it
     "forecasting": (r"r2 ([\d.]+)", 0.45),
     "text-classification": (r"accuracy ([\d.]+)", 0.85),
+    "transfer-learning": (r"done: .* accuracy ([\d.]+)", 0.57),
     "trackers": (r"accuracy ([\d.]+)", 0.8),
     "notebook": (r"0\.01: ([\d.]+)", 0.85),
     "from-lightning": (r"accuracy ([\d.]+)", 0.85),
@@ -197,3 +198,4 @@ def test_a_recipe_as_shown(tmp_path, name, framework):
         printed = "" if line.startswith("pip") else as_typed(shlex.split(line), folder)
         results += [float(number) for number in re.findall(pattern, printed)[-1:]]
     assert results[-1] >= least, results
+    assert name != "transfer-learning" or results[-1] - results[-2] >= 0.08, "no better than from scratch"

@@ -474,16 +474,6 @@ def test_a_sweep_is_an_array_of_trials(cluster, tmp_path):
     assert again.stderr.startswith("error: the folder holds a sweep already; s; "), again.stderr
 
 
-def start_again(cluster, job: str) -> None:
-    """Wait until a job is in the queue again, and start it without the two minutes for which Slurm holds it back.
-
-    Slurm needs them: the end of the script before, which comes while the next one runs, would count as that one's.
-    """
-    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
-    cluster.wait_for(lambda: not cluster.steps())
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-
-
 @pytest.mark.long("Slurm holds a job back for two minutes before it starts it again")
 def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(cluster, tmp_path):
     """F42: The signal is what --signal makes Slurm send to the step; Slurm holds the job back for two minutes."""
@@ -492,7 +482,8 @@ def test_a_job_that_saved_in_time_is_started_again_and_ends_with_the_same_bits(c
     job = submit(cluster, tmp_path, "--nodes", "2", "--requeue", "1", *own).stdout.strip()
     cluster.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), SECONDS)
     cluster.run("scancel", "--signal", "USR1", job)
-    start_again(cluster, job)
+    # For two minutes Slurm holds the job back. They are needed: the end of the script before would count as this one's.
+    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
     end, told = cluster.end_of(job), job_output(tmp_path, job)
     assert end == "COMPLETED", told
     (step,) = re.findall(r"stopped by SIGUSR1 .*step (\d+)", told)
@@ -512,7 +503,8 @@ def test_a_job_that_lost_a_rank_is_started_again(cluster, tmp_path):
     cluster.wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-00000020").exists(), SECONDS)
     rank = [p for p in cluster.steps() if "fit" in p.cmdline() and p.environ().get("SLURM_PROCID") == "1"]
     rank[-1].send_signal(signal.SIGKILL)
-    start_again(cluster, job)
+    # For two minutes Slurm holds the job back. They are needed: the end of the script before would count as this one's.
+    cluster.wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job))
     end, told = cluster.end_of(job), job_output(tmp_path, job)
     assert end == "COMPLETED", told
     assert "rank 1 on host node2 was lost" in told and told.count("done: ") == 1, told

@@ -41,7 +41,7 @@ class Balanced:
             lacking = ", ".join(str(names[k] if names else k) for k in np.flatnonzero(self._counts == 0)[:10])
             fix = "leave the class out of data.classes, or leave data.sampling out"
             raise DataError(f"no training sample is of class {lacking}", where=WHERE, fix=fix)
-        self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - bounds[-1])]))
+        self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - self._counts.sum())]))
 
     def _note(self, unlabelled: int) -> str:
         low, rest = divmod(len(self), len(self._counts))

@@ -20,7 +20,7 @@ from hvd_train.data.dataset import DataSet
 from hvd_train.errors import CheckpointError, ConfigError, amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.resume import saved_vocabulary
-from hvd_train.protocol import Field, FrontEnd, Sample, Tree, one_or_all
+from hvd_train.protocol import Field, FrontEnd, Sample, Tree
 from hvd_train.update.parameter_groups import matches
 
 SHOWN = 20  # rows of the table of each kind
@@ -217,23 +217,39 @@ def _table(done: Initialization, path: str) -> list[str]:
 
 
 def _other_meanings(file: WeightFile, data: DataSet) -> list[str]:
-    """Say where as many classes or columns have other names than in the file's run, or tokens other numbers."""
+    """Say where classes or columns have other names than in the file's run, or inputs another scale, or tokens."""
     lines, here = [], data.sample
     if file.sample:
         pairs = [("classes", file.sample.labels, here.labels), ("columns", file.sample.inputs, here.inputs)]
         for title, before, now in pairs:
             for name, field in now.items():
-                its = before.get(name) or (one_or_all(before) if len(now) == len(before) == 1 else None)
-                old, new = (_names(one, title) for one in (its, field))
+                old, new = (_names(one, title) for one in (_same(name, before, now), field))
                 if len(old) == len(new) and old != new:
                     lines.append(f"  note: {title} of the file's run are {listing(old)}; here they are {listing(new)}")
+        for name, field in here.inputs.items():
+            its = _same(name, file.sample.inputs, here.inputs)
+            scale, scale_here = (_scale(one) for one in (its or field, field))
+            if scale != scale_here:
+                lines.append(f"  note: inputs '{name}' of the file's run were {scale}; here they are {scale_here}")
     if file.vocabulary and data.vocabulary and json.loads(file.vocabulary) != json.loads(data.vocabulary):
         what = "tokens have other numbers in the file's run, with another vocabulary"
         lines.append(f"  note: {what}; data.vocabulary takes vocabulary.json of its run folder")
     return lines
 
 
-def _names(field: Any, title: str) -> tuple[str, ...]:
-    if not isinstance(field, Field):
-        return ()
-    return (field.names if title == "classes" else field.columns) or ()
+def _same(name: str, before: Mapping[str, Field], now: Mapping[str, Field]) -> Field | None:
+    """Return the field of this name among those of the file's run; a single one needs no name."""
+    return before.get(name) or (next(iter(before.values())) if len(now) == len(before) == 1 else None)
+
+
+def _names(field: Field | None, title: str) -> tuple[str, ...]:
+    return ((field.names if title == "classes" else field.columns) or ()) if field else ()
+
+
+def _scale(field: Field) -> str:
+    """Describe what the device makes of the numbers as they are stored."""
+    steps = [f"divided by {field.divisor:g}"] * (field.divisor != 1)
+    if field.mean:
+        less, over = (", ".join(f"{x:g}" for x in numbers) for numbers in (field.mean, field.std))
+        steps.append(f"normalized by mean {less} and std {over}")
+    return ", ".join(steps) or "as stored"

@@ -55,6 +55,15 @@ def test_an_epoch_has_as_many_of_each_class(train):
     )
 
 
+def test_samples_without_a_class_are_left_out_and_told():
+    labels = LABELS.copy()
+    labels[np.flatnonzero(LABELS == 3)[:500]] = -100
+    source = opened((INPUTS, labels)).train
+    _, drawn = source.drawn(np.arange(len(source)), 3, 0)
+    assert np.bincount(drawn["label"]).tolist() == [517] * 4
+    assert source.note.endswith("of which there are 1 to 1,500; 500 samples without a class are left out")
+
+
 def test_no_sample_of_a_class_is_taken_more_often_than_another_but_once():
     source, taken = opened().train, np.zeros(len(LABELS), int)
     for epoch in range(5):

@@ -130,6 +130,12 @@ def test_numbers_that_mean_other_things_than_in_the_file_are_told(tmp_path, caps
     out = trained("other", table("b.csv", "height,width", ["dog", "cat", "fox"]), **init)
     assert "  note: classes of the file's run are cat, dog, eel; here they are cat, dog, fox\n" in out
     assert "  note: columns of the file's run are width, height; here they are height, width\n" in out
+    first["data"]["transforms"] = [{"name": "normalize", "mean": 0.5, "std": [2, 3]}]
+    out = trained("scaled", first, **init)
+    assert (
+        "note: inputs 'input' of the file's run were as stored; here they are normalized by mean 0.5 and std 2, 3\n"
+        in out
+    )
 
 
 def test_another_vocabulary_than_that_of_the_file_is_told():

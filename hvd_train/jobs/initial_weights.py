@@ -167,7 +167,8 @@ def _read(path: Path, config: Config, where: str) -> WeightFile:
         arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
         model = (snapshot.meta.get("config") or {}).get("model") or {}
         origin = snapshot.framework, model.get("name", "")
-        return WeightFile(arrays, True, origin, sample_of(snapshot.meta), vocabulary)
+        sample = sample_of(snapshot.meta) if snapshot.meta.get("sample") else None  # older ones know little of it
+        return WeightFile(arrays, True, origin, sample, vocabulary)
     if path.suffix == ".safetensors":
         return _safetensors(path, where)
     readers = FRAMEWORKS[config.framework].weight_readers()

@@ -287,6 +287,15 @@ def test_losses_of_keras_get_the_labels_first():
         assert found(task, task, ops, outputs, labels, [7]) == pytest.approx(factor * wanted, rel=1e-5)
 
 
+def test_labels_of_another_form_than_the_metric_takes_are_refused():
+    """It takes the largest label of the batch for the class of all its samples."""
+    ops = keras_ops()
+    import keras
+
+    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+        made(keras.metrics.CategoricalAccuracy(), ops)
+
+
 def test_a_mean_of_torchmetrics_alone_is_refused():
     ops = torch_ops()
     import torchmetrics

@@ -17,6 +17,8 @@ from hvd_train.errors import ConfigError
 from hvd_train.metrics.metric import LabelForm, Mean, Metric, Predictions
 from hvd_train.protocol import LibraryMetric, Ops, Tensor
 
+MADE_UP = 5  # samples that differ
+
 
 def for_each(function: Callable[[Any], Any], outputs: Any) -> Any:
     """Apply the function to each of several named tensors, or to the only one."""
@@ -146,40 +148,45 @@ class UserLibraryMetric(Metric):
             raise ConfigError(f"its result failed: {_reason(error)}", where=self.where, fix=fix, common=True) from error
 
     def probe(self, predictions: Predictions) -> None:
-        """Learn the number of sums from two made-up samples, and check that they are sums."""
-        ops, weights = predictions.ops, predictions.weights
-        raw = self._unlike(predictions)
+        """Learn the number of sums from made-up samples, and check that they are sums."""
+        ops = predictions.ops
+        raw = unlike(*predictions.raw, ops, self.form.size > 1)
+        weights = ops.cast(ops.from_numpy(np.ones(MADE_UP)), ops.dtype(predictions.weights))
 
         def sums_of(rows: slice) -> np.ndarray:
             z, y = (for_each(itemgetter(rows), x) for x in raw)
             return ops.to_numpy(self.sums(Predictions(z, y, weights[rows], None, (z, y), ops)))
 
-        both = sums_of(slice(0, 2))
-        self.length = len(both)
-        each = sums_of(slice(0, 1)) + sums_of(slice(1, 2))
-        if not np.allclose(both, each, rtol=1e-4, equal_nan=True):
-            what = "what it keeps of two samples is not the sum of what it keeps of each"
+        together = sums_of(slice(0, MADE_UP))
+        self.length = len(together)
+        each = sum(sums_of(slice(k, k + 1)) for k in range(MADE_UP))
+        if not np.allclose(together, each, rtol=1e-4, equal_nan=True):
+            what = "what it keeps of some samples is not the sum of what it keeps of each"
             fix = "write a function that gives a value for each sample, or one with a result"
             raise ConfigError(what, where=self.where, fix=fix)
-        self.result(both)
+        self.result(together)
 
-    def _unlike(self, predictions: Predictions) -> tuple[Any, Any]:
-        """Return the outputs and labels of two samples that differ: of zeros, nearly everything is a sum."""
-        ops, labelled = predictions.ops, self.form.size > 1
 
-        def outputs(z: Tensor) -> Tensor:
-            shape = tuple(z.shape)
-            # They may stand for logits and for probabilities; the first class has the largest.
-            other = np.linspace(0.45, 0.05, int(np.prod(shape))).reshape(shape)
-            return ops.cast(ops.from_numpy(other), ops.dtype(z))
+def unlike(outputs: Any, labels: Any, ops: Ops, labelled: bool) -> tuple[Any, Any]:
+    """Make ``MADE_UP`` outputs and labels that differ, in the shapes of these: of zeros, nearly everything is a sum.
 
-        def labels(y: Tensor) -> Tensor:
-            other = np.zeros(tuple(y.shape))
-            other[1] = labelled
-            return ops.cast(ops.from_numpy(other), ops.dtype(y))
+    ``labelled``: 1 is a label. The numbers are such that a metric shows which takes the largest of a batch.
+    """
+    rng = np.random.default_rng(0)
 
-        z, y = predictions.raw
-        return for_each(outputs, z), for_each(labels, y)
+    def of_model(z: Tensor) -> Tensor:
+        # They may stand for logits and for probabilities.
+        numbers = np.sort(rng.uniform(0.05, 0.45, (MADE_UP, *tuple(z.shape)[1:])), 0)
+        if numbers.ndim > 1:
+            numbers[:-1, ..., 0] += 0.5  # of nearly all samples, the first class is the largest
+        return ops.cast(ops.from_numpy(numbers), ops.dtype(z))
+
+    def of_data(y: Tensor) -> Tensor:
+        numbers = np.zeros((MADE_UP, *tuple(y.shape)[1:]))
+        numbers[[1, 2, 4]] = labelled
+        return ops.cast(ops.from_numpy(numbers), ops.dtype(y))
+
+    return for_each(of_model, outputs), for_each(of_data, labels)
 
 
 class UserSums(Metric):

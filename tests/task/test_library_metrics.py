@@ -170,7 +170,7 @@ def largest():
         (curve, r"MulticlassAUROC keeps a list of all outputs \(preds, target\); .*metric; take a form that counts: "),
         (correlation, "PearsonCorrCoef: the state mean_x is no sum; task.metrics: own_task:metric; write a function"),
         (of_each_class, "its result failed: .*; it must give one number, for example a macro average"),
-        (largest, "what it keeps of two samples is not the sum of what it keeps of each; task.metrics: own_task:m"),
+        (largest, "what it keeps of some samples is not the sum of what it keeps of each; task.metrics: own_task:m"),
     ],
 )
 def test_what_is_no_sum_is_refused(make, told):
@@ -240,7 +240,7 @@ def similarity():
 
 def test_a_formula_that_looks_at_the_whole_batch_is_refused():
     ops = torch_ops()
-    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
         made(similarity(), ops, label=Field((16, 16), "float32"))
 
 
@@ -260,7 +260,7 @@ def test_what_is_no_sum_is_refused_where_the_model_gives_zeros():
         def result(self):
             return self.largest
 
-    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
         made(Largest(), ops, classes=False)
 
 
@@ -292,8 +292,10 @@ def test_labels_of_another_form_than_the_metric_takes_are_refused():
     ops = keras_ops()
     import keras
 
-    with pytest.raises(ConfigError, match="what it keeps of two samples is not the sum of what it keeps of each"):
+    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
         made(keras.metrics.CategoricalAccuracy(), ops)
+    with pytest.raises(ConfigError, match="what it keeps of some samples is not the sum of what it keeps of each"):
+        made(keras.metrics.SparseCategoricalAccuracy(), ops, label=Field((), "float32"))
 
 
 def test_a_mean_of_torchmetrics_alone_is_refused():

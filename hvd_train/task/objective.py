@@ -102,7 +102,7 @@ class Objective:
         """Learn from made-up samples the shapes that functions of the user give."""
         raw = self.select(outputs), self.select(labels)
         if self.user_loss:
-            self.weighted_by_data = self.user_loss.probe(*raw, weights)
+            self.weighted_by_data = self.user_loss.probe(*raw, weights, self._ops)
             if any(not isinstance(self.metrics[name], Mean) for name in self._built_in):
                 form = LabelForm.of_shapes(*(tuple(x.shape)[1:] for x in self._for_built_in_metrics(*raw)))
                 self.metrics |= {name: self._built(name, form) for name in self._built_in}

@@ -63,7 +63,7 @@ class UserFunction:
             raise ConfigError(what, where=self.where, fix="give both the same shape")
         return values, place_weights
 
-    def probe(self, outputs: Any, labels: Any, weights: Tensor) -> bool:
+    def probe(self, outputs: Any, labels: Any, weights: Tensor, ops: Ops) -> bool:
         """Call the function for two samples and for one; return whether it gives weights.
 
         Outputs (n, 1) less labels (n,) are (n, n), each sample compared with all others: the two calls show it.
@@ -77,7 +77,22 @@ class UserFunction:
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
             fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
+        if self._labels_first:
+            self._check_alone(outputs, labels, ops)
         return place_weights is not None
+
+    def _check_alone(self, outputs: Any, labels: Any, ops: Ops) -> None:
+        """Refuse a loss of Keras whose values for some samples are others than for each alone, as Circle's."""
+        raw = unlike(outputs, labels, ops, True)
+
+        def values(rows: slice) -> np.ndarray:
+            return ops.to_numpy(self._call(*(for_each(itemgetter(rows), x) for x in raw))[0])
+
+        together = values(slice(0, MADE_UP))
+        alone = np.concatenate([values(slice(k, k + 1)) for k in range(MADE_UP)])
+        if not np.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
+            what = "the value of a sample depends on the others of its batch, and so on the number of ranks"
+            raise ConfigError(what, where=self.where, fix="take a loss of each sample alone")
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
         try:
@@ -111,7 +126,7 @@ class UserMean(Mean):
 
         ``predictions`` say which labels are present where some are not.
         """
-        self._gives_weights = self._function.probe(*predictions.raw, predictions.weights)
+        self._gives_weights = self._function.probe(*predictions.raw, predictions.weights, predictions.ops)
         values, _ = self.values(predictions)
         present = predictions.present
         self._of_labels = present is not None and tuple(values.shape) == tuple(present.shape)
@@ -222,7 +237,7 @@ class UserSums(Metric):
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and try the result."""
-        self._function.probe(*predictions.raw, predictions.weights)
+        self._function.probe(*predictions.raw, predictions.weights, predictions.ops)
         self._probed = False
         sums = predictions.ops.to_numpy(self.sums(predictions))
         self.length, self._probed = len(sums), True

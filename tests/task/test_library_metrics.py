@@ -298,6 +298,14 @@ def test_labels_of_another_form_than_the_metric_takes_are_refused():
         made(keras.metrics.SparseCategoricalAccuracy(), ops, label=Field((), "float32"))
 
 
+def test_a_loss_of_keras_that_compares_samples_is_refused():
+    ops = keras_ops()
+    import keras
+
+    with pytest.raises(ConfigError, match="the value of a sample depends on the others of its batch"):
+        made(keras.losses.Circle(reduction=None), ops)
+
+
 def test_a_mean_of_torchmetrics_alone_is_refused():
     ops = torch_ops()
     import torchmetrics

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
 from hvd_train.script.dataloader import passes
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.torch import state_bytes
+from hvd_train.torch.frames import is_running
 
 WHERE = "ht.distribute"
 # Keys of an optimizer's ``state_dict``: the outer optimizer's state; in a file also the slots of ranks 1, 2, ...
@@ -46,6 +48,8 @@ class ModelApart(TrainedApart):
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model, self._known = model, {id(p) for p in parameters.values()}
         self._optimizer, self._checked = optimizer, 0
+        self._frame: Any = None  # of the step under way
+        self._within_step = 0  # steps within it
         ops = TorchOps(next(iter(parameters.values())).device)
         weights = ScriptWeights(
             [Variable(name, p.detach, partial(_copy, p)) for name, p in parameters.items()],
@@ -70,6 +74,11 @@ class ModelApart(TrainedApart):
     # ---- a step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_running(self._frame):
+            self._within_step += 1
+            return
+        # Of a step that an error has ended there may be something left.
+        self._frame, self._within_step = sys._getframe(1), 0
         self.begin_step()
         late = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         late = [p for p in late if id(p) not in self._known]
@@ -79,6 +88,10 @@ class ModelApart(TrainedApart):
             raise ConfigError(what, where=self.where, fix=fix, common=True)
 
     def _after_step(self, *_: Any) -> None:
+        if self._within_step:
+            self._within_step -= 1
+            return
+        self._frame = None
         passes.exchanged()
         self.stepped()
 

@@ -21,6 +21,7 @@ from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator, TensorSpec
 from hvd_train.torch import state_bytes
+from hvd_train.torch.frames import is_running
 from hvd_train.update.buckets import plan
 from hvd_train.update.sharded import part_sizes, pieces
 
@@ -76,14 +77,6 @@ class Piece:
 def layout_of(p: torch.Tensor) -> tuple[Any, ...]:
     """Return what must not change while an optimizer is divided by the order of memory."""
     return p.dtype, p.device, p.shape, p.stride()
-
-
-def _runs(frame: Any) -> bool:
-    """Return whether a call, by its frame, is one of those within which this one is."""
-    here: Any = sys._getframe()
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
 
 
 @dataclass
@@ -154,7 +147,7 @@ class ShardedStep:
         optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     def _enter(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict[str, Any]) -> Any:
-        if self._depth and not _runs(self._frame):
+        if self._depth and not is_running(self._frame):
             # Its groups hold pieces with old gradients: steps from here on would move nothing that is right.
             what = "an error has ended the last optimizer.step(), which may have moved a part of the weights"
             raise ConfigError(what, where=WHERE, fix="end the script there, and go on from its last checkpoint")

@@ -5,7 +5,8 @@ The ranks join after so many steps, at the end of each epoch of ``fit`` and of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,16 @@ SAVING = ("save", "save_weights", "export")
 
 
 class LocalReduction(Reduction):
-    """Leaves on each rank its gradients, and its losses that are sums or means by weights."""
+    """Leaves on each rank its gradients, and its losses that are sums or means by weights.
+
+    ``begin``: called before a step that runs eagerly.
+    """
+
+    begin: Callable[[], None] = staticmethod(lambda: None)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if self._backend.eager():
+            self.begin()
         for v in variables:
             self._position(v)  # raises ConfigError for one that hk.distribute did not see
         return self._backend.dense(list(gradients))
@@ -64,6 +72,7 @@ class ModelApart(TrainedApart):
             for k, v in enumerate(_statistics(model))
         ]
         super().__init__(weights, statistics, options, communicator, where)
+        reduction.begin, reduction.paused = self.begin_step, lambda: self.within  # type: ignore[attr-defined]
         self._accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
         self._updates = self._made()
         self._backups: list[BackupBeside] = []
@@ -74,6 +83,15 @@ class ModelApart(TrainedApart):
             before, self._updates = self._updates, self._made()
             steps = self._updates - before
         super().stepped(steps)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        before = int(to_numpy(self._reduction.steps))
+        with super().global_weights():
+            within = self.within
+            yield
+        if within and int(to_numpy(self._reduction.steps)) > before:  # in a graph, which asks nobody
+            raise self._lost()
 
     def begin_round(self) -> None:
         super().begin_round()

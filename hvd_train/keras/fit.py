@@ -155,6 +155,8 @@ class DistributedFit:
         self._check("model.train_on_batch")
         if not self._probed:
             self._probe(_bound(self._on_batch, args, kwargs))
+        if self.apart:
+            self.apart.begin_step()
         results = self._on_batch(*args, **kwargs)
         self._looped(1, "model.train_on_batch")
         return results

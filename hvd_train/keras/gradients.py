@@ -67,6 +67,7 @@ class Reduction:
         self.count: Any = None
         self.stepped: Callable[[int], None] = lambda steps: None  # after steps of the script's training loop
         self._graph_steps_reported = 0  # of the steps that graphs count
+        self.paused: Callable[[], bool] = lambda: False  # whether those wait to be reported
         self.steps = keras.Variable(0, trainable=False, dtype="int64", name="steps")
         if Reduction.part is None:
             Reduction.part = keras.Variable(1.0, trainable=False, dtype="float64", name="part")
@@ -83,6 +84,8 @@ class Reduction:
     def count_graph_steps(cls) -> None:
         """Count the steps that were made in graphs; on all ranks at the same place of their loops."""
         for reduction in sorted(cls.traced, key=lambda each: each.number):
+            if reduction.paused():
+                continue
             steps = int(reduction.steps.numpy()) - reduction._graph_steps_reported
             reduction._graph_steps_reported += steps
             if steps:

@@ -203,8 +203,7 @@ class TrainedApart:
         next outer step would else draw the weights back to what was there before. See ``_agree``.
         """
         if self.within:
-            fix = "leave the context before the next step"
-            raise ConfigError("a step within global_weights would be lost", where=self.where, fix=fix)
+            raise self._lost()
         if self.update.diverged:
             return
         weights, common = self._weights.flat_weights(), self.update.common_weights()
@@ -213,6 +212,10 @@ class TrainedApart:
             return
         self._replaced, self._digest = common, 1 + sum(map(checksum, arrays)) % DIGESTS
         self.update.set_common_weights(weights)
+
+    def _lost(self) -> ConfigError:
+        fix = "leave the context before the next step"
+        return ConfigError("a step within global_weights would be lost", where=self.where, fix=fix)
 
     def check_load(self) -> None:
         """Raise ConfigError before a load that would be undone when ``global_weights`` is left."""

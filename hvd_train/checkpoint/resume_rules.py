@@ -206,6 +206,8 @@ def why_left_behind(before: RunFacts, now: RunFacts, same_shapes: bool) -> str:
 
 # ---- what is refused
 
+NEW_RUN = "begin a new run with --run-dir, whose model.init_from takes the weights that fit"
+
 
 def check_config(before: Config, config: Config, user_config: Config, allow_change: Sequence[str]) -> None:
     """Refuse a configuration that is not the checkpoint's, except the keys that ``allow_change`` names."""
@@ -222,7 +224,10 @@ def check_config(before: Config, config: Config, user_config: Config, allow_chan
         keys = " ".join(f"--allow-change {key}" for key, _, _ in rows)
         kept = next((a for key, a, _ in rows if key == "data.classes" and isinstance(a, list)), None)
         undo = f"keep its classes with --set data.classes={json.dumps(kept)!r}" if kept else "undo it"
-        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=f"{undo}, or give {keys}")
+        fix = f"{undo}, or give {keys}"
+        if any(key.startswith("model.") for key, _, _ in rows):  # with other shapes no checkpoint fits
+            fix = f"{fix}; for another network {NEW_RUN}"
+        raise ConfigError(f"the configuration changed since the checkpoint ({listed})", fix=fix)
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
@@ -290,7 +295,8 @@ def check_tree(expected: Tree, saved: Tree) -> None:
             rows.append(f"  {key}: {saved[key].shape} in the checkpoint, {expected[key].shape} in the model")
     if rows:
         more = [f"  and {len(rows) - 20} more"] if len(rows) > 20 else []
-        raise CheckpointError("\n".join(["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]))
+        lines = ["the checkpoint does not fit this model and optimizer:", *rows[:20], *more]
+        raise CheckpointError("\n".join([*lines, f"  undo the change, or {NEW_RUN}"]))
 
 
 def fitting(expected: Tree, saved: Tree) -> Tree:

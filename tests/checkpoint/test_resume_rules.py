@@ -5,11 +5,21 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hvd_train.checkpoint.manifest import Progress
-from hvd_train.checkpoint.resume_rules import RULES, Resumption, RunFacts, carry_over, why_left_behind
+from hvd_train.checkpoint.resume_rules import (
+    RULES,
+    Resumption,
+    RunFacts,
+    carry_over,
+    check_config,
+    check_tree,
+    why_left_behind,
+)
 from hvd_train.config import load_config
+from hvd_train.errors import CheckpointError, ConfigError
 
 DATA = {"train": {"samples": 100, "fingerprint": "a"}, "val": {"samples": 20, "fingerprint": "b"}}
 CONFIG = load_config(None, ["precision=16-mixed", "early_stopping={monitor: val_loss, patience: 3}"])
@@ -25,6 +35,18 @@ def resumed(samples=100, **changes) -> tuple[dict, list[str]]:
     r = Resumption(copy.deepcopy(BEGUN), FACTS, replace(FACTS, **changes), samples, sums=2, loss_scale=65536.0)
     notes = carry_over(r)
     return {name: x for name, x in vars(r.progress).items() if x != getattr(BEGUN, name)}, notes
+
+
+def test_another_network_is_a_new_run():
+    """``--allow-change`` alone ends at a table of shapes."""
+    before, now = (load_config(None, ["model.name=mlp", f"model.hidden=[{width}]"]) for width in (16, 8))
+    with pytest.raises(ConfigError, match=r"give --allow-change model.hidden; for another network begin a new run"):
+        check_config(before, now, now, [])
+    check_config(before, now, now, ["model.hidden"])
+    with pytest.raises(CheckpointError, match=r"in the model\n  undo the change, or begin a new run with --run-dir"):
+        check_tree({"weights/w": np.zeros(8)}, {"weights/w": np.zeros(16)})
+    with pytest.raises(ConfigError, match=r"give --allow-change seed$"):
+        check_config(before, load_config(None, ["model.name=mlp", "model.hidden=[16]", "seed=1"]), now, [])
 
 
 def test_nothing_follows_where_nothing_changed():

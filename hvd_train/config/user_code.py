@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -75,8 +76,14 @@ def user_function(name: str, where: str, kind: type[TrainError] = ConfigError) -
     try:
         return getattr(module, function)
     except AttributeError as error:
-        fix = advice_for_passed(name, where)
+        fix = advice_for_passed(name, where) or advice_for_misspelled(module, function)
         raise kind(f"{place_of(module, name)} has no function '{function}'", where=where, fix=fix) from error
+
+
+def advice_for_misspelled(module: ModuleType, name: str) -> str:
+    """Return the name in the module that ``name`` is most like; "" if none is."""
+    near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], 1)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 def place_of(module: ModuleType, name: str) -> str:

@@ -118,6 +118,13 @@ class Hook:
 EVENTS = ("on_start", "on_step", "on_step_end", "on_epoch", "on_epoch_end", "on_checkpoint", "on_end")
 
 
+def unknown_events(hook: Hook) -> list[str]:
+    """Return a line for each method that is named as an event and is none, as those of other libraries."""
+    names = [name for name in dir(type(hook)) if name.startswith("on_") and name not in EVENTS]
+    called = f"is never called: the events are {', '.join(EVENTS)}"
+    return [f"{type(hook).__name__}.{name} {called}" for name in names if callable(getattr(hook, name))]
+
+
 class HookCalls:
     """The calls of each event, in the order of the hooks: ``first``, the user's, ``last``."""
 

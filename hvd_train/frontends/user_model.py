@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_passed, place_of, user_module
+from hvd_train.config.user_code import PASSED_FUNCTIONS, advice_for_misspelled, advice_for_passed, place_of, user_module
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Build, Field, Sample, one_or_all
 
@@ -32,7 +32,8 @@ def find_model(zoo: str, name: str, options: Mapping[str, Any]) -> tuple[Build, 
     build = PASSED_FUNCTIONS.get(name) or getattr(module, function or "build", None)
     if not callable(build):
         what = f"{place_of(module, name)} has no function '{function or 'build'}'"
-        raise ConfigError(what, where=where, fix=advice_for_passed(name, where))
+        fix = advice_for_passed(name, where) or advice_for_misspelled(module, function or "build")
+        raise ConfigError(what, where=where, fix=fix)
     parameters = inspect.signature(build).parameters
     known = [p for p in parameters if p not in ("input_shape", "num_classes", "image", "max_length", "vocabulary_size")]
     unknown = [o for o in options if o not in parameters]

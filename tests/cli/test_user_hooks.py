@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from hvd_train.core.hooks import Hook, unknown_events
 from tests.cli.running import run
 
 HOOKS = """
@@ -49,6 +50,7 @@ def test_a_hook_of_the_configuration_is_called_on_all_ranks(folder, framework):
     [
         ("[Best]", 2, "hooks: name a class as package.module:Class, not 'Best'"),
         ("[my_hooks:Worst]", 2, "my_hooks.py has no function 'Worst'; hooks: my_hooks:Worst"),
+        ("[my_hooks:Bets]", 2, "has no function 'Bets'; hooks: my_hooks:Bets; did you mean 'Best'?"),
         (
             "[my_hooks:Needs]",
             2,
@@ -61,3 +63,20 @@ def test_mistakes_are_told_in_one_line_and_nothing_is_written(folder, hooks, cod
     done = run("fit", *TINY, "--set", f"hooks={hooks}", "--run-dir", "run", cwd=folder, code=code)
     assert done.stderr.count("\n") == 1 and line in done.stderr
     assert not (folder / "run").exists()
+
+
+def test_a_method_that_is_no_event_is_named():
+    """As those of Keras and Lightning are called."""
+
+    class Halved(Hook):
+        on_time = 3
+
+        def on_epoch(self, trainer, epoch):
+            """Called."""
+
+        def on_epoch_begin(self, epoch, logs=None):
+            """Never called."""
+
+    (line,) = unknown_events(Halved())
+    assert line.startswith("Halved.on_epoch_begin is never called: the events are on_start, on_step, ")
+    assert unknown_events(Hook()) == []

@@ -54,12 +54,13 @@ class RangeTest(Training):
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
     """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it never falls.
 
-    ``losses``: running means, one for each rate. A run of so few steps says nothing of the last rates.
+    ``losses``: running means, one for each rate. Rates above that of the lowest loss are no candidates: there training
+    has diverged, and falls from great heights.
     """
     if len(losses) < 2 * LEFT_OUT:
         return None
     slopes = np.gradient(np.array(losses[LEFT_OUT:]), np.log(rates[LEFT_OUT:]))
-    best = int(np.argmin(slopes))
+    best = int(np.argmin(slopes[: np.argmin(losses[LEFT_OUT:]) + 1]))
     return rates[LEFT_OUT + best] if slopes[best] < 0 else None
 
 

@@ -25,6 +25,9 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
     losses = 1 - 1 / (1 + np.exp(-4 * np.log(rates / 0.01)))  # a step down with its middle at 0.01
     assert suggestion(list(rates), list(losses)) == pytest.approx(0.01, rel=0.1)
     assert suggestion(list(rates), list(1 - losses)) is None, "a loss that only grows"
+    # Beyond the lowest loss training has diverged; there a loss falls from great heights.
+    diverged = [*losses, 50, 40, 5]
+    assert suggestion([*rates, 20, 30, 40], diverged) == pytest.approx(0.01, rel=0.1)
     assert suggestion(list(rates[:6]), list(losses[:6])) is None, "too few steps"
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def finish(sweep: Sweep) -> str:
         # Not the trial's folder: a training with best.yaml must not overwrite the trial.
         chosen = first.config.model_copy(update={"run_dir": str(folder / "best")})
         put(folder / "best.yaml", resolved_yaml(chosen).encode())
-        picture(folder / "results.png", sweep, first)
+        picture(folder / "results.png", sweep, [first], first.name)
         value = state(sweep, first).summary[monitor]
         lines.append(f"best: {first.name} ({first.description}), {monitor} {value:.4f}; {folder / 'best.yaml'}")
     if left(sweep):
@@ -129,21 +130,24 @@ def _of_repeats(sweep: Sweep) -> list[str]:
         data = config.data.model_copy(update={"fold": None})
         chosen = config.model_copy(update={"run_dir": str(sweep.folder / "best"), "data": data})
         put(sweep.folder / "best.yaml", resolved_yaml(chosen).encode())
-        picture(sweep.folder / "results.png", sweep, one.trials[0])
+        picture(sweep.folder / "results.png", sweep, one.trials, f"{one.description} by its mean")
         monitor = config.checkpoint.monitor
         mean = repeats.cell(*one.means[monitor])
         lines.append(f"best: {one.description}, {monitor} {mean}; {sweep.folder / 'best.yaml'}")
     return lines
 
 
-def picture(path: Path, sweep: Sweep, first: Trial) -> None:
-    """Draw the monitored value over each parameter. The best trial is marked; trials stopped early are hollow."""
+def picture(path: Path, sweep: Sweep, best_trials: Sequence[Trial], title: str) -> None:
+    """Draw the monitored value over each parameter. The best trials are marked; trials stopped early are hollow.
+
+    ``best_trials``: one, or all of the combination whose mean is best. ``title``: what they are called.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    monitor = first.config.checkpoint.monitor
+    monitor = best_trials[0].config.checkpoint.monitor
     trials, states = sweep.trials, [state(sweep, trial) for trial in sweep.trials]
     done = [trial for trial, one in zip(trials, states, strict=True) if one.summary.get(monitor) is not None]
     values = [states[trial.number].summary[monitor] for trial in done]
@@ -158,8 +162,10 @@ def picture(path: Path, sweep: Sweep, first: Trial) -> None:
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at)
         place = at if numbers else [str(x) for x in at]
         axis.scatter(place, values, facecolors=filled, edgecolors="C0", label="trial")
-        mine = done.index(first)
-        axis.scatter([place[mine]], [values[mine]], marker="*", s=200, color="C1", label=f"best: {first.name}")
+        # A fold of the best may have failed.
+        marked = [k for k, trial in enumerate(done) if trial.number in {one.number for one in best_trials}]
+        stars: dict[str, Any] = {"marker": "*", "s": 200, "color": "C1", "label": f"best: {title}"}
+        axis.scatter([place[k] for k in marked], [values[k] for k in marked], **stars)
         if numbers and min(at) > 0 and max(at) >= 8 * min(at):
             axis.set_xscale("log")
         axis.set(xlabel=key)

@@ -8,12 +8,14 @@ import statistics
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from hvd_train.config import load_config
 from hvd_train.data.arrays import Arrays
 from hvd_train.sweep.folder import Sweep, begin, load
 from hvd_train.sweep.plan import plan
 from hvd_train.sweep.repeats import best_group, groups, repeats, shown
+from hvd_train.sweep.results import finish
 from hvd_train.sweep.rungs import ladder
 from tests.cli.running import run
 
@@ -64,6 +66,20 @@ def test_combinations_are_compared_by_their_mean(tmp_path):
     assert best_group(sweep).values == {"optim.lr": 0.2}, "not that of the luckiest trial"
     assert shown(sweep)[1] == [["0.1", "3", "3.0000 ± 2.0000"], ["0.2", "3", "2.5000 ± 0.1000"]]
     assert load(tmp_path).repeats == ["seed"]
+
+
+@pytest.mark.parametrize(("losses", "stars"), [([1.0, 5.0, 3.5, 2.0], [3.5, 2.0]), ([None, 2.0, None, 3.0], [2.0])])
+def test_the_picture_marks_all_trials_of_the_best_combination(tmp_path, monkeypatch, losses, stars):
+    """Not its first one alone, which may be worse than others, or have failed."""
+    marked, scatter = [], Axes.scatter
+
+    def watched(self, x, y, **keys):
+        marked.extend([list(y)] if keys.get("marker") == "*" else [])
+        return scatter(self, x, y, **keys)
+
+    monkeypatch.setattr(Axes, "scatter", watched)
+    assert "best: optim.lr=" in finish(made(tmp_path, losses, folds=2))
+    assert marked and all(values == stars for values in marked)
 
 
 def test_a_combination_that_lacks_a_trial_is_not_the_best(tmp_path):

@@ -23,6 +23,7 @@ from hvd_train.protocol import Communicator, FrontEnd, Groups, Ops, Packing, Pla
 from hvd_train.script.record import recording
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update import make_update
+from hvd_train.update.outer import Outer
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.state import read
 
@@ -129,7 +130,9 @@ class TrainedApart:
         def build(over: Communicator) -> Exchange:
             return Exchange(weights.specs(), weights.packing, compressor, over, weights.ops)
 
-        self.update = make_update(options, frontend, build, Serial())
+        update = make_update(options, frontend, build, Serial())
+        assert isinstance(update, Outer)  # the only mode that ``check_options`` lets through
+        self.update: Outer = update
         self._every, self._step = options.outer_steps, 0
         self.taken, self._joined = 0, False  # steps of this process
         self.within = False  # whether the model has the global weights for a while

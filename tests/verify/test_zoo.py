@@ -64,7 +64,10 @@ def test_verify_passes(name, capfd):
 def paragraphs():
     """The bytes of the paragraphs of a licence, and whether they name it."""
     texts = [text for text in (ROOT / "LICENSE").read_bytes().split(b"\n\n") if text.strip()]
-    part = {"tokens": [np.frombuffer(x, np.uint8).astype(np.int32) for x in texts]}, [int(b"License" in x) for x in texts]
+    part = (
+        {"tokens": [np.frombuffer(x, np.uint8).astype(np.int32) for x in texts]},
+        [int(b"License" in x) for x in texts],
+    )
     return part, part
 
 

@@ -23,8 +23,8 @@ from hvd_train.protocol import Communicator, FrontEnd, Groups, Ops, Packing, Pla
 from hvd_train.script.record import recording
 from hvd_train.script.world import NamedTransfers
 from hvd_train.update import make_update
-from hvd_train.update.outer import Outer
 from hvd_train.update.exchange import Exchange
+from hvd_train.update.outer import Outer
 from hvd_train.update.state import read
 
 DIGESTS = 1 << 20  # of weights: their squares and the sums of these are exact in 64 bits

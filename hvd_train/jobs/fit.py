@@ -123,7 +123,8 @@ def train(
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
     too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
-    notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
+    of_task = [f"note: {line}" for line in job.frontend.task.remarks]
+    notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *of_task, *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:

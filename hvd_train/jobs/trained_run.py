@@ -181,7 +181,7 @@ def check_vocabulary(config: Config, data: DataSet, same_data: bool, meta: Mappi
 
 def _print_notes(job: Job, run: Sample | None, same_data: bool, before: Mapping[str, Any]) -> None:
     """Print how the data differ from the run's. ``before``: the facts of the run's parts, from the checkpoint."""
-    lines, labels, parts = job.data.remarks, job.data.sample.labels, job.data.parts
+    lines, labels, parts = [*job.data.remarks, *job.frontend.task.remarks], job.data.sample.labels, job.data.parts
     if same_data and job.split in ("train", "val") and parts.keys() >= {"train", "val"}:
         rows = changed_parts(before, data_facts(parts["train"], parts["val"]))
         if rows:

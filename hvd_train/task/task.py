@@ -98,6 +98,16 @@ class Task:
         self._output_shapes = for_each(lambda x: (tuple(x.shape)[1:], self._ops.dtype(x)), outputs)
         self._lay_out()
 
+    @property
+    def remarks(self) -> list[str]:
+        """Return a line about each function of the user that compares the samples of a batch; after ``probe``."""
+        functions = [
+            function
+            for objective in self.objectives
+            for function in (objective.user_loss, *(getattr(x, "function", None) for x in objective.metrics.values()))
+        ]
+        return [f"{one.where}: {one.remark}" for one in functions if one and one.remark]
+
     def __call__(self, outputs: Any, labels: Mapping[str, Tensor], weights: Tensor, scale: Any = None) -> Any:
         """Return the loss to minimize, and the vector of sums (length,) float64.
 

@@ -32,6 +32,7 @@ class UserFunction:
         self.where = f"{key}: {name}"
         self._function = function or user_function(name, self.where)
         self._labels_first = _is_of_keras(self._function)
+        self.remark = ""  # for the user, after ``probe``
 
     def checked_values(
         self, outputs: Any, labels: Any, weights: Tensor, weighted: bool | None = None
@@ -41,7 +42,7 @@ class UserFunction:
         ``weights``: (n,), of the samples. ``weighted``: whether it gave weights before; None: not known yet.
         """
         values, place_weights = self._call(outputs, labels)
-        fix = "give a value for each sample or place (in PyTorch losses: reduction='none')"
+        fix = "give a value for each sample or place (losses of PyTorch: reduction='none', of Keras: reduction=None)"
         fix += "; of class weights w give (values without weights, w[labels]): their mean divides by the sum of weights"
         if weighted is not None and weighted != (place_weights is not None):
             what = "the function gives weights for some batches and none for others"
@@ -77,22 +78,36 @@ class UserFunction:
             what = f"the function gives {tuple(values.shape)} for 2 samples and {alone} for one, of outputs and labels"
             fix = "bring both to one shape: of outputs or labels (n, 1), outputs[:, 0] and labels[:, 0] are (n,)"
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
-        if self._labels_first:
-            self._check_alone(outputs, labels, ops)
+        if self._compares(outputs, labels, ops):
+            what = "the value of a sample depends on the others of its batch"
+            if self._labels_first:
+                fix = "take a loss of each sample alone"
+                raise ConfigError(f"{what}, and so on the number of ranks", where=self.where, fix=fix)
+            self.remark = f"{what}: each rank compares its own, so another number of ranks gives other numbers"
         return place_weights is not None
 
-    def _check_alone(self, outputs: Any, labels: Any, ops: Ops) -> None:
-        """Refuse a loss of Keras whose values for some samples are others than for each alone, as Circle's."""
+    def _compares(self, outputs: Any, labels: Any, ops: Ops) -> bool:
+        """Return whether the values of some samples are others than those of each alone; False if it cannot be tried.
+
+        It cannot with labels that the function does not take, nor where it draws random numbers.
+        """
         raw = unlike(outputs, labels, ops, True)
 
         def values(rows: slice) -> np.ndarray:
             return ops.to_numpy(self._call(*(for_each(itemgetter(rows), x) for x in raw))[0])
 
-        together = values(slice(0, MADE_UP))
-        alone = np.concatenate([values(slice(k, k + 1)) for k in range(MADE_UP)])
-        if not np.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
-            what = "the value of a sample depends on the others of its batch, and so on the number of ranks"
-            raise ConfigError(what, where=self.where, fix="take a loss of each sample alone")
+        try:
+            together, again = values(slice(0, MADE_UP)), values(slice(0, MADE_UP))
+            alone = np.concatenate([values(slice(k, k + 1)) for k in range(MADE_UP)])
+        except ConfigError:
+            return False
+        random = not np.array_equal(together, again, equal_nan=together.dtype.kind == "f")
+        # Of another shape: functions that are checked when they are called.
+        return (
+            together.shape == alone.shape
+            and not random
+            and not np.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+        )
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
         try:
@@ -111,11 +126,11 @@ class UserMean(Mean):
 
     def __init__(self, function: UserFunction, form: LabelForm) -> None:
         super().__init__(form)
-        self._function = function
+        self.function = function
         self._gives_weights, self._of_labels = False, False  # ``_of_labels``: a value for each label
 
     def values(self, predictions: Predictions) -> tuple[Tensor, Tensor | None]:
-        values, weights = self._function.checked_values(*predictions.raw, predictions.weights, self._gives_weights)
+        values, weights = self.function.checked_values(*predictions.raw, predictions.weights, self._gives_weights)
         ops, present = predictions.ops, predictions.present
         if not self._of_labels or present is None:
             return values, weights
@@ -126,7 +141,7 @@ class UserMean(Mean):
 
         ``predictions`` say which labels are present where some are not.
         """
-        self._gives_weights = self._function.probe(*predictions.raw, predictions.weights, predictions.ops)
+        self._gives_weights = self.function.probe(*predictions.raw, predictions.weights, predictions.ops)
         values, _ = self.values(predictions)
         present = predictions.present
         self._of_labels = present is not None and tuple(values.shape) == tuple(present.shape)
@@ -209,11 +224,11 @@ class UserSums(Metric):
 
     def __init__(self, function: UserFunction, result: Callable[[np.ndarray], Any], form: LabelForm) -> None:
         super().__init__(form)
-        self._function, self._result = function, result
+        self.function, self._result = function, result
         self.length, self._probed = 1, False
 
     def sums(self, predictions: Predictions) -> Tensor:
-        ops, weights, function = predictions.ops, predictions.weights, self._function
+        ops, weights, function = predictions.ops, predictions.weights, self.function
         values, place_weights = function.checked_values(*predictions.raw, weights)
         columns = tuple(values.shape)[1:]  # () or (length,)
         length = self.length if self._probed else None
@@ -232,12 +247,12 @@ class UserSums(Metric):
                 return float(self._result(sums))
         except Exception as error:
             fix = f"it is called with the {len(sums)} sums and gives a number, math.nan where there is none"
-            where = self._function.where
+            where = self.function.where
             raise ConfigError(f"its result failed: {_reason(error)}", where=where, fix=fix, common=True) from error
 
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and try the result."""
-        self._function.probe(*predictions.raw, predictions.weights, predictions.ops)
+        self.function.probe(*predictions.raw, predictions.weights, predictions.ops)
         self._probed = False
         sums = predictions.ops.to_numpy(self.sums(predictions))
         self.length, self._probed = len(sums), True

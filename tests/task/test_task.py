@@ -621,3 +621,19 @@ def test_what_a_built_in_metric_cannot_look_at(monkeypatch, metric, outputs, wha
     task = Task(TaskConfig(loss="own_task:any", metrics=[metric]), fields, NumpyOps())
     with pytest.raises(ConfigError, match=what):
         task(outputs, {"label": np.zeros(N)}, np.ones(N))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda z, y: (z - z.mean(0)) ** 2 + y, True),
+        (lambda z, y: (z - y) ** 2, False),
+        (lambda z, y: (z - y) ** 2 * np.random.random(len(z)), False),  # draws differ at each call
+    ],
+)
+def test_a_function_that_compares_samples_is_told(monkeypatch, loss, told):
+    """Each rank has its own part of a batch, so that another number of ranks would give other numbers silently."""
+    monkeypatch.setitem(sys.modules, "own_task", SimpleNamespace(loss=loss, metric=loss))
+    task, *_ = made("own_task:loss", ["own_task:metric"], "numbers", ())
+    lines = ["task.loss: own_task:loss: the value of a sample", "task.metrics: own_task:metric: the value of a sample"]
+    assert [line[: len(start)] for line, start in zip(task.remarks, lines, strict=told)] == lines * told

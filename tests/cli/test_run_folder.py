@@ -204,7 +204,7 @@ def test_canaries_of_foreign_folders_do_not_sing(made):
 
 def test_a_canary_sings_where_it_is_unpickled(tmp_path):
     pickle.loads(pickle.dumps(Canary(tmp_path / "ran"))).close()
-    assert (tmp_path / "ran").exists()
+    assert (tmp_path / "ran").exists(), told
 
 
 def test_refused_commands_change_no_byte(made):
@@ -342,6 +342,8 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
     manifest["meta"]["config"][key] |= {"name": f"evil:{key}"}
     if key == "model":
         del manifest["meta"]["config"]["model"]["hidden"]
+    else:
+        manifest["meta"]["config"]["data"]["path"] = None  # which a function does not read
     del manifest["meta"]["sample"]
     (step / "manifest.json").write_bytes(encode(manifest))
     where = ["--run-dir", tmp_path / "run"]
@@ -368,7 +370,7 @@ def test_nothing_that_a_run_folder_names_is_imported(made, tmp_path, key):
     told = commands(
         ["eval", *where, "--trust"], ["eval", *where, *own], ["eval", *where, "--set", "seed=3"], cwd=tmp_path
     )
-    assert (tmp_path / "ran").exists()
+    assert (tmp_path / "ran").exists(), told
     wanted = 0 if key == "data" else 4  # of another shape than what was trained
     assert [one.code for one in told] == [wanted, wanted, 2], told
 

@@ -306,6 +306,14 @@ def test_a_loss_of_keras_that_compares_samples_is_refused():
         made(keras.losses.Circle(reduction=None), ops)
 
 
+def test_functions_of_pytorch_may_give_half_numbers_and_arrays():
+    """NumPy has no bfloat16, and arrays are no tensors: to compare samples with one another needs neither."""
+    ops, labels = torch_ops(), np.ones((N, 1), np.float32)
+    for metric in (lambda z, y: abs(z - y)[:, 0].bfloat16(), lambda z, y: abs(z - y)[:, 0].numpy()):
+        task = made(metric, ops, classes=False)
+        assert found(task, task, ops, 0 * labels, labels, [7]) == 1
+
+
 def test_a_mean_of_torchmetrics_alone_is_refused():
     ops = torch_ops()
     import torchmetrics

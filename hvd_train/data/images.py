@@ -80,7 +80,7 @@ def find_parts(folder: Path) -> tuple[dict[str, Path], list[str]]:
         if len(paths) > 1:
             what = f"{' and '.join(path.name for path in paths)} are the same part, {part}"
             raise DataError(what, where=str(folder), fix="keep one of them, or join them")
-    others = [path.name for path in folders if part_of(path.name) is None and _holds_images(path)]
+    others = [path.name for path in folders if part_of(path.name) is None and holds_images(path)]
     if others and "val" not in places:
         what = f"{', '.join(others)} beside {places['train'][0].name}: a folder of images whose part is not known"
         fix = f"call a validation part one of {', '.join(PART_NAMES['val'])}, or move the folder away"
@@ -92,7 +92,8 @@ def _holds_folders(folder: Path) -> bool:
     return any(path.is_dir() and not _hidden(path) for path in folder.iterdir())
 
 
-def _holds_images(folder: Path) -> bool:
+def holds_images(folder: Path) -> bool:
+    """Return whether images lie in a folder, or in the folders in it."""
     places = (folder, *(path for path in folder.iterdir() if path.is_dir() and not _hidden(path)))
     return any(path.suffix.lower() in SUFFIXES for place in places for path in place.iterdir())
 

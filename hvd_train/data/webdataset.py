@@ -81,17 +81,23 @@ class Member:
         return f"{self.tar}/{self.name}"
 
 
+def tar_files(folder: Path) -> list[Path]:
+    """Return the tar files of a folder and of the folders in it, in the order of their names."""
+    return sorted(x for pattern in ("*.tar", "*/*.tar") for x in folder.glob(pattern) if not x.name.startswith("."))
+
+
 def find_shards(path: Path) -> dict[str, list[Path]]:
     """Return {part: its tar files}; of a path that names no parts all are "all".
 
-    A part is said by the first word of a file's name (``val-0003.tar``), or by its folder (``val/0003.tar``).
+    A word of a file's name says its part (``val-0003.tar``, ``photos-val-0003.tar``), or its folder (``val/0003.tar``).
     """
     if not path.is_dir():
         return {"all": [path]}
     places: dict[str | None, list[Path]] = {}
-    for file in sorted([*path.glob("*.tar"), *path.glob("*/*.tar")]):
-        word = re.split(r"[^A-Za-z]", file.stem)[0] if file.parent == path else file.parent.name
-        places.setdefault(part_of(word), []).append(file)
+    for file in tar_files(path):
+        words = re.findall("[A-Za-z]+", file.stem) if file.parent == path else [file.parent.name]
+        named = {part_of(word) for word in words} - {None}
+        places.setdefault(named.pop() if len(named) == 1 else None, []).append(file)
     others = places.pop(None, [])
     if not places and not others:
         fix = "compressed ones (.tar.gz) are not read: unpack them with gunzip"
@@ -100,7 +106,7 @@ def find_shards(path: Path) -> dict[str, list[Path]]:
         return {"all": others}
     if others or "train" not in places:
         what = f"{others[0].name} beside those of {', '.join(map(str, places))}" if others else "no training part"
-        fix = f"begin each name by its part: {', '.join(names[0] for names in PART_NAMES.values())}"
+        fix = f"let each name have the word of its part: {', '.join(names[0] for names in PART_NAMES.values())}"
         raise DataError(what, where=str(path), fix=fix)
     return {str(part): files for part, files in places.items()}
 

@@ -86,6 +86,24 @@ def test_parts_are_folders_too_and_one_file_is_divided(tmp_path):
     )
 
 
+def test_a_tar_file_beside_what_was_unpacked_from_it_is_not_the_data(tmp_path):
+    for name, data in (("photos/cat/1.png", picture(np.zeros((8, 8)))), ("tables/train.csv", b"a,b\n1,2\n")):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(data)
+    for folder in ("photos", "tables"):
+        write(tmp_path / folder / "all.tar", samples(range(4)))
+    assert (kind_of(tmp_path / "photos"), kind_of(tmp_path / "tables")) == ("imagefolder", "table")
+
+
+def test_any_word_of_a_name_says_the_part_and_hidden_files_are_not_read(tmp_path):
+    for name, rows in (("digits-train-0", range(20)), ("digits_val_0", range(20, 30))):
+        write(tmp_path / f"{name}.tar", samples(rows))
+    (tmp_path / "._digits-train-0.tar").write_bytes(b"left by macOS")
+    data = opened(tmp_path)
+    assert (len(data.train), len(data.val)) == (20, 10)
+
+
 def test_classes_that_are_words_or_in_json_have_the_names_of_folders(tmp_path):
     files = {"cls": samples(range(40), WORDS.__getitem__)}
     files["json"] = samples(range(40), lambda k: json.dumps({"cls": WORDS[k], "by": "hand"}), "json")

@@ -119,7 +119,7 @@ EVENTS = ("on_start", "on_step", "on_step_end", "on_epoch", "on_epoch_end", "on_
 
 
 def unknown_events(hook: Hook) -> list[str]:
-    """Return a line for each method that is named as an event and is none, as those of other libraries."""
+    """Return a line for each method that is named as an event and is not one, as those of other libraries."""
     names = [name for name in dir(type(hook)) if name.startswith("on_") and name not in EVENTS]
     called = f"is never called: the events are {', '.join(EVENTS)}"
     return [f"{type(hook).__name__}.{name} {called}" for name in names if callable(getattr(hook, name))]

@@ -1,4 +1,4 @@
-"""What a training leaves out of its result because ranks that train apart join too rarely for its length."""
+"""Notes of ranks that train apart and join too rarely: their last steps are not in the result."""
 
 from __future__ import annotations
 

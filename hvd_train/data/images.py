@@ -251,7 +251,7 @@ def _opened(path: File) -> Iterator[Any]:
 
 
 def _header(path: File) -> Header | None:
-    """Read a header; None: it is not an image, and its ending does not say that it were one."""
+    """Read a header; None: it is not an image, and its ending does not say that it is one."""
     try:
         with _opened(path) as image:
             return _read_header(path, image)

@@ -134,7 +134,7 @@ def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
 
 
 def _samples(tar: Path) -> Iterator[dict[str, Member]]:
-    """Yield {what follows the first dot of the name, in small letters: the file} for each sample of a tar file."""
+    """Yield {the name from its first dot on, in small letters: the file} for each sample of a tar file."""
     samples: dict[str, dict[str, Member]] = {}
     for member in _members(tar):
         folder, _, name = member.name.rpartition("/")
@@ -160,7 +160,7 @@ def _members(tar: Path) -> list[Member]:
     except (OSError, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         fix = "a compressed one must be unpacked: gunzip" if tar.suffix != ".tar" else "copy it again"
-        raise DataError(f"no tar file that can be read: {reason}", where=str(tar), fix=fix) from error
+        raise DataError(f"the tar file cannot be read: {reason}", where=str(tar), fix=fix) from error
     if not whole:
         raise DataError("the tar file is cut off", where=str(tar), fix="copy it again")
     if more:
@@ -178,7 +178,7 @@ def _class_of(members: dict[str, Member], image: Member) -> str:
             value = json.loads(members[JSON].read())
             found = [value[key] for key in JSON_KEYS if key in value]
         except (ValueError, TypeError) as error:
-            raise DataError(f"no JSON object: {error}", where=str(members[JSON]), fix="mend it") from error
+            raise DataError(f"not a JSON object: {error}", where=str(members[JSON]), fix="mend it") from error
         if found and isinstance(found[0], str | int) and not isinstance(found[0], bool):
             return str(found[0])
     fix = f"put its class into {PurePosixPath(image.name).stem}{CLASS}, or under '{JSON_KEYS[0]}' of {JSON}"

@@ -54,8 +54,8 @@ class RangeTest(Training):
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
     """Return the rate at which the loss falls fastest, over the logarithm of the rate; None: it never falls.
 
-    ``losses``: running means, one for each rate. Rates above that of the lowest loss are no candidates: there training
-    has diverged, and falls from great heights.
+    ``losses``: running means, one for each rate. Rates above that of the lowest loss do not count: there training has
+    diverged, and a loss that was very high falls fast.
     """
     if len(losses) < 2 * LEFT_OUT:
         return None

@@ -15,7 +15,7 @@ from hvd_train.core import joins
 from hvd_train.core.agreement import collectively
 from hvd_train.core.callbacks.advice import FewerRanksAdvice, OneThreadAdvice
 from hvd_train.core.control_sync import StopSource
-from hvd_train.core.hooks import Hook, unknown_events
+from hvd_train.core.hooks import Hook
 from hvd_train.core.loop import Trainer
 from hvd_train.errors import Interrupted
 from hvd_train.frameworks import FRAMEWORKS
@@ -30,7 +30,7 @@ from hvd_train.launch.signals import SignalListener
 from hvd_train.run_folder import layout
 from hvd_train.run_folder.lock import Lock
 from hvd_train.run_folder.log import NullLog, RunLog
-from hvd_train.run_folder.terminal import long_step, warn
+from hvd_train.run_folder.terminal import long_step
 from hvd_train.run_folder.trackers import load
 from hvd_train.run_folder.trackers.calls import Trackers
 from hvd_train.run_folder.trackers.tracker import TrackedRun
@@ -114,8 +114,7 @@ def train(
         update, compression = connect(job, _compression_of(job, snapshot), user_hooks, _phase_of(job, snapshot))
         data = job.data.train, job.data.val
         hooks = [*_thread_check(job), *hooks, *of_config]
-        for line in [line for hook in hooks for line in unknown_events(hook)] if communicator.rank == 0 else ():
-            warn(line)
+        messages.warn_of_events(job, hooks)
         memory = snapshots.folder_of_rank()
         trainer = Trainer(
             config, job.frontend, update, *data, run_dir, log, compression, hooks, stop_source, until, memory
@@ -123,8 +122,7 @@ def train(
         trainer.before_epoch = partial(unfreeze, job, user_hooks=user_hooks)
         notes = trainer.restore(snapshot)
     too_rare = joins.notes(config, trainer.schedule.total_steps, trainer.progress.step, trainer.limit)
-    of_task = [f"note: {line}" for line in job.frontend.task.remarks]
-    notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *of_task, *notes]
+    notes = [*config.notes, *trainer.schedule.notes(), *too_rare, *notes]
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:

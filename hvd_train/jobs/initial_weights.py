@@ -163,7 +163,7 @@ def _read(path: Path, config: Config, where: str) -> WeightFile:
         )
     if path.is_dir():
         place = store.resolve(path, str(path))
-        snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parents[1])
+        snapshot, vocabulary = store.load(place, model_only=True), saved_vocabulary(place.resolve().parent.parent)
         arrays = {key.partition("/")[2]: x for key, x in snapshot.model.items()}
         model = (snapshot.meta.get("config") or {}).get("model") or {}
         origin = snapshot.framework, model.get("name", "")

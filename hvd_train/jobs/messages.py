@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from hvd_train.checkpoint import store
 from hvd_train.config import Config
+from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
 from hvd_train.errors import amount
@@ -17,6 +19,7 @@ from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
 from hvd_train.protocol import Batch, Sample, one_or_all
 from hvd_train.run_folder.log import NullLog, RunLog
+from hvd_train.run_folder.terminal import warn
 
 
 def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
@@ -48,7 +51,8 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
-    lines += [*_classes(job.data.sample), *job.data.remarks, *job.initialization, *(groups.table() if groups else [])]
+    lines += [*_classes(job.data.sample), *job.data.remarks, *(f"note: {line}" for line in job.frontend.task.remarks)]
+    lines += [*job.initialization, *(groups.table() if groups else [])]
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
@@ -93,6 +97,13 @@ def end(summary: dict[str, Any], config: Config) -> str:
     speed = summary["samples_per_second"]
     speed = f", {speed:,.0f} samples/s" if speed else ""
     return f"{word}: {result}{speed}{best}; run folder {run_dir}"
+
+
+def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:
+    """Warn of methods of hooks that are named as events and are not called."""
+    for hook in hooks if job.communicator.rank == 0 else ():
+        for line in unknown_events(hook):
+            warn(line)
 
 
 def warn_of_softmax(job: Job, log: RunLog | NullLog) -> None:

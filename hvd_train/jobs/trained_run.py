@@ -119,7 +119,7 @@ def trained_job(config: Config, which: str, split: str | None, verbose: bool, la
         meta = json.loads(communicator.broadcast_bytes(json.dumps(meta).encode()))
         config = _with_weights_of_run(config, meta)
         if config.data.path != ((meta.get("config") or {}).get("data") or {}).get("path"):
-            check_path(config.data)
+            collectively(communicator, lambda: check_path(config.data))  # so that one rank prints it
         same, run = _same_data(config, meta), sample_of(meta)
         split = split or ("val" if same else "all")
         looks_at_labels = labels or run is None or split in ("train", "val")

@@ -139,7 +139,7 @@ class Ops(Protocol):
         """Return the sum of the products of (n,) and (n,), a tensor of shape ()."""
 
     def library_metric(self, metric: Any, logits: bool) -> LibraryMetric | None:
-        """Take a metric object of the framework's library; None: it is none. ``logits``: the outputs are such.
+        """Take a metric object of the framework's library; None: it is not one. ``logits``: whether outputs are such.
 
         Raises ConfigError, with the reason, where it is not made of sums.
         """

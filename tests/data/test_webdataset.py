@@ -132,7 +132,7 @@ FAULTS = {
         name: data for name, data in f.items() if name != "0001.cls"
     },
     "a sample of several images: 0001.png, 0001.left.png": lambda f: f | {"0001.left.png": f["0001.png"]},
-    "no JSON object: ": lambda f: {"0001.png": f["0001.png"], "0001.json": b"{"},
+    "not a JSON object: ": lambda f: {"0001.png": f["0001.png"], "0001.json": b"{"},
     "no images in the tar files": lambda f: {"0001.cls": b"1"},
     "{tar}/0001.png": lambda f: f | {"0001.png": f["0001.png"][:40]},
 }
@@ -149,7 +149,7 @@ def test_archives_that_are_not_whole(tmp_path):
     data = tar.read_bytes()
     for size in range(0, len(data.rstrip(b"\0")) + 1, 512):
         tar.write_bytes(data[:size])
-        assert "cut off" in (told := fault(tar)) or "no tar file that can be read" in told, size
+        assert "cut off" in (told := fault(tar)) or "the tar file cannot be read" in told, size
     tar.write_bytes(data + data)
     assert "more after the end of the archive" in fault(tar)
     subprocess.run(["gzip", "-k", str(write(tar, samples(range(10))))], check=True)

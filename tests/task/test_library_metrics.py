@@ -168,7 +168,7 @@ def largest():
     ("make", "told"),
     [
         (curve, r"MulticlassAUROC keeps a list of all outputs \(preds, target\); .*metric; take a form that counts: "),
-        (correlation, "PearsonCorrCoef: the state mean_x is no sum; task.metrics: own_task:metric; write a function"),
+        (correlation, "PearsonCorrCoef: the state mean_x is not a sum; task.metrics: own_task:metric; write a func"),
         (of_each_class, "its result failed: .*; it must give one number, for example a macro average"),
         (largest, "what it keeps of some samples is not the sum of what it keeps of each; task.metrics: own_task:m"),
     ],

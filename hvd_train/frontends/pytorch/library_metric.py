@@ -24,8 +24,8 @@ class TorchMetric:
     """A ``torchmetrics.Metric`` whose state is made of sums.
 
     ``sums`` are its states one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
-    their place and asks the object: its formula is its own. Raises ConfigError, with the reason, where a state is no
-    sum, for example the list of all outputs that an exact AUROC sorts. ``logits``: the outputs are such.
+    their place and asks the object: its formula is its own. Raises ConfigError, with the reason, where a state is
+    not a sum, for example the list of all outputs that an exact AUROC sorts. ``logits``: the outputs are such.
     """
 
     def __init__(self, metric: Any, logits: bool) -> None:
@@ -45,7 +45,7 @@ class TorchMetric:
             raise ConfigError(f"{title} keeps a list of all outputs ({', '.join(lists)})", fix=fix)
         others = [name for name, reduction in metric._reductions.items() if reduction is not dim_zero_sum]
         if others or not metric._defaults:
-            what = f"the state {others[0]} is no sum" if others else "keeps no sums of its own"
+            what = f"the state {others[0]} is not a sum" if others else "it keeps no sums itself"
             raise ConfigError(f"{title}: {what}", fix="write a function with a result, or name its parts alone")
 
     def sums(self, outputs: Any, labels: Any, weights: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,6 @@ def _probabilities(metric: Any) -> Any:
 
 
 def library_metric(metric: Any, logits: bool) -> TorchMetric | None:
-    """Return the metric as sums; None: it is none of TorchMetrics."""
+    """Return the metric as sums; None: it is not of TorchMetrics."""
     library = sys.modules.get("torchmetrics")
     return TorchMetric(metric, logits) if library and isinstance(metric, library.Metric) else None

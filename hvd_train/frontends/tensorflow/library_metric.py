@@ -49,7 +49,7 @@ class KerasMetric:
 
 
 def library_metric(metric: Any, logits: bool) -> KerasMetric | None:
-    """Return the metric as sums; None: it is none of Keras. Whether it is given ``logits`` it knows from its user."""
+    """Return the metric as sums; None: it is not of Keras. Its user tells it whether outputs are ``logits``."""
     return KerasMetric(metric) if isinstance(metric, keras.metrics.Metric) else None
 
 

@@ -22,8 +22,9 @@ def by_path(variables: Iterable[Any], name: str) -> dict[str, Any]:
         if v.path.endswith(SEED):
             continue
         if v.path in paths:
+            fix = "give these layers, or the weights of one layer, different names"
             what = f"two variables of the model are called '{v.path}'"
-            raise ConfigError(what, where=f"model.name: {name}", fix="give these layers names of their own")
+            raise ConfigError(what, where=f"model.name: {name}", fix=fix)
         paths[v.path] = v
     return paths
 

@@ -205,6 +205,29 @@ def test_logits_between_0_and_1_are_logits_in_each_part():
             assert found(task, task, ops, outputs, labels, cuts, pads=0) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("AveragePrecision", 0), ("AveragePrecision", CLASSES), ("JaccardIndex", CLASSES)]
+)
+def test_yes_and_no_of_bce_are_whole_numbers_for_torchmetrics(name, count):
+    """The loss has them as float32, which these metrics refuse."""
+    ops = torch_ops()
+    import torch
+    import torchmetrics
+
+    options = {"task": "multilabel", "num_labels": count} if count else {"task": "binary"}
+    options |= {"thresholds": 50} if name == "AveragePrecision" else {}
+    label, rng = Field((count,) if count else (), "float32"), np.random.default_rng(0)
+    outputs = rng.normal(size=(N, *label.shape)).astype(np.float32)
+    labels, metric = rng.integers(0, 2, outputs.shape).astype(np.float32), getattr(torchmetrics, name)
+    chances = torch.from_numpy(outputs).double().sigmoid()
+    wanted = float(metric(**options).set_dtype(torch.float64)(chances, torch.from_numpy(labels).long()))
+    task = made(metric(**options), ops, label=None if count else label, one_hot=bool(count))
+    for cuts in CUTS:
+        assert found(task, task, ops, outputs, labels, cuts) == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(ConfigError, match="the metric failed: "):  # a label between yes and no
+        found(task, task, ops, outputs, labels * 0.5, [7])
+
+
 @pytest.mark.parametrize("shape", [(5,), ()])
 @pytest.mark.parametrize("library", ["torchmetrics", "keras"])
 def test_places_and_samples_without_a_label_do_not_count(library, shape):
@@ -320,6 +343,14 @@ def test_a_mean_of_torchmetrics_alone_is_refused():
 
     with pytest.raises(ConfigError, match="MeanMetric compares no outputs with labels; .*; name the function of which"):
         made(torchmetrics.MeanMetric(), ops, classes=False)
+
+
+def test_a_collection_of_torchmetrics_is_refused():
+    ops = torch_ops()
+    import torchmetrics
+
+    with pytest.raises(ConfigError, match="MetricCollection holds several metrics; .*; name each of them alone"):
+        made(torchmetrics.MetricCollection([torchmetrics.R2Score()]), ops, classes=False)
 
 
 def test_each_library_belongs_to_its_framework():

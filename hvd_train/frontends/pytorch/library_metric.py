@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +36,16 @@ class TorchMetric:
         self._metric, title = metric.set_dtype(torch.float64), type(metric).__name__
         metric.sync_on_compute = False
         # It takes a batch for probabilities where all of it lies in [0, 1]; then the number depends on the batches.
-        self._ready = _probabilities(metric) if logits else torch.asarray
+        names = [c.__name__ for c in type(metric).__mro__ if c.__module__.startswith("torchmetrics.classification")]
+        self._ready = _probabilities(names) if logits else torch.asarray
+        self._labels = _whole if names else torch.asarray
         if isinstance(metric, BaseAggregator):
             fix = "name the function of which it is the mean: it is called with (outputs, labels)"
             raise ConfigError(f"{title} compares no outputs with labels", fix=fix)
         lists = [name for name, start in metric._defaults.items() if isinstance(start, list)]
         if lists:
             fix = "take a form that counts: thresholds=200 for a curve, multidim_average='global' for rates"
+            fix += "; or write a function"
             raise ConfigError(f"{title} keeps a list of all outputs ({', '.join(lists)})", fix=fix)
         others = [name for name, reduction in metric._reductions.items() if reduction is not dim_zero_sum]
         if others or not metric._defaults:
@@ -53,7 +57,7 @@ class TorchMetric:
         metric.reset()
         if bool(counts.any()):
             outputs, labels = (for_each(lambda one: one[counts], x) for x in (outputs, labels))
-            metric.update(for_each(self._ready, outputs), labels)
+            metric.update(for_each(self._ready, outputs), for_each(self._labels, labels))
         states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
         return torch.cat([x.reshape(-1).double() for x in states])
 
@@ -69,14 +73,21 @@ class TorchMetric:
         return float(metric.compute())
 
 
-def _probabilities(metric: Any) -> Any:
-    """Return the function that makes of logits what the metric would make of them."""
-    names = [c.__name__ for c in type(metric).__mro__ if c.__module__.startswith("torchmetrics.classification")]
+def _probabilities(names: Sequence[str]) -> Any:
+    """Return the function that makes of logits what a metric would make of them; ``names``: of it and its bases."""
     kinds = [kind for name in names for start, kind in PROBABILITIES.items() if name.startswith(start)]
     return kinds[0] if kinds else torch.asarray
+
+
+def _whole(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels as whole numbers, if they are: the loss bce has yes and no in float32."""
+    whole = labels.long()
+    return whole if bool((whole == labels).all()) else labels
 
 
 def library_metric(metric: Any, logits: bool) -> TorchMetric | None:
     """Return the metric as sums; None: it is not of TorchMetrics."""
     library = sys.modules.get("torchmetrics")
+    if library and isinstance(metric, library.MetricCollection):
+        raise ConfigError("MetricCollection holds several metrics", fix="name each of them alone")
     return TorchMetric(metric, logits) if library and isinstance(metric, library.Metric) else None

@@ -113,7 +113,7 @@ def find_shards(path: Path) -> dict[str, list[Path]]:
 
 def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
     """Read the headers of tar files and of their images, and the class of each; ``labels``: whether it is needed."""
-    listing, found = Listing(where, numbered=True), []
+    listing, pairs = Listing(where, numbered=True), []
     for tar in files:
         for members in _samples(tar):
             pictures = [member for suffix, member in members.items() if suffix.endswith(SUFFIXES)]
@@ -126,8 +126,8 @@ def list_samples(files: Iterable[Path], where: Path, labels: bool) -> Listing:
             if not pictures:
                 listing.skipped.setdefault(tar.name, Counter())["samples without an image"] += 1
                 continue
-            found.append((_class_of(members, pictures[0]) if labels else "", pictures[0]))
-    add_images(listing, found)
+            pairs.append((_class_of(members, pictures[0]) if labels else "", pictures[0]))
+    add_images(listing, pairs)
     if not listing.files:
         raise DataError("no images in the tar files", where=str(where), fix="each sample is NAME.jpg and NAME.cls")
     return listing
@@ -176,10 +176,10 @@ def _class_of(members: dict[str, Member], image: Member) -> str:
     if JSON in members:
         try:
             value = json.loads(members[JSON].read())
-            found = [value[key] for key in JSON_KEYS if key in value]
+            classes = [value[key] for key in JSON_KEYS if key in value]
         except (ValueError, TypeError) as error:
-            raise DataError(f"not a JSON object: {error}", where=str(members[JSON]), fix="mend it") from error
-        if found and isinstance(found[0], str | int) and not isinstance(found[0], bool):
-            return str(found[0])
+            raise DataError(f"not a JSON object: {error}", where=str(members[JSON]), fix='write {"cls": 3}') from error
+        if classes and isinstance(classes[0], str | int) and not isinstance(classes[0], bool):
+            return str(classes[0])
     fix = f"put its class into {PurePosixPath(image.name).stem}{CLASS}, or under '{JSON_KEYS[0]}' of {JSON}"
     raise DataError("a sample without a class", where=str(image), fix=fix)

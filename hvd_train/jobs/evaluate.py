@@ -38,7 +38,7 @@ def evaluate(
             if job.communicator.rank == 0:
                 print(show(counts, names, confused), flush=True)
         if wrong:
-            found = mistakes(job)
+            worst = mistakes(job)
             if job.communicator.rank == 0:
-                print(show_mistakes(job, found, wrong), flush=True)
+                print(show_mistakes(job, worst, wrong), flush=True)
     return 0

@@ -39,22 +39,22 @@ def mistakes(job: Job) -> list[Mistake]:
         chances = _chances(outputs.reshape(len(outputs), -1) if field.classes else outputs.reshape(-1, 1))
         predicted = chances.argmax(1)
         wrong = (predicted != labels) & (labels >= 0) & (labels < classes)
-        found = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
-        worst = nsmallest(MOST, [*worst, *((float(p), int(i), int(y), int(k)) for p, i, y, k in found)])
+        rows = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
+        worst = nsmallest(MOST, [*worst, *((float(p), int(i), int(y), int(k)) for p, i, y, k in rows)])
     parts = job.communicator.allgather_bytes(json.dumps(worst).encode())
     return nsmallest(MOST, [tuple(one) for part in parts for one in json.loads(part)])
 
 
-def show_mistakes(job: Job, found: list[Mistake], picture: Path) -> str:
+def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:
     """Draw the images, and return a table of them."""
-    if not found:
+    if not worst:
         return "no mistakes: no picture is drawn"
     part, names = job.data.parts[job.split], names_of(job, "--mistakes")
     files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
     # A model may have more outputs than there are classes.
-    named = [(names[y], names[k] if k < len(names) else str(k), 1 - rest) for rest, _, y, k in found]
-    numbers = [int(rows[i]) if rows is not None else i for _, i, _, _ in found]
-    pixels = one_or_all(dict(part.fetch(np.array([i for _, i, _, _ in found]))[0]))
+    named = [(names[y], names[k] if k < len(names) else str(k), 1 - rest) for rest, _, y, k in worst]
+    numbers = [int(rows[i]) if rows is not None else i for _, i, _, _ in worst]
+    pixels = one_or_all(dict(part.fetch(np.array([i for _, i, _, _ in worst]))[0]))
     images(pixels, [f"{true}, taken for\n{other} ({p:.2f})" for true, other, p in named], picture)
     called = [files[number] if files else number for number in numbers]
     listed = [[one, true, other, f"{p:.4f}"] for one, (true, other, p) in zip(called, named, strict=True)]

@@ -94,9 +94,9 @@ class UserFunction:
         raw = unlike(outputs, labels, ops, True)
 
         def values(rows: slice) -> np.ndarray:
-            given, _ = self._call(*(for_each(itemgetter(rows), x) for x in raw))
+            answer, _ = self._call(*(for_each(itemgetter(rows), x) for x in raw))
             # NumPy has no bfloat16. Of one sample some functions give a number.
-            return np.atleast_1d(ops.to_numpy(ops.cast(given, "float64")))
+            return np.atleast_1d(ops.to_numpy(ops.cast(answer, "float64")))
 
         try:
             together, again = values(slice(0, MADE_UP)), values(slice(0, MADE_UP))
@@ -191,7 +191,7 @@ class UserLibraryMetric(Metric):
         together = sums_of(slice(0, MADE_UP))
         self.length = len(together)
         each = sum(sums_of(slice(k, k + 1)) for k in range(MADE_UP))
-        if not np.allclose(together, each, rtol=1e-4, equal_nan=True):
+        if not np.allclose(together, each, rtol=1e-4, atol=1e-6, equal_nan=True):
             what = "what it keeps of some samples is not the sum of what it keeps of each"
             fix = "write a function that gives a value for each sample, or one with a result"
             raise ConfigError(what, where=self.where, fix=fix)

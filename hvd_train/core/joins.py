@@ -18,20 +18,19 @@ def notes(config: Config, steps: int, begin: int, per_epoch: int) -> list[str]:
     if key is None:
         return []
     every = getattr(exchange, key)
-    apart = max(begin, exchange.outer_start)  # steps up to here are in the weights already
+    start = exchange.outer_start  # steps up to here are in the weights of all ranks
     delay = exchange.stream_delay if "stream_delay" in options else 0
-    last = max(steps - delay, 0) // every * every
+    joined, last = (max(start, max(step - delay, 0) // every * every) for step in (begin, steps))
+    left = steps - max(begin, start)
     title = f"note: exchange.{key}: {every}"
     impatient = _impatient(config, every, per_epoch)
-    if apart < steps and last <= apart:
-        what = f"the ranks do not join within the {amount(steps - apart, 'step')} that are left"
-        return [
-            f"{title}: {what}, so the result has {'the first weights' if not apart else f'those of step {apart}'}",
-            *impatient,
-        ]
-    if config.exchange.mode == "outer" and apart < last < steps:
-        what = f"the last {amount(steps - last, 'step')} of {steps} come after the last join"
-        return [f"{title}: {what} and are not in the result; let outer_steps divide the steps", *impatient]
+    if left > 0 and last == joined:
+        what = f"no join comes in the remaining {amount(left, 'step')}"
+        weights = f"those of step {joined}" if joined else "the first weights"
+        return [f"{title}: {what}, so the result has {weights}", *impatient]
+    if config.exchange.mode == "outer" and joined < last < steps:
+        what = f"the result lacks the last {amount(steps - last, 'step')} of {steps}, which no join follows"
+        return [f"{title}: {what}; let outer_steps divide the steps", *impatient]
     return impatient
 
 

@@ -32,6 +32,7 @@ SCALES = {
     "digits": "from 0 to 1",
     "idx": "from 0 to 1",
     "imagefolder": "from 0 to 1",
+    "webdataset": "from 0 to 1",
     "cifar10": "from 0 to 1",
     "text": "the bytes' numbers",
 }

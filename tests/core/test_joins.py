@@ -8,8 +8,8 @@ from hvd_train.core.joins import notes
 from tests.core.test_loop import config, final
 
 OUTER = {"mode": "outer", "outer_steps": 4}
-NEVER = "the ranks do not join within the {} that are left, so the result has {}"
-LAST = "the last {} of {} come after the last join and are not in the result; let outer_steps divide the steps"
+NEVER = "no join comes in the remaining {}, so the result has {}"
+LAST = "the result lacks the last {} of {}, which no join follows; let outer_steps divide the steps"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ LAST = "the last {} of {} come after the last join and are not in the result; le
         (OUTER, 3, 0, NEVER.format("3 steps", "the first weights")),
         (OUTER, 9, 8, NEVER.format("1 step", "those of step 8")),
         (OUTER, 8, 8, None),
+        (OUTER, 3, 2, NEVER.format("1 step", "the first weights")),
+        (OUTER, 7, 6, NEVER.format("1 step", "those of step 4")),  # what ranks learned since then is not in it
+        (OUTER, 7, 3, LAST.format("3 steps", 7)),
+        (OUTER | {"outer_start": 5}, 7, 6, NEVER.format("1 step", "those of step 5")),
         (OUTER, 10, 0, LAST.format("2 steps", 10)),
         (OUTER | {"outer_start": 9}, 11, 0, NEVER.format("2 steps", "those of step 9")),
         (OUTER | {"outer_start": 9}, 9, 0, None),

@@ -44,7 +44,9 @@ class DataConfig(Section):
         "digits",
         description="a built-in data set ('hvd-train data'), or your 'package.module:function' giving (train, val)",
     )
-    path: str | None = free(None, description="folder or file of the data; digits, synthetic and masked_text need none")
+    path: str | None = free(
+        None, description="folder or file; digits, diabetes, synthetic and functions read none, masked_text needs none"
+    )
     image_size: Positive | None = Field(None, description="side in pixels to which images are resized")
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="share held out for validation where the data has no validation part"

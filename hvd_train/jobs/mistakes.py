@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from heapq import nsmallest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,15 +52,14 @@ def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:
     if not worst:
         return "no mistakes: no picture is drawn"
     part, names = job.data.parts[job.split], names_of(job, "--mistakes")
-    files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
+    numbers = getattr(part, "rows", None)  # in the whole, of which this is a part
+    called: Sequence[Any] = getattr(part, "files", ()) or (range(len(part)) if numbers is None else numbers)
     # A model may have more outputs than there are classes.
     named = [(names[y], names[k] if k < len(names) else str(k), 1 - rest) for rest, _, y, k in worst]
-    numbers = [int(rows[i]) if rows is not None else i for _, i, _, _ in worst]
     pixels = one_or_all(dict(part.fetch(np.array([i for _, i, _, _ in worst]))[0]))
     images(pixels, [f"{true}, taken for\n{other} ({p:.2f})" for true, other, p in named], picture)
-    called = [files[number] if files else number for number in numbers]
-    listed = [[one, true, other, f"{p:.4f}"] for one, (true, other, p) in zip(called, named, strict=True)]
-    return "\n".join([table(["sample", "true", "predicted", "probability"], listed), f"picture: {picture}"])
+    rows = [[called[i], true, other, f"{p:.4f}"] for (_, i, _, _), (true, other, p) in zip(worst, named, strict=True)]
+    return "\n".join([table(["sample", "true", "predicted", "probability"], rows), f"picture: {picture}"])
 
 
 def _chances(outputs: np.ndarray) -> np.ndarray:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hvd_train.jobs.confusion import show
 from tests.cli.running import run
+from tests.data.files import pictures
 
 
 @pytest.mark.parametrize("extra", [[], ["-np", "2"], ["--set", "framework=tensorflow"]], ids=" ".join)
@@ -56,6 +58,22 @@ def test_of_many_classes_the_pairs_that_are_confused_most_are_shown(tmp_path):
     lines = show(counts, [f"c{k}" for k in range(30)], tmp_path / "c.png").splitlines()
     assert [line.split() for line in lines[1:3]] == [["c3", "c7", "4"], ["c20", "c1", "2"]]
     assert lines[3:] == [f"picture of all: {tmp_path / 'c.png'}"]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_mistakes_have_the_names_of_their_files(tmp_path, split):
+    """Of files of which a part is held out, a part has a list of its own."""
+    from hvd_train.config import Config, DataConfig
+    from hvd_train.data.catalog import open_data
+    from hvd_train.jobs.mistakes import show_mistakes
+
+    pictures(tmp_path / "photos")
+    data = open_data(DataConfig(name="imagefolder", path=str(tmp_path / "photos"), image_size=8, val_fraction=0.5))
+    job, part = SimpleNamespace(data=data, split=split, config=Config()), data.parts[split]
+    last = len(part) - 1
+    shown = show_mistakes(job, [(0.1, last, 1, 0), (0.2, 0, 0, 1)], tmp_path / "w.png").splitlines()
+    assert [line.split()[0] for line in shown[1:-1]] == [part.files[last], part.files[0]]
+    assert len({*data.train.files, *data.val.files}) == len(data.train) + len(data.val)
 
 
 def test_mistakes_are_of_images(tmp_path):

@@ -1,6 +1,7 @@
 """Which tests run side by side; the switch ``--long``: cases marked ``@pytest.mark.long(reason)`` run only with it;
 and where the time went."""
 
+import atexit
 import gc
 import os
 import random
@@ -71,7 +72,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Draws and types begin anew: no verdict depends on the tests that a worker ran before, which differ by run."""
+    """Draws, types and sessions begin anew: no verdict depends on the tests that a worker ran before, which differ by run."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
@@ -82,6 +83,10 @@ def pytest_runtest_setup():
         keras.utils.set_random_seed(0)
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
+    if script := sys.modules.get("hvd_train.script.world"):
+        # The world of one that a script opens once a process, for one framework.
+        script._sessions.clear()
+        atexit.unregister(script._close)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -144,7 +144,11 @@ def test_the_loss_is_that_of_soft_labels():
         ([MIXUP], {"labels": LABELS * 1.0, "task": TaskConfig(loss="mse")}, "the labels are no classes of samples"),
         ([MIXUP], {"inputs": LABELS[:, None], "images": False}, "holds whole numbers"),
         ([CUTMIX], {"inputs": FLOATS.reshape(300, 64)}, "not an image"),
-        ([MIXUP], {"inputs": np.zeros((9, 5)), "labels": np.arange(45).reshape(9, 5) % 3}, "the labels are no classes of"),
+        (
+            [MIXUP],
+            {"inputs": np.zeros((9, 5)), "labels": np.arange(45).reshape(9, 5) % 3},
+            "the labels are no classes of",
+        ),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(listed, keys, words):

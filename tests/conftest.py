@@ -72,7 +72,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Draws, types and sessions begin anew: no verdict depends on the tests that a worker ran before, which differ by run."""
+    """Draws, types and sessions begin anew: no verdict depends on the tests that a worker ran before."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)

@@ -204,7 +204,7 @@ def test_canaries_of_foreign_folders_do_not_sing(made):
 
 def test_a_canary_sings_where_it_is_unpickled(tmp_path):
     pickle.loads(pickle.dumps(Canary(tmp_path / "ran"))).close()
-    assert (tmp_path / "ran").exists(), told
+    assert (tmp_path / "ran").exists()
 
 
 def test_refused_commands_change_no_byte(made):

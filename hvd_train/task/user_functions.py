@@ -80,9 +80,6 @@ class UserFunction:
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
         if self._compares(outputs, labels, ops):
             what = "the value of a sample depends on the others of its batch"
-            if self._labels_first:
-                fix = "take a loss of each sample alone"
-                raise ConfigError(f"{what}, and so on the number of ranks", where=self.where, fix=fix)
             self.remark = f"{what}: each rank compares its own, so another number of ranks gives other numbers"
         return place_weights is not None
 

@@ -87,6 +87,8 @@ def pytest_runtest_setup():
         # The world of one that a script opens once a process, for one framework.
         script._sessions.clear()
         atexit.unregister(script._close)
+    if loop := sys.modules.get("hvd_train.keras.loop"):
+        loop._iterations.clear()  # by which passes over data are numbered
 
 
 @pytest.hookimpl(wrapper=True)

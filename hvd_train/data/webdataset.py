@@ -143,7 +143,7 @@ def _samples(tar: Path) -> Iterator[dict[str, Member]]:
             continue
         sample = samples.setdefault(f"{folder}/{stem}", {})
         if sample.setdefault(f".{suffix.lower()}", member) is not member:
-            raise DataError(f"two files are called {member.name}", where=str(tar), fix="give each sample its own name")
+            raise DataError(f"two files are called {member.name}", where=str(tar), fix="give each sample another name")
     yield from samples.values()
 
 
@@ -165,7 +165,7 @@ def _members(tar: Path) -> list[Member]:
         raise DataError("the tar file is cut off", where=str(tar), fix="copy it again")
     if more:
         what = "there is more after the end of the archive, as where tar files were joined by cat"
-        raise DataError(what, where=str(tar), fix="keep them as files of their own, or join them with tar -A")
+        raise DataError(what, where=str(tar), fix="keep them as separate files, or join them with tar -A")
     return members
 
 

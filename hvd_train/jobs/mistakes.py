@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from heapq import nsmallest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.jobs.confusion import label_of, names_of, outputs_of
 from hvd_train.jobs.job import Job
+from hvd_train.jobs.prediction_files import sample_names, softmax
 from hvd_train.protocol import Field, one_or_all
 from hvd_train.report.plots import images
 from hvd_train.report.tables import table
@@ -52,20 +51,16 @@ def show_mistakes(job: Job, worst: list[Mistake], picture: Path) -> str:
     if not worst:
         return "no mistakes: no picture is drawn"
     part, names = job.data.parts[job.split], names_of(job, "--mistakes")
-    numbers = getattr(part, "rows", None)  # in the whole, of which this is a part
-    called: Sequence[Any] = getattr(part, "files", ()) or (range(len(part)) if numbers is None else numbers)
+    samples = sample_names(part)
     # A model may have more outputs than there are classes.
     named = [(names[y], names[k] if k < len(names) else str(k), 1 - rest) for rest, _, y, k in worst]
     pixels = one_or_all(dict(part.fetch(np.array([i for _, i, _, _ in worst]))[0]))
     images(pixels, [f"{true}, taken for\n{other} ({p:.2f})" for true, other, p in named], picture)
-    rows = [[called[i], true, other, f"{p:.4f}"] for (_, i, _, _), (true, other, p) in zip(worst, named, strict=True)]
+    rows = [[samples[i], true, other, f"{p:.4f}"] for (_, i, _, _), (true, other, p) in zip(worst, named, strict=True)]
     return "\n".join([table(["sample", "true", "predicted", "probability"], rows), f"picture: {picture}"])
 
 
 def _chances(outputs: np.ndarray) -> np.ndarray:
     """Return the probability (n, C) of each class: of logits (n, C), or of one (n, 1) for yes or no."""
     logits = outputs.astype(np.float64)
-    if logits.shape[1] == 1:
-        logits = np.concatenate([np.zeros_like(logits), logits], 1)
-    exp = np.exp(logits - logits.max(1, keepdims=True))
-    return exp / exp.sum(1, keepdims=True)
+    return softmax(np.concatenate([np.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits)

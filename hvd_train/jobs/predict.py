@@ -93,8 +93,7 @@ def _new_file(job: Job, names: bool, name: str, output: Path, overwrite: bool) -
     if not isinstance(field, Field) or field.shape:
         what = "the model gives a class for each place of a sample"
         raise ConfigError(what, where="--names", fix="leave it out: the numbers are written as .npy", common=True)
-    part = job.data.parts[job.split]
-    return ClassTable(output, overwrite, field.names or (), getattr(part, "files", ()), getattr(part, "rows", None))
+    return ClassTable(output, overwrite, field.names or (), job.data.parts[job.split])
 
 
 def _file_of(output: Path, name: str) -> Path:

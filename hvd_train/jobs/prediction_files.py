@@ -14,6 +14,7 @@ import numpy as np
 
 from hvd_train.errors import ConfigError
 from hvd_train.files import AtomicFile
+from hvd_train.protocol import Source
 
 
 class ArrayFile:
@@ -72,32 +73,41 @@ class ArrayFile:
             self._file.discard()
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the probability of each class (n, C), of logits (n, C)."""
+    powers = np.exp(logits - logits.max(-1, keepdims=True))  # the largest is exp(0): no overflow
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def sample_names(part: Source) -> Sequence[str] | np.ndarray:
+    """Return what the samples of a part are called: their files, or their numbers in the whole data."""
+    files, rows = getattr(part, "files", ()), getattr(part, "rows", None)
+    return files or (np.arange(len(part)) if rows is None else rows)
+
+
 class ClassTable(ArrayFile):
     """A CSV file with the class of each sample, by name, and its probability, the softmax of its logit.
 
-    Rows come in the order of the samples. ``rows``: their numbers in the whole data, where they are a held-out part.
+    Rows come in the order of the samples of ``part``. ``names``: of the classes.
     """
 
-    def __init__(
-        self, output: Path, overwrite: bool, names: Sequence[str], files: Sequence[str], rows: np.ndarray | None
-    ) -> None:
+    def __init__(self, output: Path, overwrite: bool, names: Sequence[str], part: Source) -> None:
         super().__init__(output, overwrite)
-        self._names, self._files = names, files
-        self._samples: Sequence[str] | np.ndarray | None = files or rows
+        self._names, self._samples = names, sample_names(part)
+        self._column = "file" if getattr(part, "files", ()) else "sample"
 
     def header(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._shape, self._dtype = shape, dtype
-        self._write([["file" if self._files else "sample", "class", "probability"]])
+        self._write([[self._column, "class", "probability"]])
 
     def put(self, indices: np.ndarray, rows: bytes) -> None:
         if self._file is None or self._failure or not len(indices):
             return
         logits = np.frombuffer(rows, self._dtype).reshape(-1, *self._shape[1:]).astype(np.float64)  # (samples, classes)
-        powers = np.exp(logits - logits.max(-1, keepdims=True))  # the largest is exp(0): no overflow
-        classes, most = logits.argmax(-1), (powers / powers.sum(-1, keepdims=True)).max(-1)
+        classes, most = logits.argmax(-1), softmax(logits).max(-1)
         try:
             self._write(
-                [index if self._samples is None else self._samples[index], self._title(k), f"{p:.6f}"]
+                [self._samples[index], self._title(k), f"{p:.6f}"]
                 for index, k, p in zip(indices.tolist(), classes.tolist(), most.tolist(), strict=True)
             )
         except OSError as error:

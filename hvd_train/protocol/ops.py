@@ -24,8 +24,12 @@ class LibraryMetric(Protocol):
     def sums(self, outputs: Any, labels: Any, weights: Tensor) -> Tensor:
         """Add up a batch: (length,) float64. Samples (n,) of weight 0 are left out."""
 
-    def result(self, sums: np.ndarray) -> float:
-        """Compute the metric from the sums of all batches and ranks."""
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the states, which ``sums`` puts one after the other; after the first call of ``sums``."""
+
+    def result(self, states: Sequence[np.ndarray]) -> float:
+        """Compute the metric from its states, the sums over all batches and ranks: float64, of ``shapes``."""
 
 
 class Ops(Protocol):

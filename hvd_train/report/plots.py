@@ -40,10 +40,6 @@ READABLE = 40  # classes whose names and counts have room in a picture
 
 def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     """Draw loss and metrics of all runs, by epoch or by line of the log; training dashed, validation solid."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
     runs = [(run_dir.name, jsonl.read(run_dir)[0]) for run_dir in run_dirs]
@@ -52,7 +48,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
     lines = [row for _, rows in runs for row in rows if row["event"] == "val"]
     names = [*dict.fromkeys(["loss", *(key for row in lines for key in row if key not in fixed)])]
     across, down = min(COLUMNS, len(names)), -(-len(names) // COLUMNS)
-    figure = pyplot.figure(figsize=(5 * across, 3.8 * down), layout="constrained")
+    figure = _figure(5 * across, 3.8 * down)
     axes = [figure.add_subplot(down, across, k + 1) for k in range(len(names))]
     for k, (name, rows) in enumerate(runs):
         # Equal runs lie on one another: the first is drawn widest, so that each stays visible.
@@ -74,12 +70,7 @@ def curves(run_dirs: Sequence[Path], picture: Path, by: str = "epoch") -> None:
 
 def rates(steps: Sequence[int], values: Sequence[float], steps_per_epoch: int, title: str, picture: Path) -> None:
     """Draw the learning rate of steps; the axis above counts epochs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(7, 3.8), layout="constrained")
+    figure = _figure(7, 3.8)
     axis = figure.add_subplot()
     axis.plot(steps, values)
     axis.set(xlabel="step", ylabel="learning rate", title=title)
@@ -93,12 +84,7 @@ def range_test(
     values: Sequence[float], losses: Sequence[float], means: Sequence[float], suggested: float | None, picture: Path
 ) -> None:
     """Draw the loss over the logarithm of the learning rate: of each step, and its running mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(7, 3.8), layout="constrained")
+    figure = _figure(7, 3.8)
     axis = figure.add_subplot()
     axis.semilogx(values, losses, color="C0", alpha=0.3, label="loss of a step")
     axis.semilogx(values, means, color="C0", label="running mean")
@@ -116,12 +102,7 @@ def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[s
 
     ``curves``: {name: (samples, loss) pairs}; ``seconds``: {name: seconds of a sample}.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(12, 4.5), layout="constrained")
+    figure = _figure(12, 4.5)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     for k, (name, points) in enumerate(curves.items()):
         # Ten colours, and for the next ten dashes.
@@ -141,13 +122,8 @@ def losses(curves: Mapping[str, Sequence[tuple[int, float]]], seconds: Mapping[s
 
 def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
     """Draw a confusion matrix (K, K): colours are shares of each row, numbers are counts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     size = min(3 + 0.45 * len(names), 16)
-    figure = pyplot.figure(figsize=(size, size), layout="constrained")
+    figure = _figure(size, size)
     axis = figure.add_subplot()
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -166,14 +142,9 @@ def matrix(counts: Any, names: Sequence[str], picture: Path) -> None:
 
 def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
     """Draw images (n, height, width, 1 or 3 or more) with a title each; of more than three channels the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     across = min(4, len(titles))
     down = -(-len(titles) // across)
-    figure = pyplot.figure(figsize=(2.2 * across, 2.6 * down), layout="constrained")
+    figure = _figure(2.2 * across, 2.6 * down)
     for k, (image, title) in enumerate(zip(pixels, titles, strict=True)):
         axis = figure.add_subplot(down, across, k + 1)
         low, high = float(image.min()), float(image.max())
@@ -182,6 +153,16 @@ def images(pixels: Any, titles: Sequence[str], picture: Path) -> None:
         axis.set_title(title, fontsize=9)
         axis.axis("off")
     _write(figure, picture)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Make a figure of this size in inches, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=(width, height), layout="constrained")
 
 
 def _write(figure: Any, picture: Path) -> None:

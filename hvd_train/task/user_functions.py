@@ -6,6 +6,7 @@ A function gets (outputs, labels) as the model and the data give them. It gives 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
@@ -80,7 +81,9 @@ class UserFunction:
             raise ConfigError(f"{what} {shapes}", where=self.where, fix=fix)
         if self._compares(outputs, labels, ops):
             what = "the value of a sample depends on the others of its batch"
-            self.remark = f"{what}: each rank compares its own, so another number of ranks gives other numbers"
+            self.remark = (
+                f"{what}: each rank compares those of its part, so another number of ranks gives other numbers"
+            )
         return place_weights is not None
 
     def _compares(self, outputs: Any, labels: Any, ops: Ops) -> bool:
@@ -88,7 +91,7 @@ class UserFunction:
 
         It cannot with labels that the function does not take, nor where it draws random numbers.
         """
-        raw = unlike(outputs, labels, ops, True)
+        raw = varied(outputs, labels, ops, True)
 
         def values(rows: slice) -> np.ndarray:
             answer, _ = self._call(*(for_each(itemgetter(rows), x) for x in raw))
@@ -104,7 +107,7 @@ class UserFunction:
         # Of another shape: functions that are checked when they are called.
         if random or {x.shape for x in alone} != {(1, *together.shape[1:])} or len(together) != MADE_UP:
             return False
-        # Networks within a loss round otherwise for another number of samples, above all in 16 bits.
+        # Rounding in a network within a loss depends on the number of samples, above all in 16 bits.
         return not np.allclose(together, np.concatenate(alone), rtol=1e-2, atol=1e-6, equal_nan=True)
 
     def _call(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
@@ -169,8 +172,10 @@ class UserLibraryMetric(Metric):
             raise ConfigError(f"the metric failed: {_reason(error)}", where=self.where, fix=fix) from error
 
     def result(self, sums: np.ndarray) -> float:
+        shapes = self._sums.shapes
+        parts = np.split(sums, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
         try:
-            return self._sums.result(sums)
+            return self._sums.result([x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)])
         except Exception as error:
             fix = "it must give one number, for example a macro average"
             raise ConfigError(f"its result failed: {_reason(error)}", where=self.where, fix=fix, common=True) from error
@@ -178,7 +183,7 @@ class UserLibraryMetric(Metric):
     def probe(self, predictions: Predictions) -> None:
         """Learn the number of sums from made-up samples, and check that they are sums."""
         ops = predictions.ops
-        raw = unlike(*predictions.raw, ops, self.form.size > 1)
+        raw = varied(*predictions.raw, ops, self.form.size > 1)
         weights = ops.cast(ops.from_numpy(np.ones(MADE_UP)), ops.dtype(predictions.weights))
 
         def sums_of(rows: slice) -> np.ndarray:
@@ -195,7 +200,7 @@ class UserLibraryMetric(Metric):
         self.result(together)
 
 
-def unlike(outputs: Any, labels: Any, ops: Ops, labelled: bool) -> tuple[Any, Any]:
+def varied(outputs: Any, labels: Any, ops: Ops, labelled: bool) -> tuple[Any, Any]:
     """Make ``MADE_UP`` outputs and labels that differ, in the shapes of these: of zeros, nearly everything is a sum.
 
     ``labelled``: 1 is a label. The numbers are such that a metric shows which takes the largest of a batch.
@@ -284,6 +289,12 @@ def user_metric(
             raise ConfigError(f"metrics of {of_library} are for framework: {framework}", where=where)
     function = UserFunction(key, name, metric)
     return UserSums(function, metric.result, form) if hasattr(metric, "result") else UserMean(function, form)
+
+
+def no_comparison(title: str) -> ConfigError:
+    """Make the error for an object of a library that is the mean of numbers and gets no labels."""
+    fix = "name the function of which it is the mean: it is called with (outputs, labels)"
+    return ConfigError(f"{title} compares no outputs with labels", fix=fix)
 
 
 def _is_of_keras(function: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_train.errors import ConfigError
-from hvd_train.task.user_functions import for_each
+from hvd_train.task.user_functions import for_each, no_comparison
 
 # Classes of TorchMetrics, by what their names begin with -> what they make of outputs that they take for logits.
 PROBABILITIES = {
@@ -25,8 +25,8 @@ class TorchMetric:
     """A ``torchmetrics.Metric`` whose state is made of sums.
 
     ``sums`` are its states one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
-    their place and asks the object: its formula is its own. Raises ConfigError, with the reason, where a state is
-    not a sum, for example the list of all outputs that an exact AUROC sorts. ``logits``: the outputs are such.
+    their place and calls the object's ``compute``. Raises ConfigError, with the reason, where a state is not a sum, for
+    example the list of all outputs that an exact AUROC sorts. ``logits``: whether the outputs are logits.
     """
 
     def __init__(self, metric: Any, logits: bool) -> None:
@@ -40,8 +40,7 @@ class TorchMetric:
         self._ready = _probabilities(names) if logits else torch.asarray
         self._labels = _whole if names else torch.asarray
         if isinstance(metric, BaseAggregator):
-            fix = "name the function of which it is the mean: it is called with (outputs, labels)"
-            raise ConfigError(f"{title} compares no outputs with labels", fix=fix)
+            raise no_comparison(title)
         lists = [name for name, start in metric._defaults.items() if isinstance(start, list)]
         if lists:
             fix = "take a form that counts: thresholds=200 for a curve, multidim_average='global' for rates"
@@ -61,14 +60,17 @@ class TorchMetric:
         states = [(getattr(metric, name) - start.to(weights.device)) for name, start in metric._defaults.items()]
         return torch.cat([x.reshape(-1).double() for x in states])
 
-    def result(self, sums: np.ndarray) -> float:
-        metric, end = self._metric, 0
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(start.shape) for start in self._metric._defaults.values()]
+
+    def result(self, states: Sequence[np.ndarray]) -> float:
+        metric = self._metric
         metric.reset()
-        for name, start in metric._defaults.items():
-            part = torch.from_numpy(sums[end : end + start.numel()]).reshape(start.shape).to(metric.device)
-            end += start.numel()
+        for (name, start), total in zip(metric._defaults.items(), states, strict=True):
             # A state of whole numbers stays one.
-            setattr(metric, name, start.to(metric.device) + part.to(start.dtype))
+            state = start + torch.from_numpy(total).to(start)
+            setattr(metric, name, state.to(metric.device))
         metric._update_count = 1  # it warns where no batch came
         return float(metric.compute())
 

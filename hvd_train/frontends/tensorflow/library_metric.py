@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_train.errors import ConfigError
-from hvd_train.task.user_functions import for_each
+from hvd_train.task.user_functions import for_each, no_comparison
 
 
 class KerasMetric:
     """A ``keras.metrics.Metric`` whose variables are sums.
 
     ``sums`` are its variables one after the other, of one batch. ``result`` puts the sums of all batches and ranks in
-    their place and asks the object: its formula is its own, in the type of its variables.
+    their place and calls the object's ``result``, which computes in the type of its variables.
     """
 
     def __init__(self, metric: keras.metrics.Metric) -> None:
         if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
-            fix = "name the function of which it is the mean: it is called with (outputs, labels)"
-            raise ConfigError(f"{type(metric).__name__} compares no outputs with labels", fix=fix)
+            raise no_comparison(type(metric).__name__)
         self._metric = metric
 
     def sums(self, outputs: Any, labels: Any, weights: tf.Tensor) -> tf.Tensor:
@@ -39,12 +38,13 @@ class KerasMetric:
         tf.cond(tf.reduce_any(counts), update, lambda: tf.constant(0))
         return tf.concat([tf.reshape(tf.cast(v.value, tf.float64), (-1,)) for v in metric.variables], 0)
 
-    def result(self, sums: np.ndarray) -> float:
-        end = 0
-        for variable in self._metric.variables:
-            size = int(np.prod(variable.shape))
-            variable.assign(sums[end : end + size].reshape(variable.shape))
-            end += size
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(variable.shape) for variable in self._metric.variables]
+
+    def result(self, states: Sequence[np.ndarray]) -> float:
+        for variable, total in zip(self._metric.variables, states, strict=True):
+            variable.assign(total)
         return float(self._metric.result())
 
 

@@ -1,4 +1,4 @@
-"""The variables of a Keras model by their paths: each has one of its own, and none is made after the start."""
+"""The variables of a Keras model by their paths, which differ; none is made after the start."""
 
 from __future__ import annotations
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 import click
 
 from hvd_train.cli import options
-from hvd_train.cli.launching import run_here_or_on_ranks
+from hvd_train.cli.launching import open_rendezvous, rank_words
 from hvd_train.errors import ConfigError
 
 
 @click.command()
 @options.configuration
 @options.num_proc
-@options.any_launcher
+@options.launcher(in_allocation=True)
+@options.hosts
 @click.option(
     "--modes",
     "names",
@@ -52,6 +52,9 @@ def modes(
     sets: tuple[str, ...],
     num_proc: int | None,
     launcher: str,
+    hosts: str | None,
+    hostfile: Path | None,
+    network_interfaces: str | None,
     names: str | None,
     steps: int,
     seconds: float,
@@ -62,6 +65,7 @@ def modes(
 
     \b
     hvd-train modes -c job.yaml -np 2 -o modes.png
+    hvd-train modes -c job.yaml -np 4 -H node1:2,node2:2      over the network between two hosts
     hvd-train modes -c job.yaml -np 4 --modes synchronous,int8,outer,outer+topk --steps 300
 
     The table has for each way: bytes that a rank sends in a step, the time of a step, memory of a rank, the loss after
@@ -70,6 +74,8 @@ def modes(
     """
     from hvd_train.config import load_config
     from hvd_train.launch.environment import world
+    from hvd_train.launch.hosts import parse
+    from hvd_train.launch.plan import InAllocation, Restarts, plan
     from hvd_train.modes import results
     from hvd_train.modes import turns as measuring
     from hvd_train.modes.ways import ways
@@ -80,9 +86,16 @@ def modes(
         raise ConfigError("nothing says how many ranks train", where="-np", fix="give -np 2, or more")
     chosen, config = ways(names, num_proc), load_config(path, sets)
     limits = measuring.Limits(steps, seconds, turns)
-    with tempfile.TemporaryDirectory(prefix="hvd-train-modes-") as folder:
-        start = measuring.on_this_host(num_proc, launcher)
-        measured = measuring.measure(config, chosen, num_proc, limits, start, Path(folder), _report)
+    where = parse(hosts, hostfile, network_interfaces)
+    ranks = plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False)
+    if ranks:
+        ranks.check()  # a mistake about hosts is told once, and not for each way
+    elsewhere = {"--hosts": hosts, "--hostfile": hostfile, "--network-interfaces": network_interfaces}
+    words = ["-np", str(num_proc), "--launcher", launcher]
+    words += [str(word) for pair in elsewhere.items() if pair[1] for word in pair]
+    with measuring.folder_of(config, shared=bool(where) or isinstance(ranks, InAllocation)) as folder:
+        start = measuring.on_ranks(words)
+        measured = measuring.measure(config, chosen, num_proc, limits, start, folder, _report)
     click.echo(results.text(measured, config, limits))
     if output:
         results.picture(measured, output)
@@ -96,7 +109,8 @@ def _report(line: str) -> None:
 @click.command(hidden=True)
 @options.configuration
 @options.num_proc
-@options.any_launcher
+@options.launcher(in_allocation=True)
+@options.hosts
 @click.option("--seconds", type=float, required=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
 @options.verbose
@@ -105,6 +119,9 @@ def measure(
     sets: tuple[str, ...],
     num_proc: int | None,
     launcher: str,
+    hosts: str | None,
+    hostfile: Path | None,
+    network_interfaces: str | None,
     seconds: float,
     output: Path,
     verbose: bool,
@@ -112,6 +129,11 @@ def measure(
     """Train once for ``modes``."""
     from hvd_train.config import load_config
     from hvd_train.jobs.measure import measure as job
+    from hvd_train.launch.hosts import parse
+    from hvd_train.launch.plan import Restarts, plan
 
-    config = load_config(path, sets)
-    run_here_or_on_ranks(num_proc, launcher, verbose, lambda: job(config, seconds, output, verbose))
+    config, where = load_config(path, sets), parse(hosts, hostfile, network_interfaces)
+    if ranks := plan(num_proc, launcher, where, None, None, Restarts(), dry_run=False):
+        sys.exit(ranks.run(rank_words(), config, verbose, once=True))
+    open_rendezvous()
+    sys.exit(job(config, seconds, output, verbose))

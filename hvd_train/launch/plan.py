@@ -11,7 +11,7 @@ from pathlib import Path
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.launch.environment import world
-from hvd_train.launch.hosts import Hosts, spread
+from hvd_train.launch.hosts import Hosts, look, spread
 from hvd_train.launch.launchers import AUTO, NONE, choose, named
 from hvd_train.launch.launchers.base import Launcher, Layout
 from hvd_train.launch.snapshots import in_memory
@@ -62,10 +62,13 @@ class InAllocation:
     def command(self, words: Sequence[str]) -> list[str]:
         return self.launcher.command(self.layout, _program(words))
 
-    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
-        # A mistake in the options is named before one of the place: not to be in an allocation.
-        self.command(words)
+    def check(self) -> None:
+        """Raise ConfigError for a mistake in the options, which is named before one of the place: no allocation."""
+        self.command([])
         self.launcher.check()
+
+    def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
+        self.check()
         return start(self.launcher, self.layout, _program(words), verbose)
 
 
@@ -82,6 +85,12 @@ class Launched:
         if self.hosts:
             self.hosts.needed(self.num_proc)
         return command(self.num_proc, choose(self.launcher).name, words, hosts=self.hosts)
+
+    def check(self) -> None:
+        """Raise ConfigError for a mistake in the options, and CommunicationError for a host that cannot take ranks."""
+        self.command([])
+        if self.hosts:
+            look(self.hosts.needed(self.num_proc))
 
     def run(self, words: Sequence[str], config: Config, verbose: bool, once: bool) -> int:
         """Run ``hvd-train WORDS`` on the ranks; return the exit code. ``once``: nothing can go on from a checkpoint."""

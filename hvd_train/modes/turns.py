@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,7 +16,6 @@ from typing import Any
 from hvd_train.config import Config, load_config, resolved_yaml
 from hvd_train.errors import ConfigError
 from hvd_train.launch import logged
-from hvd_train.launch.start import environment
 from hvd_train.modes.ways import Way
 from hvd_train.run_folder import jsonl
 
@@ -59,14 +61,31 @@ class Result:
         return self.middle("seconds_per_sample")
 
 
-def on_this_host(ranks: int, launcher: str) -> Start:
-    """Start ranks as ``-np`` does."""
+def on_ranks(words: Sequence[str]) -> Start:
+    """Start ranks with these options of ``fit``, as ``-np 2``."""
 
-    def start(words: list[str]) -> tuple[list[str], dict[str, str]]:
-        line = [sys.executable, "-m", "hvd_train", *words, "-np", str(ranks), "--launcher", launcher]
-        return line, environment() | {"HVD_TRAIN_TERMINAL": "0"}  # the output goes to a file
+    def start(measured: list[str]) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-m", "hvd_train", *measured, *words], dict(os.environ)
 
     return start
+
+
+@contextmanager
+def folder_of(config: Config, shared: bool) -> Iterator[Path]:
+    """Yield a folder for what ranks read and write, which is deleted behind it.
+
+    ``shared``: other hosts see it too, as they see the run folder, beside which it lies.
+    """
+    beside = Path(config.run_dir).absolute().parent
+    created = [path for path in (beside, *beside.parents) if not path.exists()] if shared else []
+    if shared:
+        beside.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hvd-train-modes-", dir=beside if shared else None) as name:
+            yield Path(name)
+    finally:
+        for path in created:
+            path.rmdir()
 
 
 def trial(config: Config, way: Way, ranks: int, limits: Limits, run_dir: Path) -> Config:

@@ -27,10 +27,9 @@ from hvd_train.config import Config, load_config, resolved_yaml
 from hvd_train.errors import ConfigError
 from hvd_train.frameworks import KERNELS
 from hvd_train.launch import logged
-from hvd_train.launch.launchers import AUTO
 from hvd_train.launch.start import environment
 from hvd_train.modes import results
-from hvd_train.modes.turns import Limits, Result, Start, measure, on_this_host
+from hvd_train.modes.turns import Limits, Result, Start, measure, on_ranks
 from hvd_train.modes.ways import Way, ways
 
 HERE = "here"
@@ -52,7 +51,7 @@ def over_the_link(agent: Path) -> Start:
 def started(rate: str, folder: Path) -> Iterator[tuple[Start, str]]:
     """Yield the way to start ranks, and the name of the link with its measured speed."""
     if rate == HERE:
-        yield on_this_host(RANKS, AUTO), "on this host"
+        yield on_ranks(["-np", str(RANKS)]), "on this host"
         return
     agent = folder / "agent"
     agent.write_text(link.AGENT.format(name=link.NET[1]))

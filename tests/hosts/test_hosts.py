@@ -300,6 +300,19 @@ def test_the_doctor_sees_all_hosts(network, tmp_path, way):
     assert not network.left() and not list(network.folder.glob(".hvd-train-doctor-*"))
 
 
+def test_ways_to_train_are_compared_over_hosts(network, tmp_path):
+    """Figures of a rank on another host come back through the folder of the run, and nothing is left there."""
+    hosts = ",".join(f"{host}:1" for host in network.hosts[:2])
+    line = [str(BIN / "hvd-train"), "modes", "-np", "2", "-H", hosts, *TINY, "--set", f"run_dir={tmp_path}/runs/run"]
+    line += ["--modes", "synchronous,local_sgd", "--steps", "32", "--turns", "1"]
+    done = network.run(line, **ROOTED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.split()[0]: row.split() for row in done.stdout.splitlines() if row}
+    sent = [float(rows[name][1]) for name in ("synchronous", "local_sgd")]
+    assert sent[0] == pytest.approx(8 * sent[1], rel=0.01)
+    assert not [*tmp_path.iterdir()] and not network.left()
+
+
 @pytest.mark.long("the verdict has its unit tests, and mpirun hands every exit code on")
 def test_the_doctor_names_the_host_that_differs(network, tmp_path):
     a, b, _ = network.hosts

@@ -317,6 +317,19 @@ def test_a_step_that_fit_starts_itself(cluster, tmp_path, expected):
     assert summary(tmp_path / "run")["weights_sha256"] == expected("pytorch")
 
 
+@pytest.mark.long("the ranks start as those of fit do")
+def test_ways_to_train_are_compared_in_an_allocation(cluster, tmp_path):
+    line = ["salloc", *NODES, "-n", "2", "hvd-train", "modes", "--launcher", "srun", "-np", "2", "--turns", "1"]
+    line += ["--modes", "synchronous,sharded", "--steps", "16", "-c", str(TINY), "--set", f"run_dir={tmp_path}/run"]
+    own = variables(cluster)
+    run = subprocess.run(
+        line, cwd=cluster.folder, env=own, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert [row.split()[0] for row in run.stdout.splitlines()[1:3]] == ["synchronous", "sharded"]
+    assert "cannot run" not in run.stdout and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.long("signals of ranks have tests under the other launchers")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_step_that_fit_starts_is_saved_at_a_signal(cluster, tmp_path, sent, code):

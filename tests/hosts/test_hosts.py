@@ -53,7 +53,7 @@ def expected(tmp_path_factory):
         if framework not in known:
             folder = tmp_path_factory.mktemp("one-host") / "run"
             line = [str(BIN / "hvd-train"), "fit", "-np", "2", *words(folder, framework)]
-            subprocess.run(line, env=environment(), check=True, capture_output=True, timeout=120)
+            subprocess.run(line, env=environment(), check=True, capture_output=True, timeout=300)
             known[framework] = weights(folder)
         return known[framework]
 
@@ -117,7 +117,7 @@ def test_a_sharded_optimizer_over_hosts_of_two_ranks(network, tmp_path, framewor
     assert done.returncode == 0, done.stdout + done.stderr
     one = environment() | {"HVD_TRAIN_HOST_MEMORY": "2"}
     pairs = [*start, *words(tmp_path / "pairs", framework, *sharded)]
-    subprocess.run(pairs, env=one, check=True, capture_output=True, timeout=120)
+    subprocess.run(pairs, env=one, check=True, capture_output=True, timeout=300)
     assert weights(tmp_path / "hosts") == weights(tmp_path / "pairs")
     assert not network.left()
 

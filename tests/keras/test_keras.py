@@ -16,7 +16,7 @@ from hvd_train.launch.world import World
 from tests.ranks.conftest import ROOT, world_command
 
 HERE = Path(__file__).parent
-SECONDS = 900  # of a whole world; a case has its own limit
+SECONDS = 3600  # of a whole world, on a busy machine; a case has its own limit
 SLOW = r"step \d+: rank 1 is slow: the others wait for it \d\d% of each step, [\d.]+ ms, since step \d+\n"
 CASES = [
     "arrays", "accumulation", "clipnorm", "global_clipnorm", "clipvalue_ema", "run_eagerly", "own_step", "own_logs",
@@ -211,7 +211,7 @@ def test_a_saved_model_trains_on_without_us(results, tmp_path, backend, toleranc
     case = results(2, "mpirun", backend)["saved"][0]
     line = [sys.executable, "-c", PLAIN, str(case["own/file"]), str(tmp_path / "found.npz")]
     env = {**environment(), "KERAS_BACKEND": backend, "PYTHONPATH": ""}
-    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     read = dict(np.load(tmp_path / "found.npz"))
     assert_same("saved", case, [read], tolerance)

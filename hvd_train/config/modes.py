@@ -15,7 +15,8 @@ class Row:
     its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
     whether N ranks train as one rank does. ``deltas``: whether changes of weights travel as gradients do, through an
     exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each
-    step together; else none waits for another within an epoch, which needs MPI. ``note``: for whoever chose it.
+    step together; else none waits for another within an epoch, which needs MPI. ``sums``: whether the changes of all ranks
+    are added up and not averaged, so that N ranks move the weights N times as far. ``note``: for whoever chose it.
     """
 
     made_by: str
@@ -25,6 +26,7 @@ class Row:
     deltas: bool = False
     compression: bool = False
     lockstep: bool = True
+    sums: bool = False
     note: str = ""
 
     @property
@@ -45,5 +47,5 @@ MODES = {
     "outer": Row("outer:Outer", (*_OUTER, "outer_feedback"), deltas=True, compression=True),
     "streaming": Row("streaming:Streaming", (*_OUTER, "fragments", "stream_delay", "mix"), deltas=True),
     "async": Row("elastic:Elastic", ("async_steps", "async_pull"), lockstep=False),
-    "parameter_server": Row("parameter_server:ParameterServer", lockstep=False, note=DOES_NOT_SCALE),
+    "parameter_server": Row("parameter_server:ParameterServer", lockstep=False, sums=True, note=DOES_NOT_SCALE),
 }

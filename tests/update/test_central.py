@@ -163,6 +163,13 @@ def test_a_server_comes_with_a_warning():
     assert len(notes) == 1 and "more ranks are hardly faster" in notes[0]
 
 
+def test_a_server_moves_as_far_as_scaling_does_and_refuses_it():
+    optim = {"lr_scaling": "linear", "lr_reference_batch": 32}
+    with pytest.raises(ValueError, match="optim.lr_scaling|the changes of N ranks are added up"):
+        Config.model_validate({"exchange": {"mode": "parameter_server"}, "optim": optim})
+    assert Config.model_validate({"exchange": {"mode": "async"}, "optim": optim}).optim.lr_scaling == "linear"
+
+
 def test_windows_lose_nothing():
     def work(communicator):
         window = communicator.window(4 if communicator.rank == 1 else 0, "float64")

@@ -161,6 +161,9 @@ class Config(Section):
         if any(group.until_epoch for group in self.optim.groups):
             problems += self._not_with_unfreezing()
         mode = MODES[self.exchange.mode]
+        if mode.sums and self.optim.lr_scaling != "none":
+            what = "the changes of N ranks are added up, which is N times the rate already"
+            problems.append(("optim.lr_scaling", f"with exchange.mode: {self.exchange.mode} {what}"))
         if not mode.lockstep:
             problems += self._needs_lockstep()
         if mode.note:

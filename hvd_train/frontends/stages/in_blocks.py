@@ -96,7 +96,7 @@ class InBlocks(StateTree):
             raise ConfigError(what, where=where, fix="use all weights in the blocks")
         twice = [name for name in self._fixed if len(holders[name]) > 1]
         if twice:
-            what = f"blocks of several {self.PART}s change {', '.join(twice[:8])}"
+            what = f"{', '.join(twice[:8])}: frozen weights or statistics that blocks of several {self.PART}s use"
             raise ConfigError(
                 what, where=where, fix=f"choose parallel.split such that one {self.PART} has these blocks"
             )

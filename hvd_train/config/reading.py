@@ -187,7 +187,7 @@ def _expanded(error: ValidationError) -> Iterator[dict[str, Any]]:
     for item in error.errors(include_url=False):
         if item["type"] == "combination":
             for key, what in item["ctx"]["problems"]:
-                yield {"type": "rule", "loc": (*item["loc"], key), "msg": what, "input": None}
+                yield {"type": "rule", "loc": (*item["loc"], *key.split(".")), "msg": what, "input": None}
         else:
             yield dict(item)
 

@@ -186,6 +186,13 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path):
     assert [line.startswith(place) for line, place in itertools.zip_longest(found, places, fillvalue="")] == [True] * 6
 
 
+def test_a_key_that_does_not_go_with_others_has_its_place(tmp_path):
+    path = write(tmp_path, "seed: 1\noptim:\n  lr: 1\n  sharded: true\n")
+    found = lines("checkpoint.monitor=val_acc", "exchange.mode=partial", path=path)
+    assert found[0].startswith(f"{path}:4: optim.sharded: ranks move their weights apart")
+    assert found[1].startswith("--set checkpoint.monitor=val_acc: checkpoint.monitor: unknown 'val_acc'; did you mean")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

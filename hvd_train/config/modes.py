@@ -15,8 +15,8 @@ class Row:
     its, with which the class is called. ``gradients``: whether gradients travel, or stay on their rank. ``exact``:
     whether N ranks train as one rank does. ``deltas``: whether changes of weights travel as gradients do, through an
     exchange over all ranks. ``compression``: whether what travels may be compressed. ``lockstep``: all ranks take each
-    step together; else none waits for another within an epoch, which needs MPI. ``sums``: whether the changes of all ranks
-    are added up and not averaged, so that N ranks move the weights N times as far. ``note``: for whoever chose it.
+    step together; else none waits for another within an epoch, which needs MPI. ``sums``: whether the changes of all
+    ranks are added up and not averaged: N ranks move the weights N times as far. ``note``: for whoever chose it.
     """
 
     made_by: str

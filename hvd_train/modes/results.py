@@ -8,8 +8,10 @@ from pathlib import Path
 from hvd_train.config import Config
 from hvd_train.errors import amount
 from hvd_train.modes.turns import Limits, Result
+from hvd_train.modes.ways import PLAIN, Way
 from hvd_train.report.plots import losses
 from hvd_train.report.tables import table
+from hvd_train.update.buckets import SMALL
 
 LAST = 0.25  # of the samples, over which a loss is a mean: that of a batch is too noisy
 
@@ -62,7 +64,23 @@ def notes(results: Sequence[Result], config: Config, limits: Limits) -> list[str
     if rare:
         listed = ", ".join(f"{one.way.name} ({one.way.interval(config)})" for one in rare)
         lines.append(f"steps between two exchanges: {listed}; of {limits.steps} steps they show too little")
+    if whole := _uncompressed(results):
+        listed = ", ".join(one.way.name for one in whole)
+        lines.append(f"{listed}: nothing is compressed; tensors with fewer than {SMALL:,} entries travel whole")
     return lines
+
+
+def _uncompressed(results: Sequence[Result]) -> list[Result]:
+    """Return the ways with a compressor that send as much as the same way without it."""
+    ran = [one for one in results if not one.problem]
+    plain = {_apart(one.way): one.middle("sent") for one in ran if one.way.compression == PLAIN}
+    compressed = [one for one in ran if one.way.compression != PLAIN]
+    return [one for one in compressed if one.middle("sent") and one.middle("sent") == plain.get(_apart(one.way))]
+
+
+def _apart(way: Way) -> tuple[object, ...]:
+    """Return what a way is, apart from its compressor."""
+    return way.mode, way.sharded, way.pipeline
 
 
 def text(results: Sequence[Result], config: Config, limits: Limits) -> str:

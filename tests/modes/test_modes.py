@@ -138,6 +138,10 @@ def test_losses_after_the_same_samples_and_the_same_seconds():
     assert rows[2] == ["async", "-", "-", "-", "-", "-", "cannot run: Gloo cannot"]
     assert "outer (30); of 40 steps" in notes([slow, fast, broken], load_config(), Limits(40))[1]
     assert len(notes([slow, fast, broken], load_config(), Limits(120))) == 1
+    whole, less = (result("int8", 90.0, slow.curve, sent=sent) for sent in (2.5e6, 0.7e6))
+    told = "int8: nothing is compressed; tensors with fewer than 4,096 entries travel whole"
+    assert notes([slow, whole, broken], load_config(), Limits(120))[1:] == [told]
+    assert not notes([slow, less, broken], load_config(), Limits(120))[1:]
     slow.figures.append(slow.figures[0] | {"ms": 300.0, "seconds_per_sample": 0.03, "gpu_memory": 2e9})
     header, rows = header_and_rows([slow])
     assert rows[0][2] == "200" and header[4] == "GPU memory" and rows[0][4] == "1 GB"

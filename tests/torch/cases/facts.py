@@ -64,7 +64,7 @@ def dynamic():
 def thrown_away():
     """Training is the same bits whether gradients that nobody used were computed in between or not."""
 
-    batches = list(loader())
+    batches = list(loader(480))
 
     def train(waste, **options):
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.run_folder.terminal import on_terminal
 
 SHOWN = {"framework": str, "model": str, "world_size": int, "epochs": int, "steps": int, "samples_per_second": float}
@@ -53,14 +53,15 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """Read ``summary.json`` of a finished run. Raises CheckpointError."""
+    """Read ``summary.json`` of a finished run. Raises ConfigError for no folder, and CheckpointError."""
     path = run_dir / "summary.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return {**values, **{name: kind(values[name]) for name, kind in SHOWN.items()}}
     except FileNotFoundError as error:
-        what = "holds no finished run" if run_dir.is_dir() else "there is no such run folder"
-        raise CheckpointError(what, where=str(run_dir)) from error
+        if not run_dir.is_dir():
+            raise ConfigError("there is no such run folder", where=str(run_dir)) from error
+        raise CheckpointError("holds no finished run", where=str(run_dir)) from error
     except (KeyError, TypeError, RecursionError) as error:
         raise CheckpointError("is damaged: it is not the summary of a run", where=str(path)) from error
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hvd_train.errors import CheckpointError, printable
+from hvd_train.errors import CheckpointError, ConfigError, printable
 from hvd_train.report.braille import Canvas
 from hvd_train.report.plots import steps
 from hvd_train.run_folder import jsonl, lock
@@ -29,7 +29,7 @@ class WatchedRun:
 
     def __init__(self, run_dir: Path) -> None:
         if not run_dir.is_dir():
-            raise CheckpointError("there is no such run folder", where=str(run_dir))
+            raise ConfigError("there is no such run folder", where=str(run_dir))
         self.run_dir = run_dir
         self.rows: list[dict[str, Any]] = []
         self.config = self._yaml("config.yaml")

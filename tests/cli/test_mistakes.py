@@ -34,6 +34,8 @@ from tests.cli.running import run
         (["verify"], "Missing option '-np'"),
         (["verify", "-np", "1"], "1 is not in the range x>=2"),
         (["verify", "-np", "2", "--steps", "0"], "0 is not in the range x>=1"),
+        (["watch", "nowhere"], "there is no such run folder; nowhere"),
+        (["compare", "nowhere"], "there is no such run folder; nowhere"),
         (["compare"], "Missing argument 'RUN_DIR...'"),
         (["config", "-c", "nothing.yaml"], "nothing.yaml"),
     ],

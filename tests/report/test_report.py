@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import CheckpointError, ConfigError
 from hvd_train.report import plots, tables
 from hvd_train.run_folder import jsonl
 
@@ -61,7 +61,6 @@ def test_runs_side_by_side(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: None, "there is no such run folder"),
         (lambda path: path.mkdir(), "holds no finished run"),
         (lambda path: (path.mkdir(), (path / "summary.json").write_text("{")), "cannot be read"),
         (lambda path: (path.mkdir(), (path / "summary.json").write_text("[3]")), "is damaged: it is not the summary"),
@@ -70,6 +69,8 @@ def test_runs_side_by_side(tmp_path):
     ],
 )
 def test_a_folder_without_a_finished_run(tmp_path, make, words):
+    with pytest.raises(ConfigError, match="there is no such run folder"):
+        tables.summary(tmp_path / "x")
     make(tmp_path / "x")
     with pytest.raises(CheckpointError, match=words):
         tables.summary(tmp_path / "x")

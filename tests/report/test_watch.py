@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from hvd_train.errors import CheckpointError
+from hvd_train.errors import ConfigError
 from hvd_train.report import watch
 from hvd_train.report.braille import EMPTY, Canvas
 from hvd_train.report.watch import WatchedRun, frame, news
@@ -58,7 +58,7 @@ def test_damaged_files_are_no_end(folder):
     run = WatchedRun(folder)
     run.update()
     assert len(run.rows) == 6 and "loss" in frame(run, 80, 40)
-    with pytest.raises(CheckpointError, match="there is no such run folder"):
+    with pytest.raises(ConfigError, match="there is no such run folder"):
         WatchedRun(folder / "gone")
 
 

@@ -18,6 +18,7 @@ from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
 from hvd_train.data.fitted import as_run
 from hvd_train.data.kinds import KINDS
+from hvd_train.data.label_values import check_values
 from hvd_train.data.lengths import Lengths, buckets_of
 from hvd_train.data.manifest import Manifest
 from hvd_train.data.ragged import Varying
@@ -65,8 +66,8 @@ def open_data(
     vocabulary = getattr(first, "vocabulary", "")
     parts = _divided(opened, request, config)
     varying = {name: getattr(part, "varying", None) for name, part in parts.items()}
+    where = config.path or f"data.name: {config.name}"
     if request.run:
-        where = config.path or f"data.name: {config.name}"
         looked_at = request.labels and config.target == "labels"
         run = known(config, request).named_run(request.run)
         if config.lengths and config.lengths.mask:  # which these data do not have yet
@@ -75,6 +76,8 @@ def open_data(
     else:
         _check_names(parts, config)
         _check_several_classes(parts, config, task)
+        if config.target == "labels" and request.labels:
+            check_values(parts, task, where)
     chosen = None
     if config.sampling and request.split is None:
         parts["train"] = balanced = Balanced(parts["train"])
@@ -83,6 +86,8 @@ def open_data(
         parts = transformed(parts, config.transforms, imported)
     if config.target == "inputs":
         parts = {name: InputsAsLabels(part) for name, part in parts.items()}
+        if not request.run:
+            check_values(parts, task, where, of_inputs=True)
     if config.lengths:
         parts = _with_lengths(parts, varying, config, chosen)
     return DataSet(config.name, parts, vocabulary)

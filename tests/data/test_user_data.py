@@ -174,7 +174,8 @@ def test_labels_are_what_the_loss_wants():
     found = source_of(IDS.astype(np.float32), LABELS / 2, loss="mse")
     assert taken(found, np.arange(2))[1].tolist() == [0, 0.5] and found.sample.num_classes is None
     assert source_of(IDS, -LABELS, loss="mse").sample.labels["label"] == Field((), "int64")
-    images = source_of(np.ones((8, 4, 4), np.uint8), np.ones((8, 4, 4), np.uint8), loss="mse")
+    bytes_ = np.full((8, 4, 4), 9, np.uint8)
+    images = source_of(bytes_, bytes_, loss="mse")
     assert images.sample.labels["label"] == images.sample.inputs["input"] == Field((4, 4, 1), "uint8", 255.0)
     words = np.where(IDS > 3, IDS, -100)
     source = source_of(

@@ -1,0 +1,104 @@
+"""Labels that are numbers, whose values cannot be what the task takes them for: no loss or metric would show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import numpy as np
+
+from hvd_train.config import TaskConfig
+from hvd_train.errors import DataError
+from hvd_train.metrics.table import METRICS
+from hvd_train.protocol import Field, Source
+
+FEW = 64  # samples of a source that gives labels with their inputs only
+PIECE = 1 << 18  # values that are looked at together
+MOST = 1 << 24  # values of a part that are looked at: labels may be masks in a mapped file
+ROUNDING = 1e-3  # of masks that were resized
+THRESHOLD, RANK = ("means:Accuracy", "counts:"), ("auc:",)  # metrics of yes and no, as made_by begins
+OF_NUMBERS = ("mse", "mae", "huber")
+
+
+def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_inputs: bool = False) -> None:
+    """Refuse labels that ``task`` takes for something else.
+
+    ``of_inputs``: they are the samples' inputs (``data.target: inputs``).
+    """
+    for title, part in parts.items():
+        for name, field in part.sample.labels.items():
+            loss, metrics = task.terms.get(name) or task.terms.get("") or ("", ())
+            found = f"{where}, {title}"
+            if field.divisor != 1 and not of_inputs:
+                _check_bytes(part, name, found)
+            if loss == "bce":
+                _check_yes_and_no(part, name, field, found)
+            if loss in OF_NUMBERS:
+                for metric in metrics:
+                    _check_metric(part, name, field, loss, metric, found)
+
+
+def _check_bytes(part: Source, name: str, where: str) -> None:
+    """Refuse bytes of 0 and 1: divided by 255 as an image, they would all be nearly 0."""
+    most = 0
+    for _, values in _pieces(part, name):
+        most = max(most, int(values.max(initial=0)))
+        if most > 1:
+            return
+    if most == 1:
+        what = f"labels '{name}' are uint8 of 0 and 1, and bytes of an image are divided by 255: 1 would be 0.004"
+        raise DataError(what, where=where, fix="store masks as bool, as float32, or as bytes of 0 and 255")
+
+
+def _check_yes_and_no(part: Source, name: str, field: Field, where: str) -> None:
+    """Refuse labels that are not probabilities of yes: below 0 or above 1 the loss bce has no lower bound."""
+    for start, values in _pieces(part, name):
+        values = _as_model_sees(values, field)
+        good = (values >= -ROUNDING) & (values <= 1 + ROUNDING)
+        if not good.all():
+            bad = np.argwhere(~good)[0]
+            what = f"sample {start + bad[0]} has the label {values[tuple(bad)]:g}, and task.loss: bce takes 0 to 1"
+            raise DataError(what, where=where, fix="store no as 0 and yes as 1; for other numbers set task.loss: mse")
+
+
+def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str, where: str) -> None:
+    """Refuse a metric of yes and no for numbers that are neither.
+
+    Outputs above 0 are yes. A loss of distances makes them so for labels of -1 and 1; for 0 and 1 it is above 0.5.
+    """
+    made_by = METRICS[metric].made_by if metric in METRICS else ""
+    pairs: list[tuple[int, int]] = []
+    if made_by.startswith(THRESHOLD):
+        pairs = [(-1, 1)]
+    elif made_by.startswith(RANK):
+        pairs = [(-1, 1), (0, 1)]
+    if not pairs:
+        return
+    for start, values in _pieces(part, name):
+        values = _as_model_sees(values, field)
+        pairs = [pair for pair in pairs if np.isin(values, pair).all()]
+        if not pairs:
+            first = values.reshape(len(values), -1)[0, 0]
+            what = f"the metric tells yes from no, and with loss {loss} labels are numbers (sample {start}: {first:g})"
+            fix = "for labels of 0 and 1 set task.loss: bce; of numbers there are mae, rmse, r2"
+            raise DataError(what, where=f"{where}, task.metrics: {metric}", fix=fix)
+
+
+def _as_model_sees(values: np.ndarray, field: Field) -> np.ndarray:
+    """Return labels as the loss gets them: divided, and normalized where they are inputs."""
+    if field.divisor == 1 and not field.mean:
+        return values
+    scaled = values / field.divisor
+    return (scaled - np.array(field.mean)) / np.array(field.std) if field.mean else scaled
+
+
+def _pieces(part: Source, name: str) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (the first sample, labels (k, ...)) of the first samples."""
+    read, field, n = getattr(part, "label", None), part.sample.labels[name], len(part)
+    if read is None:
+        yield 0, np.asarray(part.fetch(np.arange(min(n, FEW)))[1][name])
+        return
+    each = max(1, prod(field.shape))
+    rows = max(1, PIECE // each)
+    for start in range(0, min(n, max(1, MOST // each)), rows):
+        yield start, np.asarray(read(name, np.arange(start, min(n, start + rows))))

@@ -1,0 +1,85 @@
+"""Labels whose values cannot be what the loss and the metrics take them for are refused, in one line."""
+
+import numpy as np
+import pytest
+
+from hvd_train.config import DataConfig, TaskConfig
+from hvd_train.data.catalog import open_data
+from hvd_train.errors import DataError
+from tests.data.files import RNG, write
+
+N = 20
+X = RNG.normal(size=(N, 3)).astype(np.float32)
+IMAGES = RNG.random((N, 4, 4, 1)).astype(np.float32)
+BITS = np.arange(N) % 2
+MASKS = RNG.random((N, 4, 4)) > 0.5
+
+
+def opened(labels, inputs=X, task=None, **keys):
+    parts = (inputs[:10], labels[:10]), (inputs[10:], labels[10:])
+    return open_data(DataConfig(name="npz", **keys), TaskConfig(**(task or {})), user_data=parts)
+
+
+def fault(*args, **keys):
+    with pytest.raises(DataError) as caught:
+        opened(*args, **keys)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("labels", [2 * BITS - 1, BITS + 1, 255 * BITS, np.stack([BITS, -100 * BITS], 1)], ids=str)
+def test_bce_takes_labels_from_0_to_1(labels):
+    """Of labels -1 and 1 the loss has no lower bound: it fell below zero without a word."""
+    for one in (labels, labels.astype(np.float32)):
+        assert "task.loss: bce takes 0 to 1" in fault(one, task={"loss": "bce"})
+        opened(one, task={"loss": "mse"})
+
+
+@pytest.mark.parametrize("labels", [BITS, BITS == 1, BITS * 0.9, MASKS, MASKS * np.uint8(255)], ids=lambda x: x.dtype)
+def test_what_bce_takes(labels):
+    opened(labels, IMAGES if labels.ndim > 1 else X, {"loss": "bce"})
+
+
+def test_the_place_of_a_bad_label_is_named(tmp_path):
+    labels = BITS.astype(np.float32)
+    labels[7] = 3
+    path = write("npz", tmp_path, {"train_x": X, "train_y": labels, "val_x": X, "val_y": BITS.astype(np.float32)})
+    with pytest.raises(DataError, match=r"sample 7 has the label 3.*data.npz, train"):
+        open_data(DataConfig(name="npz", path=str(path)), TaskConfig(loss="bce"))
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+@pytest.mark.parametrize("images", [None, True])
+def test_masks_of_bytes_0_and_1_are_not_divided_by_255(loss, images):
+    """With data.images: true there was not even a note: all labels were below 0.004, and dice 0."""
+    text = fault(MASKS.astype(np.uint8), IMAGES, {"loss": loss}, images=images)
+    assert "labels 'label' are uint8 of 0 and 1" in text
+    opened(MASKS.astype(np.uint8), IMAGES, {"loss": "cross_entropy"}, images=images)
+    opened(MASKS * np.uint8(0), IMAGES, {"loss": loss}, images=images)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "f1_macro", "iou", "dice", "balanced_accuracy"])
+def test_metrics_of_yes_and_no_beside_a_loss_of_distances(metric):
+    """Outputs near 0 and 1 are nearly all above 0: a perfect model had an accuracy of 0.5."""
+    task = {"loss": "mse", "metrics": [metric]}
+    assert f"task.metrics: {metric}" in fault(BITS, task=task)
+    assert f"task.metrics: {metric}" in fault(BITS * 31.0, task=task)
+    opened(2 * BITS - 1, task=task)
+    opened(BITS, task={**task, "loss": "bce"})
+
+
+def test_areas_need_labels_of_two_values():
+    task = {"loss": "mse", "metrics": ["auc", "mae"]}
+    assert "task.metrics: auc" in fault(np.arange(N) * 1.0, task=task)
+    opened(BITS, task=task)
+    opened(2 * BITS - 1, task=task)
+
+
+def test_inputs_that_are_labels_are_looked_at_as_the_loss_gets_them():
+    pixels = RNG.integers(0, 256, (N, 4, 4, 1)).astype(np.uint8)
+    normalized = [{"name": "normalize", "mean": 0.5, "std": 0.5}]
+    assert "task.loss: bce takes 0 to 1" in fault(BITS, X, {"loss": "bce"}, target="inputs")
+    assert "bce takes 0 to 1" in fault(BITS, pixels, {"loss": "bce"}, target="inputs", transforms=normalized)
+    opened(BITS * 7, pixels, {"loss": "bce"}, target="inputs")
+    opened(BITS, pixels, {"loss": "mse"}, target="inputs", transforms=normalized)

@@ -40,7 +40,9 @@ class AUC(Metric):
         if self.labels > 1:
             first = ops.from_numpy(np.arange(self.labels) * BINS)  # (L,): the first bin of each label
             bins = ops.reshape(ops.reshape(bins, (-1, self.labels)) + first, (-1,))
-        one = ops.cast(y > 0.5, ops.dtype(w))
+        # In 32 bits a count stands still at 2^24, which one batch of large masks has.
+        w = ops.cast(w, "float64")
+        one = ops.cast(y > 0.5, "float64")
         return ops.concat([ops.scatter(half, bins, w * (1 - one)), ops.scatter(half, bins, w * one)])
 
     def result(self, sums: np.ndarray) -> float:

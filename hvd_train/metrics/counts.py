@@ -37,7 +37,8 @@ class Counts(Metric):
     def _class_sums(self, predictions: Predictions) -> Tensor:
         ops, classes = predictions.ops, self.form.size
         z, y, w = predictions.flat()  # (places,) or (places, C); (places,); (places,)
-        actual = ops.cast(y, "int64")
+        # In 32 bits a count stands still at 2^24, which one batch of large masks has.
+        w, actual = ops.cast(w, "float64"), ops.cast(y, "int64")
         predicted = ops.argmax(z) if len(z.shape) > 1 else ops.cast(z > 0, "int64")
         right = w * ops.cast(predicted == actual, ops.dtype(w))
         # A model may have more outputs than there are classes, as with a vocabulary that is rounded up.

@@ -15,6 +15,8 @@ from hvd_train.compression.sparse import Threshold
 from hvd_train.config import Config
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
+from hvd_train.metrics.metric import LabelForm, Predictions
+from hvd_train.metrics.table import METRICS
 from hvd_train.protocol import Batch, Field, Groups, Placement, Sample
 from hvd_train.task.task import Task
 from hvd_train.update.exchange import Exchange
@@ -989,6 +991,23 @@ def test_verbs(framework, verb, expected):
         assert found.dtype == np.float32
     values = np.sort(found) if found.ndim == 1 and set(found) == {3.0, 2.5} else found
     np.testing.assert_allclose(values, np.sort(expected) if values is not found else expected, rtol=1e-12)
+
+
+def counted_past_24_bits(ops, metric, logits):
+    """The sums of two samples, of which the first counts 2^24 times and the second once."""
+    x, y = ops.from_numpy(np.array(logits, np.float32)), ops.from_numpy(np.array([1, 1]))
+    weights = ops.from_numpy(np.array([2.0**24, 1], np.float32))
+    return ops.to_numpy(metric.sums(Predictions(x, y, weights, None, (x, y), ops)))
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_counts_of_one_batch_may_exceed_24_bits(framework):
+    """As those of masks do: 32 images of 1024 x 1024 are 2^25 places, and 32 bits stop at 2^24."""
+    ops, two = OPS[framework](), LabelForm("classes", 2)
+    counts = counted_past_24_bits(ops, METRICS["iou"].metric_class(two, rate="iou", average=""), [1, 1])
+    assert counts.reshape(3, 2).tolist() == [[0, 2**24 + 1]] * 3
+    areas = counted_past_24_bits(ops, METRICS["auc"].metric_class(two, average=""), [1, 1])
+    assert areas.max() == 2**24 + 1
 
 
 @pytest.mark.parametrize("framework", ALL)

@@ -272,6 +272,29 @@ def keras_softmax(input_shape, num_classes):
     return keras.Sequential(layers)
 
 
+def pytorch_sigmoid(input_shape, last=True):
+    import torch.nn as nn
+
+    layers = [nn.Flatten(), nn.Linear(int(np.prod(input_shape)), 1)]
+    return nn.Sequential(*layers, *[nn.Sigmoid()] * last)
+
+
+def keras_sigmoid(input_shape, last=True):
+    import keras
+
+    layers = [keras.Input(input_shape), keras.layers.Flatten()]
+    return keras.Sequential([*layers, keras.layers.Dense(1, activation="sigmoid" if last else None)])
+
+
+def odd_digits():
+    """Photos of digits; whether they are odd."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x, y = (digits.images / 16).astype(np.float32)[..., None], (digits.target % 2).astype(np.float32)
+    return (x[:200], y[:200]), (x[200:300], y[200:300])
+
+
 def pytorch_one_output(input_shape, num_classes):
     import torch.nn as nn
 

@@ -15,6 +15,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect
 from hvd_train.jobs.job import opened_job
+from hvd_train.jobs.probabilities import warn_of_probabilities
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.launch.environment import world
 from hvd_train.run_folder import layout
@@ -55,7 +56,7 @@ def check(config: Config, resume: str | None, allow_change: Sequence[str], overw
         trainer.restore(None)
         log.message("\n".join([messages.start(job, trainer, None), messages.weight_names(job), *config.notes]))
         if first and ":" in config.model.name and not job.session.links:
-            messages.warn_of_softmax(job, log)
+            warn_of_probabilities(job, log)
         summary = trainer.fit()
         resumed = f", checkpoint {snapshot.path.name} to go on from" if snapshot else ""
         log.message(f"checked: configuration, data, model{resumed}; {_steps(summary)}")

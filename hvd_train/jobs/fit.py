@@ -22,6 +22,7 @@ from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs import messages
 from hvd_train.jobs.connect import connect, unfreeze
 from hvd_train.jobs.job import Job, opened_job, versions
+from hvd_train.jobs.probabilities import warn_of_probabilities
 from hvd_train.jobs.resume import find_checkpoint
 from hvd_train.jobs.user_hooks import hooks_of
 from hvd_train.launch import snapshots
@@ -126,7 +127,7 @@ def train(
     start = [messages.start(job, trainer, snapshot), *notes, *filter(None, [trainer.complete])]
     log.message("\n".join(start))
     if communicator.rank == 0 and ":" in config.model.name and not job.session.links:
-        messages.warn_of_softmax(job, log)
+        warn_of_probabilities(job, log)
     keeps_memory = keep_memory()  # not before: what setting up frees is to go back to the kernel
     if isinstance(log, RunLog):
         log.trackers = Trackers(trackers, TrackedRun(run_dir, dict(leaves(config.resolved().model_dump(mode="json")))))

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvd_train.checkpoint import store
 from hvd_train.config import Config
 from hvd_train.core.hooks import Hook, unknown_events
@@ -17,8 +15,7 @@ from hvd_train.errors import amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.resume import best_rule
-from hvd_train.protocol import Batch, Sample, one_or_all
-from hvd_train.run_folder.log import NullLog, RunLog
+from hvd_train.protocol import Sample
 from hvd_train.run_folder.terminal import warn
 
 
@@ -104,19 +101,3 @@ def warn_of_events(job: Job, hooks: Sequence[Hook]) -> None:
     for hook in hooks if job.communicator.rank == 0 else ():
         for line in unknown_events(hook):
             warn(line)
-
-
-def warn_of_softmax(job: Job, log: RunLog | NullLog) -> None:
-    """Warn where a user's model ends in softmax, which the loss applies again: it would learn, but slowly and worse."""
-    if job.config.task.loss != "cross_entropy":
-        return
-    indices = np.arange(min(8, len(job.data.train)))
-    # A few samples show it: probabilities sum to 1 whatever the input.
-    inputs, labels = job.data.train.fetch(indices)
-    batch = Batch(inputs, labels, np.ones(len(indices), np.float32), indices)
-    outputs = job.frontend.predict(job.frontend.to_device(batch))
-    logits = one_or_all(outputs) if isinstance(outputs, dict) else outputs
-    sums = np.sum(logits, axis=-1, dtype=np.float64)
-    if logits.shape[-1] > 1 and (logits >= 0).all() and np.abs(sums - 1).max() < 0.01:
-        what = "the model gives probabilities (its outputs are not negative and sum to 1), and the loss applies softmax"
-        log.warning(f"{what} again; model.name: {job.config.model.name}; leave its last softmax out")

@@ -417,3 +417,16 @@ def test_outputs_that_are_no_logits(tmp_path, framework):
     assert one.code == 2 and one.err.count("\n") == 1, one.err
     assert "logits of shape (16, 1) for labels of shape (16,) in 10 classes" in one.err
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_sigmoid_before_bce_is_told(tmp_path, framework):
+    """All outputs were above 0, so the accuracy was the share of yes, 0.5, whatever the model had learned."""
+    kind = {"pytorch": "pytorch", "tensorflow": "keras"}[framework]
+    base = [f"framework={framework}", "task.loss=bce", "data.name=tests.own_models:odd_digits", "max_steps=2"]
+    models = [f"model={{name: 'tests.own_models:{kind}_sigmoid', last: {last}}}" for last in ("true", "false")]
+    lines = [fit(tmp_path / str(k), "--check", sets=[*base, model]) for k, model in enumerate(models)]
+    sigmoid, logits = commands(*lines)
+    assert sigmoid.code == logits.code == 0, sigmoid.err + logits.err
+    assert sigmoid.err.count("the loss applies the sigmoid again") == 1, sigmoid.err
+    assert "leave its last sigmoid out" in sigmoid.err and "warning" not in logits.err

@@ -1,0 +1,75 @@
+"""A warning where a user's model gives probabilities to a loss that makes them of its outputs by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hvd_train.jobs.job import Job
+from hvd_train.protocol import Batch, Field, Fields, one_or_all
+from hvd_train.run_folder.log import NullLog, RunLog
+
+SAMPLES = 8  # that are tried
+LARGE = 100.0  # times such inputs the outputs of a network are far from 0 and 1, but for a last sigmoid
+SPREAD = 0.5  # of the outputs for large inputs: a last sigmoid brings them to both ends
+
+
+def warn_of_probabilities(job: Job, log: RunLog | NullLog) -> None:
+    """Warn where a model ends in softmax or sigmoid, which the loss applies again: it learns more slowly and worse.
+
+    Metrics are wrong, too: an output above 0 is yes, and probabilities always are.
+    """
+    losses = {name: loss for name, (loss, _) in job.config.task.terms.items() if loss in ("cross_entropy", "bce")}
+    if not losses:
+        return
+    inputs, labels = job.data.train.fetch(np.arange(min(SAMPLES, len(job.data.train))))
+    for name, outputs in _outputs(job, inputs, labels, losses):
+        if losses[name] == "cross_entropy" and _sums_to_1(outputs):
+            what = "its outputs are not negative and sum to 1), and the loss applies softmax"
+            _warn(job, log, name, what, "leave its last softmax out")
+        within = losses[name] == "bce" and (outputs > 0).all() and (outputs < 1).all()
+        if within and _stays_between(job, name, inputs, labels, losses):
+            what = "its outputs stay between 0 and 1), and the loss applies the sigmoid"
+            _warn(job, log, name, what, "leave its last sigmoid out")
+
+
+def _sums_to_1(outputs: np.ndarray) -> bool:
+    # A few samples show it: probabilities sum to 1 whatever the input.
+    sums = np.sum(outputs, axis=-1, dtype=np.float64)
+    return outputs.shape[-1] > 1 and bool((outputs >= 0).all() and np.abs(sums - 1).max() < 0.01)
+
+
+def _warn(job: Job, log: RunLog | NullLog, output: str, what: str, fix: str) -> None:
+    of_output = f" for {output}" * bool(output)
+    log.warning(f"the model gives probabilities{of_output} ({what} again; model.name: {job.config.model.name}; {fix}")
+
+
+def _outputs(job: Job, inputs: Fields, labels: Fields, losses: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (output, its values) for each of these losses."""
+    count = len(next(iter(inputs.values())))
+    batch = Batch(inputs, labels, np.ones(count, np.float32), np.arange(count))
+    outputs = job.frontend.predict(job.frontend.to_device(batch))
+    for name in losses:
+        its = outputs.get(name) if name and isinstance(outputs, dict) else outputs
+        its = one_or_all(its) if isinstance(its, dict) else its
+        if isinstance(its, np.ndarray) and its.ndim:
+            yield name, its
+
+
+def _stays_between(job: Job, output: str, inputs: Fields, labels: Fields, losses: dict[str, str]) -> bool:
+    """Return whether an output stays between 0 and 1, and comes near both, where inputs are very large."""
+    fields = job.data.train.sample.inputs
+    large = {name: x for name, x in inputs.items() if _has_fractions(x, fields[name])}
+    if not large:  # ids of words may not be changed
+        return False
+    tried = []
+    for factor in (LARGE, -LARGE):
+        changed = {**inputs, **{name: x.astype(np.float32) * np.float32(factor) for name, x in large.items()}}
+        tried += [x for name, x in _outputs(job, changed, labels, losses) if name == output]
+    outputs = np.concatenate(tried)
+    return bool((outputs >= 0).all() and (outputs <= 1).all() and np.ptp(outputs) > SPREAD)
+
+
+def _has_fractions(x: np.ndarray, field: Field) -> bool:
+    return not field.whole and (field.divisor != 1 or bool((x != np.rint(x)).any()))

@@ -15,6 +15,7 @@ from hvd_train.protocol import Field
 SCAN = 1 << 20  # labels looked at together
 # Labels below this are looked for without sorting.
 MARKS = 1 << 20
+NO_LABEL = 255  # in masks that are stored as bytes: of places that do not count
 
 
 def class_column(
@@ -83,7 +84,8 @@ def _numbered_classes(
         bound = f"[0, {count})" if count is not None else "0, 1, 2, ..."
         bad = low if low < 0 else high
         what = f"label {bad} of sample {_first(labels, bad)} is out of range: {bound} expected"
-        raise DataError(what, where=where, fix="mend the labels or data.num_classes")
+        ignored = f"; task.ignore_index: {bad} leaves such places out" * (at_places and bad in (-1, NO_LABEL))
+        raise DataError(what, where=where, fix=f"mend the labels or data.num_classes{ignored}")
     # Labels at places are ids of a vocabulary, most of which a small text does not use.
     if count is None and high >= max(len(labels) + known.samples, MARKS if at_places else 0):
         what = f"labels up to {high:,} are {high + 1:,} classes, and there are {len(labels):,} samples"
@@ -91,7 +93,18 @@ def _numbered_classes(
         raise DataError(what, where=where, fix=f"{fix}; or data.num_classes, if there are so many")
     if of_run:
         return count or high + 1, (by_number(title, names),) if names else ()
-    return count or high + 1, () if at_places else _remarks_on_classes(title, distinct, count or high + 1, known, where)
+    if at_places:
+        return count or high + 1, _remark_on_places(title, distinct) if count is None and not known.samples else ()
+    return count or high + 1, _remarks_on_classes(title, distinct, count or high + 1, known, where)
+
+
+def _remark_on_places(title: str, distinct: list[int]) -> tuple[str, ...]:
+    """Return a remark on masks whose 255 may stand for places without a label."""
+    others = [value for value in distinct if value != NO_LABEL]
+    if distinct[-1:] != [NO_LABEL] or not others or others[-1] == NO_LABEL - 1:
+        return ()
+    what = f"{title}: {NO_LABEL} is taken for a class, of {NO_LABEL + 1}, and {others[-1]} is the largest of the others"
+    return (f"{what} (if it stands for places without a label, set task.ignore_index: {NO_LABEL})",)
 
 
 def _remarks_on_classes(title: str, distinct: list[int], count: int, known: Classes, where: str) -> tuple[str, ...]:

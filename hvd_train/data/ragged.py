@@ -80,6 +80,8 @@ def joined_rows(
 ) -> RaggedRows:
     """Make rows of samples that lie one after the other in ``flat``, within the limit; ``lengths``: (n,)."""
     check_lengths(lengths, name, where, config)
+    if flat.dtype.kind in "iu" and not np.iinfo(flat.dtype).min <= padding <= np.iinfo(flat.dtype).max:
+        flat = flat.astype(np.int64)
     limit = config.max_length
     return RaggedRows(flat, np.cumsum(lengths) - lengths, np.minimum(lengths, limit), limit, padding)
 

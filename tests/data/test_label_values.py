@@ -83,3 +83,27 @@ def test_inputs_that_are_labels_are_looked_at_as_the_loss_gets_them():
     assert "bce takes 0 to 1" in fault(BITS, pixels, {"loss": "bce"}, target="inputs", transforms=normalized)
     opened(BITS * 7, pixels, {"loss": "bce"}, target="inputs")
     opened(BITS, pixels, {"loss": "mse"}, target="inputs", transforms=normalized)
+
+
+def test_255_in_a_mask_of_classes_is_told():
+    """Pascal VOC's places without a label: they were a class of 256, and every mean over classes wrong."""
+    masks = np.where(MASKS, np.uint8(1), np.uint8(255))
+    (remark,) = opened(masks, IMAGES).remarks
+    assert remark.startswith("labels: 255 is taken for a class, of 256") and "task.ignore_index: 255" in remark
+    data = opened(masks, IMAGES, {"ignore_index": 255})
+    assert data.sample.labels["label"].classes == 2 and not data.remarks
+    assert not opened(masks, IMAGES, num_classes=256).remarks
+    assert not opened(np.tile(np.arange(256, dtype=np.uint8).reshape(16, 4, 4), (2, 1, 1))[:N], IMAGES).remarks
+    assert "task.ignore_index: 255 leaves such places out" in fault(masks, IMAGES, num_classes=2)
+    assert "ignore_index" not in fault(BITS * 2, num_classes=2)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int8])
+def test_labels_of_lists_of_small_whole_numbers_are_padded_by_ignore_index(dtype):
+    """uint8 does not hold -100: the data ended in a traceback."""
+    lists = [np.arange(1 + k % 5) for k in range(N)]
+    for ignored in (-100, 255):
+        task = {"ignore_index": ignored}
+        data = opened([x.astype(dtype) for x in lists], lists, task, lengths={"max_length": 6, "mask": None})
+        labels = data.train.fetch(np.array([1]))[1]["label"]
+        assert labels.tolist() == [[0, 1] + 4 * [ignored]]

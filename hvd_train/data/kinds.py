@@ -184,7 +184,7 @@ def _images(
 ) -> Arrays:
     inputs = images.ImageFiles(listing, config.image_size, colored)
     labels: Any = _labels_of(listing) if request.labels else {}
-    remarks = [*remarks, *filter(None, [listing.note])]
+    remarks = [*remarks, *filter(None, [listing.note]), *images.remarks_on_pixels(listing)]
     if listing.colored and not colored:
         remarks.append(f"{listing.where} holds images in color, which are read as gray: those of the training are")
     source = Arrays(inputs, labels, str(listing.where), classes, images=True, remarks=remarks)

@@ -189,3 +189,38 @@ def test_photographs_stand_upright(tmp_path, suffix):
     )
     upright = image.fromarray(pixels).transpose(image.Transpose.ROTATE_90)
     assert abs(found[0] * 255 - np.asarray(upright)).max() < 20
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "P"])
+def test_transparency_that_is_left_out_is_told(tmp_path, kind):
+    """A drawing that is black on nothing is black all over: all samples were alike, without a word."""
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path, mode="RGB" if kind == "P" else kind)
+    drawing = np.zeros((7, 9, 4), np.uint8)
+    drawing[2:5, 2:5, 3] = 255
+    for name in ("cat", "dog"):
+        one = image.fromarray(drawing, "RGBA")
+        one = one.quantize(4) if kind == "P" else one.convert(kind)
+        one.save(tmp_path / name / "0.png")
+    (remark,) = opened("imagefolder", tmp_path).remarks
+    count = {"P": 2}.get(kind, 10)
+    assert remark.startswith(f"{count} images have an alpha channel, which is left out") and "cat/0.png" in remark
+
+
+def test_an_alpha_channel_without_transparent_pixels_is_no_news(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path)
+    for path in tmp_path.glob("*/*.png"):
+        image.open(path).convert("RGBA").save(path)
+    assert not opened("imagefolder", tmp_path).remarks
+
+
+@pytest.mark.parametrize("suffix", ["tif", "gif", "webp", "png"])
+def test_files_of_several_images_are_told(tmp_path, suffix):
+    """Of a stack of slices or an animation the first image alone is a sample."""
+    image = pytest.importorskip("PIL.Image")
+    pictures(tmp_path)
+    slices = [image.new("RGB", (9, 7), (30 * k, 0, 0)) for k in range(3)]
+    slices[0].save(tmp_path / "dog" / f"9.{suffix}", save_all=True, append_images=slices[1:])
+    (remark,) = opened("imagefolder", tmp_path).remarks
+    assert remark.startswith("1 file holds several images, of which the first is read") and f"dog/9.{suffix}" in remark

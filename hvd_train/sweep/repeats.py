@@ -40,12 +40,16 @@ def repeats(
 
 @dataclass(frozen=True)
 class Group:
-    """The trials of one combination of values. ``means``: {metric: (mean, standard deviation or nan)}."""
+    """The trials of one combination of values. ``means``: {metric: (mean, standard deviation or nan)}.
+
+    ``counts``: {metric: how many trials have a number of it}; of others it is NaN, and the mean is without them.
+    """
 
     trials: list[Trial]
     values: Mapping[str, Any]
     means: Mapping[str, tuple[float, float]]
     ended: int
+    counts: Mapping[str, int]
 
     @property
     def description(self) -> str:
@@ -67,21 +71,33 @@ def _values(trial: Trial, repeated: Sequence[str]) -> dict[str, Any]:
 def _group(sweep: Sweep, trials: list[Trial]) -> Group:
     summaries = [one.summary for one in (state(sweep, trial) for trial in trials) if one.word == "done"]
     names = [key for key in dict.fromkeys(key for one in summaries for key in one) if key.startswith("val_")]
-    means = {}
+    means, counts = {}, {}
     for name in names:
         values = [one[name] for one in summaries if isinstance(one.get(name), int | float)]
         if name != "val_samples" and values:
+            counts[name] = len(values)
             means[name] = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
-    return Group(trials, _values(trials[0], sweep.repeats), means, len(summaries))
+    return Group(trials, _values(trials[0], sweep.repeats), means, len(summaries), counts)
 
 
 def best_group(sweep: Sweep) -> Group | None:
-    """Return the combination whose mean of ``checkpoint.monitor`` is best, of those that ended in full if there are."""
+    """Return the combination whose mean of ``checkpoint.monitor`` is best, of those of which all trials have it."""
     rule, config = sweep.trials[0].config.checkpoint, sweep.trials[0].config
     sign = 1 if config.mode_of(rule) == "min" else -1
     known = [one for one in groups(sweep) if math.isfinite(one.means.get(rule.monitor, (math.nan, 0.0))[0])]
-    known = [one for one in known if one.ended == len(one.trials)] or known
+    known = [one for one in known if one.counts[rule.monitor] == len(one.trials)] or known
     return min(known, key=lambda one: sign * one.means[rule.monitor][0], default=None)
+
+
+def notes(sweep: Sweep) -> list[str]:
+    """Return a line for each mean that is of fewer trials than the table says."""
+    return [
+        f"{name} of {one.description} is not a number in {one.ended - count} of {one.ended} trials: its mean is of the "
+        "others"
+        for one in groups(sweep)
+        for name, count in one.counts.items()
+        if count < one.ended
+    ]
 
 
 def rows(sweep: Sweep) -> tuple[list[str], list[list[Any]]]:

@@ -123,7 +123,7 @@ def _of_repeats(sweep: Sweep) -> list[str]:
     text = io.StringIO()
     csv.writer(text).writerows([header, *body])
     put(sweep.folder / "means.csv", text.getvalue().encode())
-    lines, one = [table(*repeats.shown(sweep))], repeats.best_group(sweep)
+    lines, one = [table(*repeats.shown(sweep)), *repeats.notes(sweep)], repeats.best_group(sweep)
     if one is not None:
         config = one.trials[0].config
         # All data and the first seed: what was repeated was for the comparison.

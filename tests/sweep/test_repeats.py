@@ -86,6 +86,16 @@ def test_a_combination_that_lacks_a_trial_is_not_the_best(tmp_path):
     assert best_group(made(tmp_path, [1.0, None, 2.0, 2.0], folds=2)).values == {"optim.lr": 0.2}
 
 
+def test_a_mean_without_trials_whose_value_is_not_a_number_is_told_and_not_the_best(tmp_path):
+    """A fold that diverged made its combination better: the mean was of the others, under "trials 2"."""
+    sweep = made(tmp_path, [1.0, 9.0, 2.0, 2.0], folds=2)
+    summary = {"val_loss": None, "val_samples": 9, "samples_per_second": 1.0}
+    (tmp_path / "trial-001" / "summary.json").write_text(json.dumps(summary))
+    assert best_group(sweep).values == {"optim.lr": 0.2}
+    line = "val_loss of optim.lr=0.1 is not a number in 1 of 2 trials: its mean is of the others"
+    assert finish(sweep).count(line) == 1
+
+
 def test_both_together(tmp_path):
     sweep = made(tmp_path, range(12), folds=3, seeds=2)
     values = [tuple(map(str, trial.values.values())) for trial in sweep.trials]

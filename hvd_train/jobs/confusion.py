@@ -26,7 +26,7 @@ def confusion(job: Job) -> np.ndarray:
     field, classes = label_of(job)
     counts = np.zeros((classes, classes))
     for batch in job.loader(job.split).evaluation():
-        actual, predicted = _pairs(batch, outputs_of(job, batch)[: batch.count], field, classes)
+        actual, predicted = _pairs(job, batch, outputs_of(job, batch)[: batch.count], field, classes)
         np.add.at(counts, (actual, predicted), 1)
     return ordered_sum(counts, job.session.groups.data, "confusion")
 
@@ -68,11 +68,17 @@ def outputs_of(job: Job, batch: Batch) -> np.ndarray:
     return one_or_all(outputs) if isinstance(outputs, dict) else outputs
 
 
-def _pairs(batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def labeled(job: Job, labels: np.ndarray, field: Field, classes: int) -> np.ndarray:
+    """Return where labels are classes; ``task.ignore_index`` is not one, also where it lies among their numbers."""
+    ignored = (labels == job.config.task.ignore_index) if field.masked else np.zeros(labels.shape, bool)
+    return (labels >= 0) & (labels < classes) & ~ignored
+
+
+def _pairs(job: Job, batch: Batch, outputs: np.ndarray, field: Field, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the true and the predicted class of each place that has a label, (places,) each."""
     labels = one_or_all(dict(batch.labels))[: batch.count].reshape(-1)
     predicted = (outputs.argmax(-1) if field.classes else (outputs > 0).astype(int)).reshape(-1)
-    there = (labels >= 0) & (labels < classes)
+    there = labeled(job, labels, field, classes)
     # A model may have more outputs than there are classes: what is none of them is left out.
     there &= predicted < classes
     return labels[there].astype(int), predicted[there]

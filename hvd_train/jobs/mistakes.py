@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_train.errors import ConfigError
-from hvd_train.jobs.confusion import label_of, names_of, outputs_of
+from hvd_train.jobs.confusion import label_of, labeled, names_of, outputs_of
 from hvd_train.jobs.job import Job
 from hvd_train.jobs.prediction_files import sample_names, softmax
 from hvd_train.protocol import Field, one_or_all
@@ -39,7 +39,7 @@ def mistakes(job: Job) -> list[Mistake]:
         labels = one_or_all(dict(batch.labels))[: batch.count]
         chances = _chances(outputs.reshape(len(outputs), -1) if field.classes else outputs.reshape(-1, 1))
         predicted = chances.argmax(1)
-        wrong = (predicted != labels) & (labels >= 0) & (labels < classes)
+        wrong = (predicted != labels) & labeled(job, labels, field, classes)
         rows = zip((1 - chances.max(1))[wrong], batch.indices[wrong], labels[wrong], predicted[wrong], strict=True)
         worst = nsmallest(MOST, [*worst, *((float(p), int(i), int(y), int(k)) for p, i, y, k in rows)])
     parts = job.communicator.allgather_bytes(json.dumps(worst).encode())

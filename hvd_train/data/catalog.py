@@ -83,7 +83,7 @@ def open_data(
         parts["train"] = balanced = Balanced(parts["train"])
         chosen = balanced.chosen
     if config.transforms:
-        parts = transformed(parts, config.transforms, imported)
+        parts = transformed(parts, config.transforms, imported, task if config.target == "labels" else None)
     if config.target == "inputs":
         parts = {name: InputsAsLabels(part) for name, part in parts.items()}
         if not request.run:

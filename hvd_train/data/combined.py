@@ -58,7 +58,9 @@ class InputsAsLabels:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.fingerprint = hashlib.sha256(f"itself {source.fingerprint}".encode()).hexdigest()[:16]
-        self.ordered = getattr(source, "ordered", False)
+        self.note, self.ordered = getattr(source, "note", ""), getattr(source, "ordered", False)
+        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
+        self.rows = getattr(source, "rows", None)
         self.sample = Sample(source.sample.inputs, self._labels(source.sample.inputs))
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import TransformConfig
+from hvd_train.config import TaskConfig, TransformConfig
 from hvd_train.data.augment import BUILT_IN, MOVING, Draws
 from hvd_train.data.mixing import MIXING, Mixed
 from hvd_train.data.order import mix
@@ -36,7 +36,7 @@ class Transformed:
     def __init__(self, source: Source, sample: Sample, steps: Sequence[_Step] = ()) -> None:
         self._source, self.sample, self._steps, self.fingerprint = source, sample, steps, source.fingerprint
         self.note, self.ordered = getattr(source, "note", ""), getattr(source, "ordered", False)
-        self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
+        self.remarks, self.files = tuple(getattr(source, "remarks", ())), getattr(source, "files", ())
         self.rows = getattr(source, "rows", None)
 
     def __len__(self) -> int:
@@ -67,8 +67,11 @@ def transformed(
     parts: Mapping[str, Source],
     configs: Sequence[TransformConfig],
     imported: Callable[[str, str], Callable[..., Any]],
+    task: TaskConfig | None = None,
 ) -> dict[str, Source]:
     """Give all parts ``normalize``, and the training part all transforms.
+
+    ``task``: of labels, None where there are none beside the inputs.
 
     Raises DataError on the first sample where a transform does not fit.
     """
@@ -90,6 +93,7 @@ def transformed(
         name: Transformed(part, samples[name], steps * (name == "train")) for name, part in parts.items()
     }
     if "train" in by_name:
+        by_name["train"].remarks += _remarks_on_places(first, configs, task)  # type: ignore[attr-defined]
         if mixing:
             by_name["train"] = Mixed(by_name["train"], mixing, len(steps))
         drawn(by_name["train"], np.zeros(1, np.int64), 0, 0)
@@ -141,6 +145,20 @@ def _built_in(config: TransformConfig, sample: Sample, where: str) -> _Step:
         raise DataError(what, where=f"{where}, saturation", fix="leave it out: it is for three channels")
     work = BUILT_IN[config.name]
     return lambda inputs, draws: {**inputs, name: work(inputs[name], draws, config)}
+
+
+def _remarks_on_places(sample: Sample, configs: Sequence[TransformConfig], task: TaskConfig | None) -> tuple[str, ...]:
+    """Return a line about labels of several numbers, which may be places in an image that a transform moves."""
+    moving = [config.name for config in configs if config.name in MOVING]
+    if not moving or task is None:
+        return ()
+    losses = {name: (task.terms.get(name) or task.terms.get("") or ("", ()))[0] for name in sample.labels}
+    return tuple(
+        f"labels '{name}' are {field.shape[0]} numbers, which {', '.join(moving)} leaves as they are (places in the "
+        "image, as of boxes and points, would be wrong)"
+        for name, field in sample.labels.items()
+        if len(field.shape) == 1 and field.shape[0] > 1 and not field.classes and losses[name] != "bce"
+    )
 
 
 def _user_step(function: Callable[..., Any], config: TransformConfig, where: str) -> _Step:

@@ -364,3 +364,20 @@ def test_a_resumed_run_keeps_its_transforms_and_may_change_its_workers():
 def test_own_functions_are_code_that_a_foreign_run_folder_may_not_name():
     config = load_config(None, ["data.transforms=[random_vertical_flip, 'evil:run']"])
     assert "evil:run" in config.user_code["data.transforms"]
+
+
+@pytest.mark.parametrize(("loss", "told"), [("mse", True), ("own:loss", True), ("bce", False)])
+def test_labels_that_may_be_places_in_an_image_are_told(loss, told):
+    """Boxes and points stayed where they were while the image was flipped, without a word."""
+    boxes = np.random.default_rng(0).random((len(IMAGES), 4)).astype(np.float32)
+    remarks = opened(FLIP, CROP, CUTOUT, labels=boxes, task=TaskConfig(loss=loss)).remarks
+    line = "labels 'label' are 4 numbers, which random_horizontal_flip, random_crop leaves as they are"
+    assert [one.startswith(line) for one in remarks] == [True] * told
+    for quiet in ({"labels": boxes[:, 0]}, {"labels": boxes, "target": "inputs"}):
+        assert not opened(FLIP, task=TaskConfig(loss="mse"), **quiet).remarks
+    assert not opened(CUTOUT, labels=boxes, task=TaskConfig(loss="mse")).remarks
+
+
+def test_what_a_source_says_is_kept_where_its_inputs_are_the_labels():
+    data = opened(inputs=IMAGES[..., 0].astype(np.int64), target="inputs", task=TaskConfig(loss="mse"))
+    assert "reach the model as whole numbers" in data.train.note

@@ -104,10 +104,28 @@ def _delimiter(path: Path) -> str:
     return "\t" if _suffix(path) == ".tsv" else ","
 
 
-def _cells(path: Path, broken: Callable[[Any], str]) -> Any:
+def _cells(path: Path, names: Sequence[str], broken: list[Any]) -> Any:
+    """Read these columns of a csv file as text; a row with too few or too many cells is put into ``broken``."""
+    import pyarrow
     from pyarrow import csv as arrow
 
-    return arrow.ParseOptions(delimiter=_delimiter(path), invalid_row_handler=broken)
+    as_text = {name: pyarrow.string() for name in names}
+    convert = arrow.ConvertOptions(include_columns=list(names), column_types=as_text)
+    # With threads, an error would not name its row.
+    options = arrow.ReadOptions(use_threads=False, block_size=_block(path))
+
+    def stop(row: Any) -> str:
+        broken.append(row)
+        return "error"
+
+    parse = arrow.ParseOptions(delimiter=_delimiter(path), invalid_row_handler=stop)
+    try:
+        return arrow.read_csv(path, options, parse, convert)
+    except pyarrow.ArrowInvalid:
+        # A block may have ended within a cell of several lines. To look for them is slower, and few files need it.
+        broken.clear()
+        parse.newlines_in_values = True
+        return arrow.read_csv(path, options, parse, convert)
 
 
 @dataclass(frozen=True)
@@ -123,15 +141,9 @@ class Table:
         """Read these columns of a file; cells of a csv file stay text."""
         # What they hold is not guessed from the first of them.
         import pyarrow
-        from pyarrow import csv as arrow
         from pyarrow import parquet
 
         broken: list[Any] = []
-
-        def stop(row: Any) -> str:
-            broken.append(row)
-            return "error"
-
         try:
             if _suffix(path) == ".jsonl":
                 # Python's objects are several times as large as their text.
@@ -145,11 +157,7 @@ class Table:
             if _suffix(path) == ".parquet":
                 table = parquet.read_table(path, columns=list(names))
             else:
-                as_text = {name: pyarrow.string() for name in names}
-                convert = arrow.ConvertOptions(include_columns=list(names), column_types=as_text)
-                # With threads, an error would not name its row.
-                options = arrow.ReadOptions(use_threads=False, block_size=_block(path))
-                table = arrow.read_csv(path, options, _cells(path, stop), convert)
+                table = _cells(path, names, broken)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if broken:
                 row = broken[0]

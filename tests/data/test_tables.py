@@ -9,6 +9,7 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 
 from hvd_train.config import DataConfig, TaskConfig, load_config
+from hvd_train.data import tables
 from hvd_train.data.catalog import open_data
 from hvd_train.data.dataset import DataRequest
 from hvd_train.data.detect import kind_of
@@ -246,6 +247,15 @@ def test_endings_and_parts_have_several_names(tmp_path):
     assert {name: len(part) for name, part in parts.items()} == {"train": 4, "val": 3, "test": 2}
     assert list(open_data(config, MSE).parts) == ["train", "val"]
     assert kind_of(folder) == kind_of(tmp_path / "A.CSV") == "table"
+
+
+def test_cells_of_several_lines(tmp_path):
+    """Where a block of the reader ended within one, the file was called damaged."""
+    texts = [f'{k}\n, "quoted"\n' + "word\n" * 9 for k in range(30_000)]
+    path = write(tmp_path / "t.csv", {"text": texts, "y": np.arange(len(texts))})
+    assert path.stat().st_size > 1 << 20
+    table = tables.Table.read(path, ["text", "y"])
+    assert table.columns["text"].to_pylist() == texts and (table.numbers("y") == np.arange(len(texts))).all()
 
 
 def test_text_that_is_not_utf_8_says_how_to_store_it(tmp_path):

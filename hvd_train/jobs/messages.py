@@ -11,6 +11,7 @@ from hvd_train.config import Config
 from hvd_train.core.hooks import Hook, unknown_events
 from hvd_train.core.loop import Trainer
 from hvd_train.data.classes import listing
+from hvd_train.data.dataset import DataSet
 from hvd_train.errors import amount
 from hvd_train.frameworks import FRAMEWORKS
 from hvd_train.jobs.job import Job
@@ -48,12 +49,20 @@ def start(job: Job, trainer: Trainer, snapshot: store.Snapshot | None) -> str:
     # The same note of both parts is printed once.
     notes = (getattr(part, "note", "").splitlines() for part in (job.data.train, job.data.val))
     lines += dict.fromkeys(line for part in notes for line in part)
-    lines += [*_classes(job.data.sample), *job.data.remarks, *(f"note: {line}" for line in job.frontend.task.remarks)]
+    lines += [*_classes(job.data.sample), *job.data.remarks, *same_parts(job.data)]
+    lines += [f"note: {line}" for line in job.frontend.task.remarks]
     lines += [*job.initialization, *(groups.table() if groups else [])]
     if snapshot:
         p = trainer.progress
         lines.append(f"resumed at step {p.step}: epoch {p.epoch + 1}, {p.consumed:,} samples of it used")
     return "\n".join(lines)
+
+
+def same_parts(data: DataSet) -> list[str]:
+    """Return a line where the validation part is the training part once more."""
+    if data.train.fingerprint != data.val.fingerprint:
+        return []
+    return ["note: the validation samples are the training samples: their metrics say nothing about new ones"]
 
 
 def weight_names(job: Job) -> str:

@@ -6,6 +6,7 @@ import pytest
 from hvd_train.config import DataConfig, TaskConfig
 from hvd_train.data.catalog import open_data
 from hvd_train.errors import DataError
+from hvd_train.jobs.messages import same_parts
 from tests.data.files import RNG, write
 
 N = 20
@@ -107,3 +108,12 @@ def test_labels_of_lists_of_small_whole_numbers_are_padded_by_ignore_index(dtype
         data = opened([x.astype(dtype) for x in lists], lists, task, lengths={"max_length": 6, "mask": None})
         labels = data.train.fetch(np.array([1]))[1]["label"]
         assert labels.tolist() == [[0, 1] + 4 * [ignored]]
+
+
+def test_validation_by_the_training_samples_is_told():
+    """A copy of the training file as val.csv gave the best metrics, without a word."""
+    part, other = (X, BITS), (X + 1, BITS)
+    (line,) = same_parts(open_data(DataConfig(name="npz"), user_data=(part, part)))
+    assert "the validation samples are the training samples" in line
+    assert not same_parts(open_data(DataConfig(name="npz"), user_data=(part, other)))
+    assert not same_parts(open_data(DataConfig(name="digits", target="inputs"), TaskConfig(loss="mse")))

@@ -21,6 +21,7 @@ from hvd_train.protocol import Field, Fields, Sample
 
 # The held-out part is a property of the data, not of a run.
 SPLIT_SEED = 20200101
+FEW = 64  # samples that are looked at for a remark
 
 
 class Arrays:
@@ -91,6 +92,7 @@ class Arrays:
         every = (*self._inputs.values(), *divided)
         described = (column.note for column in every if not (images and column.field.image))
         self.note = "\n".join(filter(None, (*notes, *described)))
+        self.remarks += tuple(filter(None, map(_remark_on_rounding, (*self._inputs.values(), *self._labels.values()))))
         self.fingerprint = self._fingerprint()
 
     rows: np.ndarray | None  # the subset's, None: all
@@ -201,6 +203,14 @@ class Arrays:
         part.rows, part.files = rows, [self.files[row] for row in rows.tolist()] if self.files else ()
         part.fingerprint = part._fingerprint()
         return part
+
+
+def _remark_on_rounding(column: Column) -> str:
+    """Look at a few samples for numbers that lose digits on their way."""
+    if np.dtype(column.values.dtype) != np.float64:  # spares reading them
+        return ""
+    few = np.unique(np.linspace(0, len(column.values) - 1, FEW).astype(np.int64))
+    return column.remark_on_rounding(np.asarray(column.values[few]))
 
 
 def _check_lengths(inputs: Sequence[tuple[str, Any]], labels: Sequence[tuple[str, Any]], where: str) -> None:

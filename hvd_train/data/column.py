@@ -104,6 +104,17 @@ class Column:
             bad = int(rows[int(np.argmin(good))])
             raise DataError(f"sample {bad} holds {what}", where=self.where, fix="mend or remove it")
 
+    def remark_on_rounding(self, values: np.ndarray) -> str:
+        """Return a line where whole numbers in 64 bits, as times and ids are, lose digits in 32; "" where none does."""
+        if values.dtype != np.float64 or self.field.dtype != "float32":
+            return ""
+        with np.errstate(over="ignore", invalid="ignore"):
+            lost = (values == np.rint(values)) & (values.astype(np.float32) != values) & np.isfinite(values)
+        if not lost.any():
+            return ""
+        # The same line for all parts of the data, so that it is printed once.
+        return f"{self.title} hold whole numbers above 2^24, which 32 bits round (leave out ids; count times from 0)"
+
     @property
     def note(self) -> str:
         """Return a line for the user about the type; bytes and whole numbers can mean two things."""

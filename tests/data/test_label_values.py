@@ -117,3 +117,20 @@ def test_validation_by_the_training_samples_is_told():
     assert "the validation samples are the training samples" in line
     assert not same_parts(open_data(DataConfig(name="npz"), user_data=(part, other)))
     assert not same_parts(open_data(DataConfig(name="digits", target="inputs"), TaskConfig(loss="mse")))
+
+
+def test_times_of_arrays_that_32_bits_round_are_told():
+    """As those of tables are: seconds since 1970 have steps of 128 in 32 bits."""
+    times = 1_790_000_001 + np.arange(2.0 * N).reshape(N, 2)
+    (line,) = opened(BITS, times).remarks
+    assert line.startswith("inputs hold whole numbers above 2^24, which 32 bits round")
+    (line,) = opened(times[:, 0], task={"loss": "mse"}).remarks
+    assert line.startswith("labels hold whole numbers")
+    for quiet in (
+        times - times[0],
+        times.astype(np.float32),
+        times + 0.5,
+        (times - times[0]) * 2.0**30,
+        times.astype(np.int64),
+    ):
+        assert not opened(BITS, quiet).remarks

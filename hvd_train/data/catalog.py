@@ -16,7 +16,7 @@ from hvd_train.data.balanced import Balanced
 from hvd_train.data.classes import Known, listing
 from hvd_train.data.combined import InputsAsLabels, Joined, joined_samples
 from hvd_train.data.dataset import NEW_RUN, DataRequest, DataSet, Parts, Whole, known
-from hvd_train.data.fitted import as_run
+from hvd_train.data.fitted import as_run, on_normalization
 from hvd_train.data.kinds import KINDS
 from hvd_train.data.label_values import check_values
 from hvd_train.data.lengths import Lengths, buckets_of
@@ -84,6 +84,9 @@ def open_data(
         chosen = balanced.chosen
     if config.transforms:
         parts = transformed(parts, config.transforms, imported, task if config.target == "labels" else None)
+    if request.run:
+        first = next(iter(parts.values()))
+        first.remarks = (*getattr(first, "remarks", ()), *on_normalization(request.run, first.sample))  # type: ignore
     if config.target == "inputs":
         parts = {name: InputsAsLabels(part) for name, part in parts.items()}
         if not request.run:

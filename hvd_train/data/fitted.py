@@ -130,7 +130,27 @@ def _input(name: str, run: Field, data: Field, where: str, remarks: list[str]) -
     if run.divisor != data.divisor:
         scales = [_scale(field) for field in (data, run)]
         remarks.append(f"inputs '{name}' are {scales[0]}, and the run was trained with {scales[1]}")
+    if run.shape != data.shape and not (run.columns or data.columns or run.ragged):
+        remarks.append(f"inputs '{name}' have the shape {data.shape}, and the run was trained with {run.shape}")
     return data
+
+
+def on_normalization(run: Sample, sample: Sample) -> list[str]:
+    """Return a line for each input that is normalized by other numbers than in the run, or in one of both alone."""
+    lines = []
+    for name, field in run.inputs.items():
+        its = sample.inputs.get(name)
+        if its and (its.mean, its.std) != (field.mean, field.std):
+            now, before = _normalized(its), _normalized(field)
+            lines.append(f"inputs '{name}' are {now}, and in the training they were {before} (data.transforms)")
+    return lines
+
+
+def _normalized(field: Field) -> str:
+    if not field.mean:
+        return "not normalized"
+    less, over = (", ".join(f"{x:g}" for x in numbers) for numbers in (field.mean, field.std))
+    return f"normalized by mean {less} and std {over}"
 
 
 def _scale(field: Field) -> str:

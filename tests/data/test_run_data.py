@@ -314,6 +314,26 @@ def test_what_arrays_do_not_tell_is_told(tmp_path):
     assert told == ["the data do not name their columns: they are taken as a, b, c"]
 
 
+def test_another_normalization_and_another_size_are_told(tmp_path):
+    """``eval -c`` with a file without data.transforms gave the scores of inputs that the model had never seen."""
+    pixels = RNG.random((60, 6, 6, 1)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=pixels, y=Y)
+    np.savez(tmp_path / "b.npz", x=pixels[:, :4, :4], y=Y)
+    plain, other = config("npz", tmp_path / "a.npz"), config("npz", tmp_path / "b.npz")
+    normalized = plain.model_validate(
+        plain.model_dump() | {"transforms": [{"name": "normalize", "mean": 0.5, "std": 2}]}
+    )
+    run = open_data(normalized).sample
+    assert for_run(plain, run)[2].remarks == [
+        "inputs 'input' are not normalized, and in the training they were normalized by mean 0.5 and std 2 "
+        "(data.transforms)"
+    ]
+    assert not for_run(normalized, run)[2].remarks and not for_run(plain, open_data(plain).sample)[2].remarks
+    assert for_run(other, open_data(plain).sample)[2].remarks == [
+        "inputs 'input' have the shape (4, 4, 1), and the run was trained with (6, 6, 1)"
+    ]
+
+
 def test_names_that_are_none_are_refused():
     for classes in ("[yes, no]", "[1.5, 2]", "[a, a]", "[]", "words"):
         with pytest.raises(ConfigError, match="data.classes: must be"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from hvd_train.data.dataset import DataRequest, Parts, Whole, existing_path, kno
 from hvd_train.data.ragged import joined_rows
 from hvd_train.errors import DataError
 from hvd_train.protocol import Sample
+
+INDEX = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")  # what pandas calls a column of row numbers
+MANY = 10  # rows, below which a column may count them by chance
 
 
 def open_table(config: DataConfig, task: TaskConfig, request: DataRequest) -> Parts:
@@ -56,7 +60,7 @@ def _features(
     learned = set(labels)
     others = [name for name in have if name not in learned]
     if run is None:
-        return config.features or others, []
+        return (config.features, []) if config.features else _without_index(others)
     columns = next(iter(run.inputs.values())).columns
     if not columns and config.lengths:  # inputs have the names of their columns
         return config.features or others, []
@@ -74,6 +78,30 @@ def _features(
     verb = "is" if len(extra) == 1 else "are"
     remark = f"{named('column', extra)} {verb} left out: the run was trained without"
     return list(columns), [remark]
+
+
+def _without_index(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Leave out the numbers of rows that pandas writes into a file, and say so."""
+    # In a file that is sorted by its labels they alone tell the label.
+    index = [name for name in names if INDEX.fullmatch(name)]
+    kept = [name for name in names if name not in index]
+    if not index or not kept:
+        return list(names), []
+    verb = "is" if len(index) == 1 else "are"
+    what = f"{named('column', [repr(name) for name in index])} {verb} left out, as pandas writes the numbers of rows so"
+    return kept, [f"{what} (data.features takes columns by name)"]
+
+
+def _remarks_on_counters(table: tables.Table, inputs: np.ndarray, features: Sequence[str]) -> list[str]:
+    """Return a line about columns that count the rows of the file."""
+    if len(inputs) < MANY:
+        return []
+    counters = [name for name, x in zip(features, inputs.T, strict=True) if (np.diff(x) == 1).all()]
+    return [
+        f"column '{name}' of {table.path} counts the rows: if it is a number of theirs and no measurement, leave it "
+        "out by data.features"
+        for name in counters
+    ]
 
 
 def _check_columns(file: Path, features: Sequence[str], labels: Sequence[str], run: Sample | None) -> None:
@@ -101,6 +129,8 @@ def _of_table(
 ) -> Arrays:
     """Make a source of a table: inputs (n, features), labels (n,) or (n, labels), or a dict of them by name."""
     inputs = np.stack([table.numbers(name) for name in features], axis=1)
+    if not config.features and not classes.run:
+        remarks = [*remarks, *_remarks_on_counters(table, inputs, features)]
     several, columns = isinstance(task.loss, dict), dict[str, Any]()
     for name in labels:
         if task.classes(name, not several):

@@ -249,6 +249,24 @@ def test_endings_and_parts_have_several_names(tmp_path):
     assert kind_of(folder) == kind_of(tmp_path / "A.CSV") == "table"
 
 
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_the_index_that_pandas_writes_is_not_a_feature(tmp_path, suffix, name):
+    """The iris are sorted by their kind, so that the number of the row alone told it."""
+    path = write(tmp_path / f"t{suffix}", {name: np.arange(150), **iris()})
+    data = opened(path, "kind", TaskConfig())
+    assert data.sample.inputs["input"].columns == tuple(NAMES)
+    assert data.remarks[0].startswith(f"column {name!r} is left out, as pandas writes the numbers of rows so")
+    assert opened(path, "kind", TaskConfig(), features=[name, NAMES[0]]).sample.inputs["input"].shape == (2,)
+
+
+def test_a_column_that_counts_the_rows_is_told(tmp_path):
+    path = write(tmp_path / "t.csv", {"id": np.arange(1, 151), **iris()})
+    (remark,) = opened(path, "kind", TaskConfig()).remarks
+    assert remark.startswith(f"column 'id' of {path} counts the rows")
+    assert not opened(path, "kind", TaskConfig(), features=["id"]).remarks
+
+
 def test_cells_of_several_lines(tmp_path):
     """Where a block of the reader ended within one, the file was called damaged."""
     texts = [f'{k}\n, "quoted"\n' + "word\n" * 9 for k in range(30_000)]

@@ -110,6 +110,7 @@ class ShardedStep:
         self._depth = 0  # of steps: one that calls super().step() has another within it
         self._frame: Any = None  # of the outermost one
         self._groups: list[list[torch.nn.Parameter]] = []  # the user's, while pieces are in their place
+        self._moved: set[int] = set()  # ids of parameters that the step moves
         self._state: Any = None  # this rank's, while ``state_dict`` reads the whole one
         self._everywhere = True  # whether ``state_dict`` gives whole slots on all ranks, or on rank 0 alone
         self._before = optimizer.register_step_pre_hook(self._enter)
@@ -154,7 +155,7 @@ class ShardedStep:
         self._depth += 1
         if self._depth > 1:
             return None
-        self._frame = sys._getframe(1)
+        self._frame, self._moved = sys._getframe(1), set()
         self._plan(optimizer)
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
@@ -187,6 +188,7 @@ class ShardedStep:
         for piece in self._pieces.values():  # also where this rank has none of it: all ranks must raise
             piece.check()
         mine = [[self._pieces[id(p)] for p in params if p.grad is not None] for params in held]
+        self._moved.update(id(piece.parameter) for group in mine for piece in group)
         made = [[piece.refresh() for piece in group if piece.last > piece.first] for group in mine]
         self._groups = held
         for group, tensors in zip(optimizer.param_groups, made, strict=True):
@@ -220,7 +222,8 @@ class ShardedStep:
         """Collect the weights that the ranks have moved. One bucket travels while the one before it is copied."""
         under_way: tuple[Bucket, Any] | None = None
         for bucket in self._buckets:
-            if not any(piece.parameter.requires_grad for piece in bucket.pieces):
+            # A parameter that is frozen now may still have a gradient, and torch's optimizers move it.
+            if not any(p.requires_grad or id(p) in self._moved for p in (piece.parameter for piece in bucket.pieces)):
                 continue
             handle = self._communicator.allgather_async(bucket.part(), bucket.name)
             self._receive(under_way)

@@ -36,3 +36,36 @@ def test_a_step_that_an_error_has_ended_is_not_passed_over():
         with pytest.raises(ConfigError, match="an error has ended the last optimizer.step"):
             optimizer.step()
     assert weight.tolist() == [0, 0, 0]
+
+
+class Gathering(Serial):
+    """Notes the lengths of what is gathered."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def allgather_async(self, x, name):
+        self.lengths.append(len(x))
+        return x
+
+
+def test_frozen_parameters_that_still_have_a_gradient_are_gathered():
+    """Each rank moved its part alone, and the ranks' weights went apart."""
+    frozen, trained = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [frozen]}, {"params": [trained]}], lr=0.5, momentum=0.9)
+    communicator = Gathering()
+    ShardedStep(optimizer, communicator, frozenset())
+    for p in (frozen, trained):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    frozen.requires_grad_(False)
+    communicator.lengths.clear()
+    optimizer.zero_grad(set_to_none=False)  # the momentum goes on to move it
+    before = frozen.tolist()
+    optimizer.step()
+    assert frozen.tolist() != before and communicator.lengths == [3, 2]
+    communicator.lengths.clear()
+    optimizer.zero_grad()
+    trained.grad = torch.ones(2)
+    optimizer.step()
+    assert communicator.lengths == [2]

@@ -6,20 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_train.errors import ConfigError
 from hvd_train.protocol import Communicator
 from hvd_train.torch.gradient_memory import GradientMemory
 
+WHERE = "ht.distribute(average=False)"
 CHECK = -1  # among the numbers of tensors: this rank asks for a comparison of weights
+
+
+def replaced_sum(by: str) -> ConfigError:
+    """Return the error for a gradient that was replaced after ``by`` had summed it over the ranks."""
+    what = f"a gradient was replaced after {by} had summed it, and would be summed again"
+    return ConfigError(what, where=WHERE, fix="change it in its place, as in p.grad /= n", common=True)
 
 
 class ManualGradients:
     """Those of one model. ``first``: the number of its first parameter among ``tensors``."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], first: int, memory: GradientMemory, communicator: Communicator, name: str
+        self,
+        tensors: Sequence[torch.Tensor],
+        first: int,
+        memory: GradientMemory,
+        communicator: Communicator,
+        name: str,
+        *,
+        average: bool = True,
     ) -> None:
         self._tensors, self._first, self._memory = tensors, first, memory
-        self._communicator, self._name = communicator, name
+        self._communicator, self._name, self._average = communicator, name, average
         # Until a step has used them: gradients that are the ranks' mean now, and their versions.
         self._reduced: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -61,4 +76,12 @@ class ManualGradients:
 
     def _is_reduced(self, i: int) -> bool:
         gradient, version = self._reduced.get(i, (None, 0))
-        return gradient is not None and self._tensors[i].grad is gradient and gradient._version == version
+        if gradient is None:
+            return False
+        same = self._tensors[i].grad is gradient
+        if self._average:
+            return same and gradient._version == version
+        # A mean stays itself when it is averaged again, a sum does not.
+        if not same:
+            raise replaced_sum("the step")
+        return True

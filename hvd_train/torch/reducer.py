@@ -94,9 +94,8 @@ class Reducer:
         self._residuals = Residuals(self._exchange.buckets, [spec.size for spec in specs], state)
         self._use = GradientUse(self._residuals, self._tensors, self._memory)
         self._summed = SummedGradients(self._tensors, self._memory)
-        self._manual = ManualGradients(
-            self._tensors, self._first, self._memory, communicator, f"model{self.number}.by hand"
-        )
+        name = f"model{self.number}.by hand"
+        self._manual = ManualGradients(self._tensors, self._first, self._memory, communicator, name, average=average)
         self._same_work = SameWorkWarning(communicator)
         self._overlapped = Overlap(self._exchange, self._start)  # flags never arrive: their bucket goes at the end
         self._left: dict[int, int] = {}  # versions at the end of the last exchange, in an uneven batch

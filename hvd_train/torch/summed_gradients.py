@@ -8,8 +8,7 @@ import torch
 
 from hvd_train.errors import ConfigError
 from hvd_train.torch.gradient_memory import GradientMemory
-
-WHERE = "ht.distribute(average=False)"
+from hvd_train.torch.manual_gradients import WHERE, replaced_sum
 
 
 class SummedGradients:
@@ -55,5 +54,4 @@ class SummedGradients:
     def check_replaced(self, members: Iterable[int]) -> None:
         """Raise ConfigError where one of ``members``, gradients that the script has set, stands for an unused sum."""
         if self._unused.intersection(members):
-            what = "a gradient was replaced after backward() had summed it, and would be summed again"
-            raise ConfigError(what, where=WHERE, fix="change it in its place, as in p.grad /= n", common=True)
+            raise replaced_sum("backward()")

@@ -95,6 +95,24 @@ def test_a_sum_that_was_touched_is_not_added_to(to_none):
         model(x).sum().backward()
 
 
+def test_a_sum_set_by_hand_is_not_summed_again_by_a_step_within_the_step():
+    """An optimizer that adds weight decay to gradients and calls super().step() summed them twice: N times too much."""
+    model = nn.Linear(2, 1, bias=False)
+    reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed(), average=False)
+    parameters = list(model.parameters())
+    for _ in range(2):
+        model.weight.grad = torch.tensor([[0.25, 0.5]])
+        reducer.reduce_manual(parameters)
+        model.weight.grad += 1
+        reducer.reduce_manual(parameters)
+        assert model.weight.grad.tolist() == [[1.5, 2.0]]
+        reducer.used(torch.optim.SGD(parameters, 1.0), parameters)
+    reducer.reduce_manual(parameters)
+    model.weight.grad = model.weight.grad + 1
+    with pytest.raises(ConfigError, match="replaced after the step had summed it"):
+        reducer.reduce_manual(parameters)
+
+
 def test_gradients_of_this_rank_alone_are_marked():
     model = nn.Linear(3, 2)
     reducer = Reducer(dict(model.named_parameters()), [], Twins(), Uncompressed())

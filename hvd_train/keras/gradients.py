@@ -29,6 +29,13 @@ from hvd_train.update.exchange import Exchange
 WIRE = ("float16", "float32", "float64")  # what Horovod can add; other types travel as float32
 
 
+def check_real(kind: str, what: str, where: str) -> None:
+    """Raise ConfigError for complex numbers: a cast to a type that travels would drop their imaginary part."""
+    if kind.startswith("complex"):
+        fix = "give the real and the imaginary part by themselves"
+        raise ConfigError(f"{what} is of {kind}, which cannot travel", where=where, fix=fix, common=True)
+
+
 class Reduction:
     """The gradients of ``variables``, averaged over the ranks.
 
@@ -48,6 +55,8 @@ class Reduction:
         self.variables = list(variables)
         self._positions = {id(v): i for i, v in enumerate(self.variables)}
         kinds = [keras.backend.standardize_dtype(v.dtype) for v in self.variables]
+        for v, kind in zip(self.variables, kinds, strict=True):
+            check_real(kind, f"'{v.path}'", "hk.distribute")
         self._wire = [kind if kind in WIRE else "float32" for kind in kinds]
         self._kinds = kinds
         specs = [TensorSpec(v.path, tuple(v.shape), kind) for v, kind in zip(self.variables, self._wire, strict=True)]

@@ -14,7 +14,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.keras.data.epochs import Epochs
 from hvd_train.keras.data.leaves import BATCH_SIZE, as_arrays, kind_of
 from hvd_train.keras.data.training import divide_training, pass_seed
-from hvd_train.keras.gradients import Reduction
+from hvd_train.keras.gradients import Reduction, check_real
 from hvd_train.launch.environment import world as place
 from hvd_train.protocol import Communicator
 from hvd_train.script.main_rank import UnsharedSums
@@ -161,11 +161,12 @@ def reduce(values: Any, op: str, world: Communicator, graph: Any) -> Any:
     if graph is not None:
         _calls[graph] = _calls.get(graph, 0) + 1
         name += f"{_calls[graph]}"
+    # Python's whole numbers have no 32 bits.
+    flat = [keras.ops.convert_to_tensor(x, "int64" if type(x) is int else None) for x in keras.tree.flatten(values)]
+    for x in flat:  # before any of them travels
+        check_real(keras.backend.standardize_dtype(x.dtype), "a value", "hk.reduce")
     sent, kinds = [], []
-    for k, value in enumerate(keras.tree.flatten(values)):
-        # Python's whole numbers have no 32 bits.
-        x = keras.ops.convert_to_tensor(value, "int64" if type(value) is int else None)
-        x = keras.ops.stop_gradient(x)
+    for k, x in enumerate(map(keras.ops.stop_gradient, flat)):
         kind = keras.backend.standardize_dtype(x.dtype)
         # All whole numbers travel in 64 bits: a batch's length may be a number in one rank's graph, and a tensor in
         # another's.

@@ -16,7 +16,7 @@ from hvd_train.script.dataloader import passes
 from hvd_train.script.slow_rank import SlowRankReport
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.script.world import NamedTransfers
-from hvd_train.torch import backward
+from hvd_train.torch import backward, loss_scale
 from hvd_train.torch.bit_sum import bits
 from hvd_train.torch.buffers import Buffers
 from hvd_train.torch.gradient_memory import GradientMemory
@@ -104,6 +104,8 @@ class Reducer:
         self._check = WeightCheck(communicator, every, self._checksums, self._settings, DIFFER_FIX)
         self._checked, self._asked = 0, passes.asked()  # passes before the last comparison
         backward.watch_checkpoints()
+        if lossy:
+            loss_scale.follow(self)
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
@@ -351,6 +353,14 @@ class Reducer:
         self._summed.used(members)
         if self._lossy:
             self._use.used(members)
+
+    def is_stepped_by(self, optimizers: Collection[int]) -> bool:
+        """Return whether one of ``optimizers``, by id, has used gradients of this reducer."""
+        return any(id(known()) in optimizers for known in self._optimizers)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals: from here on the loss is ``factor`` times as large."""
+        self._residuals.rescale(factor)
 
     def global_loss(self, loss: float, total: Callable[[float], float]) -> float:
         """Return the loss of all ranks' samples. ``total`` adds a number up over the ranks."""

@@ -37,6 +37,13 @@ class Residuals:
         """Return the members whose gradients were neither used nor thrown away."""
         return [i for members in self._open for i in members]
 
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiply all states, after which gradients are ``factor`` times as large."""
+        # A state after a pass may be that before it. PowerSGD's basis is of no unit.
+        for x in {id(x): x for state in (*self.state, *self._before) for x in state}.values():
+            x.mul_(factor)
+
     def commit(self, used: Mapping[int, bool]) -> None:
         """Keep the new state of members whose gradients were used (True), the old one of those thrown away (False)."""
         for b, members in enumerate(self._open):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hvd_train.torch as ht
+from hvd_train.compression import make
 from hvd_train.compression.uncompressed import Uncompressed
 from hvd_train.errors import ConfigError
 from hvd_train.frontends.serial import Serial
@@ -164,6 +165,24 @@ def test_residuals_of_thrown_away_gradients():
     kept.passed([(torch.full((6,), 4.0),)])
     kept.commit(dict.fromkeys(range(3), False))
     assert kept.state[0][0].tolist() == [3.0] * 6
+
+
+def test_residuals_follow_the_loss_scale():
+    """GradScaler went from 4 to 1, and what was left out so far came with four times its size."""
+    ends, x = [], torch.arange(1.0, 4097.0)[None]
+    for scales in ([1.0] * 12, [4.0] * 6 + [1.0] * 6):
+        model = nn.Linear(4096, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        reducer = Reducer(dict(model.named_parameters()), [], Twins(), make("topk", 2, 0, ratio=0.125), lossy=True)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), torch.amp.GradScaler("cpu", init_scale=scales[0])
+        for scale in [*scales[1:], scales[-1]]:
+            optimizer.zero_grad()
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            reducer.used(optimizer, list(model.parameters()))
+            scaler.update(scale)
+        ends.append(model.weight.detach())
+    assert ends[0].any() and torch.equal(*ends)
 
 
 def test_every_bit_of_a_weight_counts():

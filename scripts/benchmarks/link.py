@@ -26,7 +26,10 @@ from work import MODELS, RANKS, ROOT
 
 from hvd_train.launch.launchers.installed import find_tool
 
-NET, DEVICES, ADDRESSES = ("hvd0", "hvd1"), ("hvdveth0", "hvdveth1"), ("10.77.7.1", "10.77.7.2")
+MOST = 16  # hosts
+NUMBERED = (("hvd", 0), ("hvdveth", 0), ("10.77.7.", 1))
+NET, DEVICES, ADDRESSES = ([f"{name}{k}" for k in range(first, first + MOST)] for name, first in NUMBERED)
+BRIDGE = "hvdbridge"  # a namespace, and the bridge in it that joins more than two hosts
 RATES = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
 # What a rate's queue holds: 4 ms of traffic, and never less than a 64 KiB segment that the sender hands over whole.
 BURST = {"100mbit": "128kb", "1gbit": "512kb", "10gbit": "5mb"}
@@ -36,8 +39,8 @@ EXCHANGES: dict[str, dict] = {name: {"compression": name} for name in COMPRESSIO
 EXCHANGES |= {"delayed": {"mode": "delayed"}, "no exchange": {"mode": "local_sgd", "local_steps": 10**9}}
 PORT = 29577
 PORTS = itertools.count(PORT + 1)  # one for each engine: they wait side by side
-# For the time of a launch, mpirun's remote shell: the "host" is an address of the other namespace.
-AGENT = '#!/bin/sh\nshift\nexec ip netns exec {name} sh -c "$*"\n'
+# For the time of a launch, mpirun's remote shell: the "host" is an address of another namespace.
+AGENT = '#!/bin/sh\nhost=hvd$((${1##*.} - 1))\nshift\nexec ip netns exec $host sh -c "$*"\n'
 
 
 def shell(*line: str) -> None:
@@ -47,28 +50,40 @@ def shell(*line: str) -> None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[None]:
-    for name in NET:
+def hosts(count: int = RANKS) -> Iterator[None]:
+    """Make so many namespaces: two that are joined directly, or more at a bridge."""
+    bridge = [BRIDGE] if count > 2 else []
+    for name in (*NET, BRIDGE):
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     try:
-        for name in NET:
+        for name in (*bridge, *NET[:count]):
             shell("ip", "netns", "add", name)
-        ends = ["name", DEVICES[0], "netns", NET[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NET[1]]
-        shell("ip", "link", "add", *ends)
-        for name, device, address in zip(NET, DEVICES, ADDRESSES, strict=True):
+        if bridge:
+            shell("ip", "-n", BRIDGE, "link", "add", BRIDGE, "type", "bridge")
+            shell("ip", "-n", BRIDGE, "link", "set", BRIDGE, "up")
+            for name, device in zip(NET[:count], DEVICES, strict=False):
+                ends = ["name", device, "netns", name, "type", "veth", "peer", "name", device, "netns", BRIDGE]
+                shell("ip", "link", "add", *ends)
+                shell("ip", "-n", BRIDGE, "link", "set", device, "master", BRIDGE, "up")
+        else:
+            ends = ["name", DEVICES[0], "netns", NET[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NET[1]]
+            shell("ip", "link", "add", *ends)
+        for name, device, address in zip(NET[:count], DEVICES, ADDRESSES, strict=False):
             shell("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
             shell("ip", "-n", name, "link", "set", device, "up")
             shell("ip", "-n", name, "link", "set", "lo", "up")
         yield
     finally:
-        for name in NET:
+        for name in (*NET, BRIDGE):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def throttle(rate: str) -> None:
-    for name, device in zip(NET, DEVICES, strict=True):
-        bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "50ms"]
-        shell("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *bucket)
+def throttle(rate: str, count: int = RANKS) -> None:
+    """Let each host send at ``rate``, and receive at it."""
+    bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "50ms"]
+    for name, device in zip(NET[:count], DEVICES, strict=False):
+        for end in (name, BRIDGE) if count > 2 else (name,):
+            shell("tc", "-n", end, "qdisc", "replace", "dev", device, "root", *bucket)
 
 
 PROBE = """
@@ -110,18 +125,26 @@ def engines(framework: str) -> list[Engine]:
     return [*ours, *(Engine(framework, name, "torchrun") for name in ("DDP", "DDP fp16", "DDP PowerSGD"))]
 
 
-def over_the_link(agent: Path) -> Lines:
-    """Command lines for compare.Running: each rank in its own namespace, on its own core."""
+def remote_shell(folder: Path) -> Path:
+    agent = folder / "agent"
+    agent.write_text(AGENT)
+    agent.chmod(0o755)
+    return agent
+
+
+def over_the_link(agent: Path, ranks: int = RANKS) -> Lines:
+    """Command lines for compare.Running: each rank in its own namespace, on a core of its own if there are so many."""
+    cores = os.cpu_count() or 1
 
     def lines(engine: Engine, work: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         if engine.launcher == "mpirun":
             network = ["--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "10.77.7.0/24"]
             network += ["--mca", "oob_tcp_if_include", "10.77.7.0/24", "--mca", "plm_rsh_agent", str(agent)]
             # Both "hosts" are this machine: Open MPI would bind both ranks to its first core.
-            place = f'exec taskset -c $OMPI_COMM_WORLD_RANK "{sys.executable}" "$@"'
+            place = f'exec taskset -c $((OMPI_COMM_WORLD_RANK % {cores})) "{sys.executable}" "$@"'
             passed = [w for name in ("PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND") for w in ("-x", name)]
-            hosts = ["-H", ",".join(f"{a}:1" for a in ADDRESSES), "--bind-to", "none", "--map-by", "node"]
-            line = ["ip", "netns", "exec", NET[0], str(find_tool("mpirun")), "-np", str(RANKS), *hosts, *network]
+            where = ["-H", ",".join(f"{a}:1" for a in ADDRESSES[:ranks]), "--bind-to", "none", "--map-by", "node"]
+            line = ["ip", "netns", "exec", NET[0], str(find_tool("mpirun")), "-np", str(ranks), *where, *network]
             env = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_oob_tcp_if_include": "10.77.7.0/24"}
             passed += [w for name in os.environ if name.startswith(("HOROVOD_", "OMPI_MCA_coll")) for w in ("-x", name)]
             return [([*line, *passed, "-x", "HOROVOD_STALL_CHECK_DISABLE", "sh", "-c", place, "sh", *work], env)]
@@ -141,9 +164,7 @@ def link(framework: str, model: str, rate: str, rounds: int, seconds: float, onl
     results: dict = {"gbit_per_second": [round(measured(rate), 4)]}
     steps: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        agent = Path(folder) / "agent"
-        agent.write_text(AGENT.format(name=NET[1]))
-        agent.chmod(0o755)
+        agent = remote_shell(Path(folder))
         running: list[Running] = []
         try:
             for engine in engines(framework):
@@ -185,7 +206,7 @@ def main(arguments: list[str]) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     about = [f"scripts/bench link {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
     results: dict[str, dict] = {}
-    with two_hosts():
+    with hosts():
         for framework in options.frameworks.split(","):
             results[framework] = {}
             for rate in options.rates.split(","):

@@ -1,6 +1,7 @@
-"""Every way to train in parallel, as ``hvd-train modes`` compares them: CNN, MLP and GPT over slow links, 2 ranks.
+"""Every way to train in parallel, as ``hvd-train modes`` compares them: CNN, MLP and GPT over slow links.
 
-Links are those of scripts/bench link (two network namespaces, as root); ``--rates here`` runs on this host without one.
+Links are those of scripts/bench link (a network namespace for each rank, as root); ``--rates here`` runs without one.
+``--set exchange.mode=local_sgd --set exchange.local_steps=1000000`` shows with local_sgd a step that exchanges nothing.
 ``--accuracy`` adds the validation accuracy of SINGA's CNN on Fashion-MNIST, on this host: 5 epochs, 3 seeds.
 """
 
@@ -35,9 +36,9 @@ from hvd_train.modes.ways import Way, ways
 HERE = "here"
 
 
-def over_the_link(agent: Path) -> Start:
-    """Start each rank in its own namespace, on its own core."""
-    lines = link.over_the_link(agent)
+def over_the_link(agent: Path, ranks: int) -> Start:
+    """Start each rank in its own namespace."""
+    lines = link.over_the_link(agent, ranks)
     more = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), **KERNELS}
 
     def start(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -48,17 +49,14 @@ def over_the_link(agent: Path) -> Start:
 
 
 @contextmanager
-def started(rate: str, folder: Path) -> Iterator[tuple[Start, str]]:
+def started(rate: str, ranks: int, folder: Path) -> Iterator[tuple[Start, str]]:
     """Yield the way to start ranks, and the name of the link with its measured speed."""
     if rate == HERE:
-        yield on_ranks(["-np", str(RANKS)]), "on this host"
+        yield on_ranks(["-np", str(ranks)]), "on this host"
         return
-    agent = folder / "agent"
-    agent.write_text(link.AGENT.format(name=link.NET[1]))
-    agent.chmod(0o755)
-    with link.two_hosts():
-        link.throttle(rate)
-        yield over_the_link(agent), f"{rate}, measured {link.measured(rate):.2g} Gbit/s"
+    with link.hosts(ranks):
+        link.throttle(rate, ranks)
+        yield over_the_link(link.remote_shell(folder), ranks), f"{rate}, measured {link.measured(rate):.2g} Gbit/s"
 
 
 def accuracies(way: Way, config: Config, seeds: int) -> list[float] | str:
@@ -108,6 +106,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--models", default="cnn,mlp,gpt")
     parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(link.RATES)}, {HERE}")
     parser.add_argument("--modes", help="these ways alone, as hvd-train modes takes them")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="each on a host of its own")
+    parser.add_argument("--set", action="append", default=[], help="a key of the configuration, KEY=VALUE; repeatable")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=20.0, help="of steps, of a way in a turn, at most")
     parser.add_argument("--turns", type=int, default=2)
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.accuracy and not FASHION.exists():
         parser.error(f"there is no {FASHION}: apt install dataset-fashion-mnist")
-    chosen, limits = ways(options.modes, RANKS), Limits(options.steps, options.seconds, options.turns)
+    chosen, limits = ways(options.modes, options.ranks), Limits(options.steps, options.seconds, options.turns)
     options.output.mkdir(parents=True, exist_ok=True)
     parts = [f"scripts/bench modes {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
     figures: dict[str, list[dict]] = {}
@@ -132,16 +132,20 @@ def main(arguments: list[str]) -> None:
         for rate in filter(None, options.rates.split(",")):
             for model in options.models.split(","):
                 config = load_config(base=settings(framework, model, {}))
-                with tempfile.TemporaryDirectory() as folder, started(rate, Path(folder)) as (start, where):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    started(rate, options.ranks, Path(folder)) as (start, where),
+                ):
                     report = partial(print, f"{framework}, {rate}, {model}:", flush=True)
-                    measured = measure(config, chosen, RANKS, limits, start, Path(folder) / "runs", report)
+                    measured = measure(config, chosen, options.ranks, limits, start, Path(folder) / "runs", report)
                 name = f"{framework}-{rate}-{model}"
                 results.picture(measured, options.output / f"{name}.png")
                 figures[name] = plain(measured)
                 (options.output / "modes.json").write_text(json.dumps(figures, indent=1) + "\n")
                 shown = tables.markdown(*results.header_and_rows(measured))
                 notes = "\n".join(results.notes(measured, config, limits))
-                keep(f"### {framework}, {model}, {where}\n\n{shown}\n\n{notes}\n\n![losses]({name}.png)")
+                title = f"### {framework}, {model}, {options.ranks} ranks, {where}"
+                keep(f"{title}\n\n{shown}\n\n{notes}\n\n![losses]({name}.png)")
         if options.accuracy:
             keep(accuracy_table(framework, chosen, options.epochs, options.seeds))
     print(f"\n{options.output}: modes.md, modes.json and a picture of each table")

@@ -13,7 +13,7 @@ import pytest
 from hvd_train.errors import ConfigError
 from hvd_train.launch.start import environment
 from hvd_train.launch.world import World
-from tests.ranks.conftest import ROOT, world_command
+from tests.ranks.conftest import ROOT, run_world, world_command
 
 HERE = Path(__file__).parent
 SECONDS = 3600  # of a whole world, on a busy machine; a case has its own limit
@@ -49,7 +49,7 @@ ON_TORCH = [
 def launch(size: int, launcher: str, program: list[str], **env: str) -> subprocess.CompletedProcess:
     line = world_command(size, launcher, program)
     settings = {**environment(), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **env}
-    return subprocess.run(line, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return run_world(size, line, cwd=ROOT, env=settings, timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from hvd_train.launch.start import environment
-from tests.ranks.conftest import world_command
+from tests.ranks.conftest import run_world, world_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,4 +16,4 @@ SECONDS = 3600  # of a whole world, on a busy machine; a case has its own limit,
 def launch(size: int, launcher: str, program: list[str], folder: Path, seconds: float = SECONDS):
     env = environment() | {"PYTHONPATH": str(ROOT)}
     line = world_command(size, launcher, program)
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+    return run_world(size, line, cwd=folder, env=env, timeout=seconds)

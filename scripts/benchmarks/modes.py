@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> None:
     for framework in options.frameworks.split(","):
         for rate in filter(None, options.rates.split(",")):
             for model in options.models.split(","):
-                config = load_config(base=settings(framework, model, {}))
+                config = load_config(None, options.set, base=settings(framework, model, {}))
                 with (
                     tempfile.TemporaryDirectory() as folder,
                     started(rate, options.ranks, Path(folder)) as (start, where),

@@ -146,6 +146,7 @@ def test_losses_after_the_same_samples_and_the_same_seconds():
     told = "int8: nothing is compressed; tensors with fewer than 4,096 entries travel whole"
     assert notes([slow, whole, broken], load_config(), Limits(120))[1:] == [told]
     assert not notes([slow, less, broken], load_config(), Limits(120))[1:]
+    assert header_and_rows([result("outer", 2348.5, slow.curve)])[1][0][2] == "2,348"
     slow.figures.append(slow.figures[0] | {"ms": 300.0, "seconds_per_sample": 0.03, "gpu_memory": 2e9})
     header, rows = header_and_rows([slow])
     assert rows[0][2] == "200" and header[4] == "GPU memory" and rows[0][4] == "1 GB"

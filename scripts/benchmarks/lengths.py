@@ -44,7 +44,7 @@ def build_keras(input_shape: dict, num_classes: int, vocabulary_size: int, width
     kinds = {"tokens": "int64", "mask": "bool"}
     inputs = {name: keras.Input(input_shape[name], dtype=kind, name=name) for name, kind in kinds.items()}
     x = layers.Embedding(vocabulary_size, width)(inputs["tokens"])
-    shown = layers.Lambda(lambda mask: mask[:, None, :])(inputs["mask"])
+    shown = keras.ops.expand_dims(inputs["mask"], 1)
     attended = layers.MultiHeadAttention(heads, width // heads)(x, x, attention_mask=shown)
     x = layers.LayerNormalization()(layers.Add()([x, attended]))
     x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(width)(layers.Dense(4 * width, "relu")(x))]))

@@ -61,7 +61,7 @@ def modes(
     turns: int,
     output: Path | None,
 ) -> None:
-    """Train a short while in each way there is, on this machine, and compare; nothing is written but the picture.
+    """Train a short while in each way there is, and compare; nothing is written but the picture.
 
     \b
     hvd-train modes -c job.yaml -np 2 -o modes.png

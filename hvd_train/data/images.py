@@ -112,14 +112,14 @@ class File(Protocol):
 class Header:
     """The header of an image file: its mode, its size when it stands upright, and whether EXIF turns it.
 
-    ``clear``: pixels may be transparent; ``several``: other images follow the first one, as in an animation or a stack.
+    ``transparent``: pixels may be so; ``animated``: other images follow the first one, as in an animation or a stack.
     """
 
     mode: str
     size: tuple[int, int]
     turned: bool
-    clear: bool = False
-    several: bool = False
+    transparent: bool = False
+    animated: bool = False
 
 
 @dataclass
@@ -277,29 +277,29 @@ def _read_header(path: File, image: Any) -> Header:
             tag = image.getexif().get(ORIENTATION, 1)
     width, height = image.size
     swapped = tag in LYING and image.format != "TIFF"  # whose sides Pillow itself swaps
-    clear = "A" in image.getbands() or "transparency" in image.info
-    several = bool(getattr(image, "is_animated", False))
-    return Header(image.mode, (height, width) if swapped else (width, height), tag != 1, clear, several)
+    transparent = "A" in image.getbands() or "transparency" in image.info
+    animated = bool(getattr(image, "is_animated", False))
+    return Header(image.mode, (height, width) if swapped else (width, height), tag != 1, transparent, animated)
 
 
 def remarks_on_pixels(listing: Listing) -> list[str]:
     """Return a line for the user about what images hold and is not read: further images, and transparency."""
     lines, pairs = [], [*zip(listing.files, listing.headers, strict=True)]
-    several = [file for file, header in pairs if header.several]
-    if several:
-        counted = f"{len(several):,} {'file holds' if len(several) == 1 else 'files hold'}"
-        lines.append(f"{counted} several images, of which the first is read: {several[0]}")
-    clear = [file for file, header in pairs if header.clear]
+    animated = [file for file, header in pairs if header.animated]
+    if animated:
+        counted = f"{len(animated):,} {'file holds' if len(animated) == 1 else 'files hold'}"
+        lines.append(f"{counted} several images, of which the first is read: {animated[0]}")
+    alpha = [file for file, header in pairs if header.transparent]
     # Many images have an alpha channel that says nothing.
-    seen = next((file for file in clear[:LISTED] if _is_clear(file)), None)
+    seen = next((file for file in alpha[:LISTED] if _is_transparent(file)), None)
     if seen is not None:
-        counted = f"{len(clear):,} {'image has' if len(clear) == 1 else 'images have'}"
+        counted = f"{len(alpha):,} {'image has' if len(alpha) == 1 else 'images have'}"
         what = f"{counted} an alpha channel, which is left out: transparent pixels have the color that is stored there"
         lines.append(f"{what}: {seen}")
     return lines
 
 
-def _is_clear(path: File) -> bool:
+def _is_transparent(path: File) -> bool:
     """Return whether some pixel of an image is transparent."""
     with _opened(path) as image:
         return image.convert("RGBA").getextrema()[3][0] < 255

@@ -16,7 +16,6 @@ FEW = 64  # samples of a source that gives labels with their inputs only
 PIECE = 1 << 18  # values that are looked at together
 MOST = 1 << 24  # values of a part that are looked at: labels may be masks in a mapped file
 ROUNDING = 1e-3  # of masks that were resized
-THRESHOLD, RANK = ("means:Accuracy", "counts:"), ("auc:",)  # metrics of yes and no, as made_by begins
 OF_NUMBERS = ("mse", "mae", "huber")
 
 
@@ -28,14 +27,14 @@ def check_values(parts: Mapping[str, Source], task: TaskConfig, where: str, of_i
     for title, part in parts.items():
         for name, field in part.sample.labels.items():
             loss, metrics = task.terms.get(name) or task.terms.get("") or ("", ())
-            found = f"{where}, {title}"
+            place = f"{where}, {title}"
             if field.divisor != 1 and not of_inputs:
-                _check_bytes(part, name, found)
+                _check_bytes(part, name, place)
             if loss == "bce":
-                _check_yes_and_no(part, name, field, found)
+                _check_yes_and_no(part, name, field, place)
             if loss in OF_NUMBERS:
                 for metric in metrics:
-                    _check_metric(part, name, field, loss, metric, found)
+                    _check_metric(part, name, field, loss, metric, place)
 
 
 def _check_bytes(part: Source, name: str, where: str) -> None:
@@ -66,14 +65,10 @@ def _check_metric(part: Source, name: str, field: Field, loss: str, metric: str,
 
     Outputs above 0 are yes. A loss of distances makes them so for labels of -1 and 1; for 0 and 1 it is above 0.5.
     """
-    made_by = METRICS[metric].made_by if metric in METRICS else ""
-    pairs: list[tuple[int, int]] = []
-    if made_by.startswith(THRESHOLD):
-        pairs = [(-1, 1)]
-    elif made_by.startswith(RANK):
-        pairs = [(-1, 1), (0, 1)]
-    if not pairs:
+    binary = METRICS[metric].metric_class.binary if metric in METRICS else ""
+    if not binary:
         return
+    pairs = [(-1, 1)] if binary == "threshold" else [(-1, 1), (0, 1)]
     for start, values in _pieces(part, name):
         values = _as_model_sees(values, field)
         pairs = [pair for pair in pairs if np.isin(values, pair).all()]

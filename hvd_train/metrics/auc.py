@@ -23,6 +23,7 @@ class AUC(Metric):
     """
 
     two_classes_only = True
+    binary = "ranking"
 
     def __init__(self, form: LabelForm, masked: bool = False, *, average: str) -> None:
         super().__init__(form, masked)

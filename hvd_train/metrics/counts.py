@@ -23,6 +23,8 @@ class Counts(Metric):
     ``average``: how the K rates become one number, as in scikit-learn; "": of two classes that of class 1, else macro.
     """
 
+    binary = "threshold"
+
     def __init__(
         self, form: LabelForm, masked: bool = False, *, rate: Literal["f1", "precision", "recall", "iou"], average: str
     ) -> None:

@@ -85,6 +85,8 @@ class Huber(BuiltInMean):
 class Accuracy(BuiltInMean):
     """The share of places whose class has the largest output; without an axis of classes, it is 1 where z > 0."""
 
+    binary = "threshold"
+
     def of_places(self, z: Tensor, y: Tensor, ops: Ops) -> Tensor:
         if len(z.shape) == len(y.shape):
             return ops.cast((z > 0) == (y > 0.5), ops.dtype(z))

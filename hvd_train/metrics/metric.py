@@ -69,6 +69,8 @@ class Metric(ABC):
     length: int  # how many sums there are
     two_classes_only = False
     one_label_only = False  # not of several labels of yes and no
+    # How outputs that are numbers say yes: "threshold", by being above 0; "ranking", by being larger. "": they do not.
+    binary = ""
 
     def __init__(self, form: LabelForm, masked: bool = False) -> None:
         self.form, self.masked = form, masked

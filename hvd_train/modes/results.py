@@ -77,12 +77,16 @@ def notes(results: Sequence[Result], config: Config, limits: Limits) -> list[str
 def _uncompressed(results: Sequence[Result]) -> list[Result]:
     """Return the ways with a compressor that send as much as the same way without it."""
     ran = [one for one in results if not one.problem]
-    plain = {_apart(one.way): one.middle("sent") for one in ran if one.way.compression == PLAIN}
+    plain = {_without_compression(one.way): one.middle("sent") for one in ran if one.way.compression == PLAIN}
     compressed = [one for one in ran if one.way.compression != PLAIN]
-    return [one for one in compressed if one.middle("sent") and one.middle("sent") == plain.get(_apart(one.way))]
+    return [
+        one
+        for one in compressed
+        if one.middle("sent") and one.middle("sent") == plain.get(_without_compression(one.way))
+    ]
 
 
-def _apart(way: Way) -> tuple[object, ...]:
+def _without_compression(way: Way) -> tuple[object, ...]:
     """Return what a way is, apart from its compressor."""
     return way.mode, way.sharded, way.pipeline
 

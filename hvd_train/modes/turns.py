@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -84,8 +84,9 @@ def folder_of(config: Config, shared: bool) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="hvd-train-modes-", dir=beside if shared else None) as name:
             yield Path(name)
     finally:
-        for path in created:
-            path.rmdir()
+        with suppress(OSError):  # another run has begun there
+            for path in created:
+                path.rmdir()
 
 
 def trial(config: Config, way: Way, ranks: int, limits: Limits, run_dir: Path) -> Config:

@@ -7,7 +7,7 @@ import numpy as np
 from hvd_train.data.order import mix, permute
 from hvd_train.data.transforms import drawn
 from hvd_train.errors import DataError
-from hvd_train.protocol import Fields, Source
+from hvd_train.protocol import Field, Fields, Source
 
 PIECE = 4096  # labels that are read at once
 WHERE = "data.sampling: balanced"
@@ -26,19 +26,23 @@ class Balanced:
 
     ordered = False
 
-    def __init__(self, source: Source) -> None:
-        name, classes, names = _class_label(source)
+    def __init__(self, source: Source, ignore: int) -> None:
+        """Raises DataError where a class has no sample; ``ignore``: the label of samples that have none."""
+        name, field = _class_label(source)
         self._source, self.sample, self.fingerprint = source, source.sample, source.fingerprint
         self.remarks, self.files = getattr(source, "remarks", ()), getattr(source, "files", ())
         self.rows = getattr(source, "rows", None)
         labels = labels_of(source, name)
+        # The ignored label is not a class, also where it lies among their numbers.
+        taken = [k for k in range(field.classes or 0) if not (field.masked and k == ignore)]
         in_order = np.argsort(labels, kind="stable")
-        bounds = np.searchsorted(labels[in_order], np.arange(classes + 1))
+        bounds = (np.searchsorted(labels[in_order], taken, side) for side in ("left", "right"))
         # The samples of each class (n_c,), in the order of the data.
-        self._members = [in_order[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-        self._counts = np.diff(bounds)
+        self._members = [in_order[a:b] for a, b in zip(*bounds, strict=True)]
+        self._counts = np.array([len(of_class) for of_class in self._members])
         if not self._counts.all():
-            lacking = ", ".join(str(names[k] if names else k) for k in np.flatnonzero(self._counts == 0)[:10])
+            missing = [taken[k] for k in np.flatnonzero(self._counts == 0)[:10]]
+            lacking = ", ".join(str(field.names[k] if field.names else k) for k in missing)
             fix = "leave the class out of data.classes, or leave data.sampling out"
             raise DataError(f"no training sample is of class {lacking}", where=WHERE, fix=fix)
         self.note = "\n".join(filter(None, [getattr(source, "note", ""), self._note(len(labels) - self._counts.sum())]))
@@ -75,8 +79,8 @@ class Balanced:
         return out
 
 
-def _class_label(source: Source) -> tuple[str, int, tuple[str, ...]]:
-    """Return the name of the label, how many classes it has, and their names."""
+def _class_label(source: Source) -> tuple[str, Field]:
+    """Return the name of the label and what it is."""
     if getattr(source, "ordered", False):
         raise DataError("a stream is read in its own order", where=WHERE, fix="leave it out")
     fields = source.sample.labels
@@ -85,7 +89,7 @@ def _class_label(source: Source) -> tuple[str, int, tuple[str, ...]]:
         listed = ", ".join(f"{key} {one}" for key, one in fields.items()) or "none"
         fix = "leave it out: it is for one class a sample, with task.loss: cross_entropy"
         raise DataError(f"the labels are no classes of samples: {listed}", where=WHERE, fix=fix)
-    return name, field.classes, field.names or ()
+    return name, field
 
 
 def labels_of(source: Source, name: str) -> np.ndarray:

@@ -80,7 +80,7 @@ def open_data(
             check_values(parts, task, where)
     chosen = None
     if config.sampling and request.split is None:
-        parts["train"] = balanced = Balanced(parts["train"])
+        parts["train"] = balanced = Balanced(parts["train"], task.ignore_index)
         chosen = balanced.chosen
     if config.transforms:
         parts = transformed(parts, config.transforms, imported, task if config.target == "labels" else None)

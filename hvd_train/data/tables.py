@@ -7,6 +7,7 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,20 @@ def _header(path: Path) -> list[str]:
     return names
 
 
+def _check_empty_lines(path: Path) -> None:
+    """Refuse a file of one column with an empty line between others: pyarrow would leave out a row of the user's."""
+    if len(_header(path)) != 1:
+        return
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
+        lines = dropwhile(lambda cells: not cells, csv.reader(stream, delimiter=_delimiter(path)))
+        empty = 0
+        for row, cells in enumerate(lines):  # row 0 is the header
+            if not cells:
+                empty = empty or row
+            elif empty:
+                raise DataError("an empty line", where=f"{path}, row {empty}", fix="mend it, or leave it out")
+
+
 def _no_utf8(path: Path, what: str) -> DataError:
     fix = "store the file as UTF-8; if it is Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
     return DataError(f"{what} are not UTF-8", where=str(path), fix=fix)
@@ -157,8 +172,9 @@ class Table:
             if _suffix(path) == ".parquet":
                 table = parquet.read_table(path, columns=list(names))
             else:
+                _check_empty_lines(path)
                 table = _cells(path, names, broken)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
             if broken:
                 row = broken[0]
                 what = f"{row.actual_columns} cells of {row.expected_columns}: '{row.text[:60]}'"

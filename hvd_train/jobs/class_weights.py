@@ -24,16 +24,16 @@ def with_class_weights(config: Config, data: DataSet, communicator: Communicator
 
     Rank 0 alone counts the labels: where a source gives them with the inputs only, it reads all samples once.
     """
-    wanted = config.task.class_weights
+    wanted, ignore, rank = config.task.class_weights, config.task.ignore_index, communicator.rank
     if wanted is None or not data.sample.labels:
         return config
     ((name, field),) = data.sample.labels.items()
-    local = collectively(communicator, lambda: _numbers(wanted, name, field, data) if communicator.rank == 0 else [])
+    local = collectively(communicator, lambda: _numbers(wanted, name, field, data, ignore) if rank == 0 else [])
     weights = json.loads(communicator.broadcast_bytes(json.dumps(local).encode()))
     return config.model_copy(update={"task": config.task.model_copy(update={"class_weights": weights})})
 
 
-def _numbers(wanted: Any, name: str, field: Field, data: DataSet) -> list[float]:
+def _numbers(wanted: Any, name: str, field: Field, data: DataSet, ignore: int) -> list[float]:
     classes = field.classes or 0
     if isinstance(wanted, Mapping):
         names = [str(one) for one in field.names or range(classes)]
@@ -46,21 +46,23 @@ def _numbers(wanted: Any, name: str, field: Field, data: DataSet) -> list[float]
                 f"{len(wanted)} numbers for {classes} classes", where=WHERE, fix="give one for each class"
             )
         return [float(weight) for weight in wanted]
-    counts = class_counts(data.train, name, classes)
-    if not counts.all():
-        lacking = ", ".join(str((field.names or range(classes))[k]) for k in np.flatnonzero(counts == 0)[:10])
+    ignored = ignore if field.masked else None
+    counts, real = class_counts(data.train, name, classes, ignored), np.arange(classes) != ignored
+    if not counts[real].all():
+        missing = np.flatnonzero(real & (counts == 0))
+        lacking = ", ".join(str((field.names or range(classes))[k]) for k in missing[:10])
         what = f"no training sample is of class {lacking}, so nothing balances it"
         raise ConfigError(what, where=WHERE, fix="give the weights by name, or leave the class out of data.classes")
     # As scikit-learn: all classes together count as much, and the mean weight of a sample is 1.
-    return (counts.sum() / (classes * counts)).tolist()
+    return (counts.sum() / (real.sum() * np.where(real, counts, np.inf))).tolist()
 
 
-def class_counts(source: Source, name: str, classes: int) -> np.ndarray:
-    """Count the labels of each class (classes,); places without a label do not count."""
+def class_counts(source: Source, name: str, classes: int, ignored: int | None = None) -> np.ndarray:
+    """Count the labels of each class (classes,); places without a label, or with the ``ignored`` one, do not count."""
     counts = np.zeros(classes)
     read = getattr(source, "label", None) or (lambda name, places: source.fetch(places)[1][name])
     for start in range(0, len(source), PIECE):
         labels = np.asarray(read(name, np.arange(start, min(start + PIECE, len(source))))).reshape(-1)
-        known = labels[(labels >= 0) & (labels < classes)]
+        known = labels[(labels >= 0) & (labels < classes) & (labels != ignored)]
         counts += np.bincount(known.astype(np.int64), minlength=classes)
     return counts

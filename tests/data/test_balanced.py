@@ -64,6 +64,17 @@ def test_samples_without_a_class_are_left_out_and_told():
     assert source.note.endswith("of which there are 1 to 1,500; 500 samples without a class are left out")
 
 
+def test_an_ignored_label_among_the_numbers_of_classes_is_no_class():
+    source = opened(task=TaskConfig(ignore_index=0)).train
+    assert source.sample.labels["label"].masked
+    _, drawn = source.drawn(np.arange(len(source)), 3, 0)
+    assert np.bincount(drawn["label"]).tolist() == [0, 690, 689, 689]
+    assert source.note.endswith(
+        "an epoch takes 689 or 690 samples of each class, of which there are 1 to 2,000; "
+        "7 samples without a class are left out"
+    )
+
+
 def test_no_sample_of_a_class_is_taken_more_often_than_another_but_once():
     source, taken = opened().train, np.zeros(len(LABELS), int)
     for epoch in range(5):

@@ -19,25 +19,32 @@ from tests.cli.running import run
 LABELS = np.repeat([0, 1, 2], [60, 30, 10])
 
 
-def data(labels=LABELS, names=()):
+def data(labels=LABELS, names=(), masked=False):
     part = Arrays(np.zeros((len(labels), 2), np.float32), labels, "here", 3)
-    return DataSetOf(part, names)
+    return DataSetOf(part, names, masked)
 
 
 class DataSetOf:
-    def __init__(self, part, names):
+    def __init__(self, part, names, masked):
         self.train = part
-        self.sample = Sample(part.sample.inputs, {"label": Field((), "int64", classes=3, names=tuple(names))})
+        label = Field((), "int64", classes=3, names=tuple(names), masked=masked)
+        self.sample = Sample(part.sample.inputs, {"label": label})
 
 
-def weights(given, **more):
-    config = Config(task=TaskConfig(class_weights=given))
+def weights(given, ignore=-100, **more):
+    config = Config(task=TaskConfig(class_weights=given, ignore_index=ignore))
     return with_class_weights(config, data(**more), Serial()).task.class_weights
 
 
 def test_balanced_is_that_of_scikit_learn():
     compute = pytest.importorskip("sklearn.utils.class_weight").compute_class_weight
     assert weights("balanced") == pytest.approx(compute("balanced", classes=np.arange(3), y=LABELS))
+
+
+def test_the_ignored_label_is_no_class_to_balance():
+    two = pytest.approx([70 / (2 * 60), 0.0, 70 / (2 * 10)])
+    assert weights("balanced", ignore=1, masked=True) == two
+    assert weights("balanced", labels=LABELS[LABELS != 1], ignore=1, masked=True) == two
 
 
 def test_names_and_numbers():
@@ -81,6 +88,7 @@ def test_labels_are_counted_without_the_inputs_where_that_can_be():
     part.rows = np.arange(70)
     assert class_counts(part, "label", 3).tolist() == [60, 10, 0]
     assert class_counts(Slow(), "label", 3).tolist() == [60, 30, 10]
+    assert class_counts(Slow(), "label", 3, ignored=1).tolist() == [60, 0, 10]
 
 
 def test_ranks_train_as_one_and_both_frameworks_alike(tmp_path):

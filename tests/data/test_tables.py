@@ -208,6 +208,18 @@ def test_faults_of_csv_files(tmp_path, name):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_an_empty_line_in_a_file_of_one_column_is_told(tmp_path, suffix):
+    """What is predicted belongs to the lines of the file: rows must not move up."""
+    path = tmp_path / f"d{suffix}"
+    for content, values in (("\nx\n1\n2\n\n\n", ["1", "2"]), ('x\n"a\n\nb"\n2\n', ["a\n\nb", "2"])):
+        path.write_text(content)
+        assert tables.Table.read(path, ["x"]).columns["x"].to_pylist() == values
+    path.write_text("x\n1\n\n3\n")
+    with pytest.raises(DataError, match=rf"an empty line; .*d{suffix}, row 2; mend it, or leave it out"):
+        tables.Table.read(path, ["x"])
+
+
 def test_faults_of_parquet_files(tmp_path):
     path = tmp_path / "d.parquet"
     columns = {"a": [1.0, None, 3.0], "y": [1.0, 2.0, 3.0], "day": np.array(["2020-01-01"] * 3, "datetime64[D]")}

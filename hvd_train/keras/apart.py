@@ -1,4 +1,4 @@
-"""A Keras model whose ranks train apart: ``hk.distribute(model, mode="outer")``.
+"""A Keras model whose ranks train apart: ``hk.distribute(model, mode="outer")``, or ``"streaming"``.
 
 The ranks join after so many steps, at the end of each epoch of ``fit`` and of each pass over ``hk.shard``.
 """
@@ -66,7 +66,9 @@ class ModelApart(TrainedApart):
             Variable(f"{k}.{v.name}", partial(_tensor, v), v.assign) for k, v in enumerate(model.trainable_variables)
         ]
         packing = backend.packing(communicator)
-        weights = ScriptWeights(variables, backend.ops, packing, named(communicator, reduction.number))
+        weights = ScriptWeights(
+            variables, backend.ops, packing, named(communicator, reduction.number), backend.in_background
+        )
         statistics = [
             Variable(str(k), partial(_copy, backend.ops, v), partial(_assign, backend.ops, v))
             for k, v in enumerate(_statistics(model))

@@ -67,9 +67,11 @@ def distribute(
     slots for its part of the weights, moves that part, and gets the others' (ZeRO, stage 1); for elementwise
     optimizers, and with ``model.save`` on all ranks. ``mode="outer"`` with ``outer_steps``, ``outer_lr``,
     ``outer_momentum``: each rank steps by its local gradients, and an outer optimizer joins the weights after so many
-    steps and at an epoch's end, as for ``hvd-train fit``. Every ``agreement_every_n_steps`` (0: never), at an epoch's
-    end and in ``evaluate`` and ``predict`` the ranks compare weights and learning rates, and end with a
-    CommunicationError where they differ. Raises ConfigError on all ranks.
+    steps and at an epoch's end, as for ``hvd-train fit``. ``mode="streaming"`` with ``fragments``, ``stream_delay`` and
+    ``mix`` besides joins a part of the weights at a time, while the ranks train on.
+    Every ``agreement_every_n_steps`` (0: never), at an epoch's end and in ``evaluate`` and ``predict`` the ranks
+    compare weights and learning rates, and end with a CommunicationError where they differ. Raises ConfigError on all
+    ranks.
     """
     backend = _backend()
     communicator = open_session(backend.framework).communicator

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_train.keras.gradients import Reduction
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Ops, Packing
+from hvd_train.script.apart import InBackground, started_at_once
 
 
 class OnTensorFlow:
@@ -20,7 +21,7 @@ class OnTensorFlow:
     def __init__(self) -> None:
         import tensorflow as tf
 
-        from hvd_train.frontends.tensorflow.graphs import awaited, packing, seconds_waited
+        from hvd_train.frontends.tensorflow.graphs import awaited, packing, seconds_waited, transfer_in_thread
         from hvd_train.frontends.tensorflow.ops import TensorFlowOps
 
         self.tf, self._awaited = tf, awaited
@@ -30,6 +31,7 @@ class OnTensorFlow:
                 OnTensorFlow._waits = seconds_waited()
         self.ops: Ops = TensorFlowOps()
         self.packing: Callable[[Communicator], Packing] = packing
+        self.in_background: InBackground = transfer_in_thread
         self.lifted = tf.init_scope  # out of the graph that is traced
 
     def untouched(self, function: Callable) -> Callable:
@@ -98,6 +100,7 @@ class OnTorch:
 
         self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
+        self.in_background: InBackground = started_at_once
         self.lifted = contextlib.nullcontext
 
     def untouched(self, function: Callable) -> Callable:

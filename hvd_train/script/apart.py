@@ -1,4 +1,4 @@
-"""Scripts whose ranks train apart: ``mode="outer"`` of ``ht.distribute`` and ``hk.distribute``.
+"""Scripts whose ranks train apart: ``mode="outer"`` and ``"streaming"`` of ``ht.distribute`` and ``hk.distribute``.
 
 Each rank steps by its local gradients, with the user's optimizer. Now and then the update of ``exchange.mode`` joins
 the weights, as it does for ``hvd-train fit``. The global weights are those of the last join.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,8 +27,11 @@ from hvd_train.update import make_update
 from hvd_train.update.exchange import Exchange
 from hvd_train.update.outer import Outer
 from hvd_train.update.state import read
+from hvd_train.update.streaming import PART
 
 DIGESTS = 1 << 20  # of weights: their squares and the sums of these are exact in 64 bits
+# FrontEnd.in_background
+InBackground = Callable[[Callable[..., Any], Callable[[Any], Any]], Callable[..., Callable[[], Any]]]
 FIX = "lower the learning rate, clip gradients, or look for NaN in the data"
 
 
@@ -39,14 +43,26 @@ class Variable(NamedTuple):
     write: Callable[[Tensor], None]
 
 
+def started_at_once(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
+    """Return what ``FrontEnd.in_background`` does, where a transfer that is started blocks nobody."""
+    return lambda *tensors: partial(finish, start(*tensors))
+
+
 class ScriptWeights:
     """The weights of a script's model, as the front-end and the optimizer of an update.
 
     The user's optimizer moves them and keeps its slots.
     """
 
-    def __init__(self, variables: Sequence[Variable], ops: Ops, packing: Packing, communicator: Communicator) -> None:
-        self.variables, self.ops, self.packing = list(variables), ops, packing
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        ops: Ops,
+        packing: Packing,
+        communicator: Communicator,
+        in_background: InBackground,
+    ) -> None:
+        self.variables, self.ops, self.packing, self.in_background = list(variables), ops, packing, in_background
         self.groups = Groups.of(communicator)
         tensors = [v.read() for v in self.variables]
         self._specs = [
@@ -105,8 +121,9 @@ class ScriptWeights:
 class TrainedApart:
     """A model whose ranks train apart: count its steps, join its weights, give it the global ones.
 
-    The ranks join after every ``outer_steps`` steps and in ``join``. Each counts the same, whatever the lengths of its
-    batches are. Running statistics become their mean over the ranks then. Other buffers stay each rank's.
+    The ranks join after every ``outer_steps`` steps, or ``outer_steps / fragments``, and in ``join``. Each counts the
+    same, whatever the lengths of its batches are. Running statistics become their mean over the ranks then. Other
+    buffers stay each rank's.
 
     ``wish``: whether this rank wants to stop; ``stops``: whether any rank wanted to at the last join.
     """
@@ -131,9 +148,9 @@ class TrainedApart:
             return Exchange(weights.specs(), weights.packing, compressor, over, weights.ops)
 
         update = make_update(options, frontend, build, Serial())
-        assert isinstance(update, Outer)  # the only mode that ``check_options`` lets through
+        assert isinstance(update, Outer)  # or a subclass: ``exchange_options`` lets nothing else through
         self.update: Outer = update
-        self._every, self._step = options.outer_steps, 0
+        self._step = 0  # since all ranks had the same weights
         self.taken, self._joined = 0, False  # steps of this process
         self.within = False  # whether the model has the global weights for a while
         self.wish = self.stops = False
@@ -149,22 +166,25 @@ class TrainedApart:
         for _ in range(steps):
             self._step += 1
             self.taken += 1
-            self._count(1)
+            due = self._step % self.update.interval == 0
+            if due:
+                self._agree()
+            self.update.before_step(self._step, self._size)
+            self.update.after_step(self._step, 1)
+            if due:
+                self._joined_together()
 
     def join(self) -> None:
         """Join what the ranks have learned since the last join, if there is anything; on all ranks together."""
         if self.update.diverged:
-            self._step += -self._step % self._every
-            self._count(0)
-
-    def _count(self, samples: int) -> None:
-        due = self._step % self._every == 0
-        if due:
             self._agree()
-        self.update.before_step(self._step, samples * self._size)
-        self.update.after_step(self._step, samples)
-        if due:
-            self._join_statistics()
+            self.update.join_all()
+            self._step = 0
+            self._joined_together()
+
+    def _joined_together(self) -> None:
+        """Do what is due on all ranks after a join."""
+        self._join_statistics()
 
     def _agree(self) -> None:
         """Raise the same error on all ranks where weights are not finite, or the numbers of steps differ."""
@@ -231,7 +251,7 @@ class TrainedApart:
         if self.taken and not self._joined and self._communicator.rank == 0:
             self._joined = True
             what = f"the ranks have not joined in {amount(self.taken, 'step')}: the global weights are the first ones"
-            warnings.warn(f"{what}; {self.where}; set outer_steps to less than {self._every}", stacklevel=4)
+            warnings.warn(f"{what}; {self.where}; set outer_steps to less than {self.update.steps}", stacklevel=4)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -257,6 +277,7 @@ class TrainedApart:
 
     def begin_round(self) -> None:
         """Take what the model has, equal on all ranks, as the global weights."""
+        self.update.finish_transfers()  # of weights that are no more; their names will be used again
         self.update.load({}, Placement.PER_RANK)
         self._step, self._replaced, self._digest = 0, [], 0
         self._common = self._read_statistics()
@@ -277,8 +298,9 @@ class TrainedApart:
     # ---- the outer optimizer's state
 
     def state(self) -> Tree:
-        """Copy what the outer optimizer keeps, the same on all ranks."""
-        return read(self.update.state(), Placement.REPLICATED)
+        """Copy what the outer optimizer keeps, the same on all ranks; nothing of what is under way."""
+        tree = read(self.update.state(), Placement.REPLICATED)
+        return {name: x for name, x in tree.items() if not name.startswith(PART)}
 
     def load(self, tree: Mapping[str, np.ndarray]) -> None:
         """Take arrays of ``state``, on all ranks alike."""

@@ -29,7 +29,10 @@ from hvd_train.rank.session import Session
 _sessions: list[Session] = []  # one at most
 COMPRESSOR_OPTIONS = ("ratio", "exact", "threshold", "rank")
 # The values of ``exchange.mode`` that a script may choose, and the keys of ``exchange`` that each takes.
-MODE_OPTIONS = {ALLREDUCE: (), "outer": ("outer_steps", "outer_lr", "outer_momentum", "outer_feedback")}
+MODE_OPTIONS = {
+    mode: tuple(name for name in MODES[mode].options if name != "outer_start")
+    for mode in (ALLREDUCE, "outer", "streaming")
+}
 
 
 def place() -> World:
@@ -96,7 +99,7 @@ def exchange_options(
     if mode not in MODE_OPTIONS:
         known = mode in MODES
         what = f"mode={mode!r}: for hvd-train fit alone" if known else f"mode: {did_you_mean(mode, MODE_OPTIONS)}"
-        raise ConfigError(what, where=where, fix=f"a script takes mode={' or '.join(map(repr, MODE_OPTIONS))}")
+        raise ConfigError(what, where=where, fix=f"a script takes one of {', '.join(MODE_OPTIONS)}")
     unknown = [name for name in options if name not in (*COMPRESSOR_OPTIONS, *MODE_OPTIONS[mode])]
     if unknown or compression == "auto":
         fit_only = "compression='auto'" if not unknown else ", ".join(unknown)

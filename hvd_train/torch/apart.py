@@ -1,4 +1,4 @@
-"""A PyTorch script whose ranks train apart: ``ht.distribute(model, optimizer, mode="outer")``.
+"""A PyTorch script whose ranks train apart: ``ht.distribute(model, optimizer, mode="outer")``, or ``"streaming"``.
 
 ``state_dict`` and ``ht.save`` hold the global weights, and the model has them within ``ht.global_weights``.
 """
@@ -18,7 +18,7 @@ from hvd_train.errors import ConfigError
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named, started_at_once
 from hvd_train.script.dataloader import passes
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.torch import state_bytes
@@ -56,6 +56,7 @@ class ModelApart(TrainedApart):
             ops,
             PyTorchFrontEnd.packing,
             named(communicator, number),
+            started_at_once,
         )
         statistics = [
             Variable(f"{k}.{name}", partial(getattr, layer, name), partial(_set, layer, name))
@@ -95,13 +96,11 @@ class ModelApart(TrainedApart):
         passes.exchanged()
         self.stepped()
 
-    def _count(self, samples: int) -> None:
-        super()._count(samples)
-        # At joins alone: there all ranks are at the same step.
-        if not self.update.diverged:
-            if self._check.due(self._checked, self.taken):
-                self._check.compare(f"step {self.taken} of the model")
-            self._checked = self.taken
+    def _joined_together(self) -> None:
+        super()._joined_together()
+        if self._check.due(self._checked, self.taken):
+            self._check.compare(f"step {self.taken} of the model")
+        self._checked = self.taken
 
     def _settings(self) -> dict[str, str]:
         groups = self._optimizer.param_groups

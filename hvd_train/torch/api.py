@@ -128,7 +128,8 @@ def distribute(
 
     ``mode="outer"`` with ``outer_steps``, ``outer_lr``, ``outer_momentum``: each rank steps by its local gradients, and
     an outer optimizer joins the weights after so many steps and at the end of each pass over a loader of ``shard``.
-    In the middle of a pass evaluate within ``ht.global_weights``.
+    In the middle of a pass evaluate within ``ht.global_weights``. ``mode="streaming"`` with ``fragments``,
+    ``stream_delay`` and ``mix`` besides joins a part of the weights at a time, while the ranks train on.
 
     ``compression`` and its options are those of the configuration: ``compression="topk", ratio=0.01``. Every rank must
     call ``backward()`` equally often. Every so many backward passes (``agreement_every_n_steps``; 0: never), and with

@@ -58,6 +58,7 @@ class Outer(Apart):
         # (fragments, 3): samples since a fragment's last join, of this rank and of all; steps that were taken apart.
         self._samples = np.zeros((len(fragments), 3), np.int64)
         self._combine_all = frontend.compiled(self._combine)
+        self.interval = steps  # steps between two joins, of any part of the weights
 
     def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
         """Return the parts of the weights that join at a time, as indices into the specs."""
@@ -86,9 +87,14 @@ class Outer(Apart):
             self._take_as_global()
 
     def _after_local_step(self, step: int) -> None:
-        self.diverged = step % self.steps > 0
-        if not self.diverged:
-            self._combine_all(self._share(0))
+        self.diverged = True
+        if step % self.steps == 0:
+            self.join_all()
+
+    def join_all(self) -> None:
+        """Join all weights at once; all ranks call it after the same step."""
+        self._combine_all(self._share(0))
+        self.diverged = False
 
     def _share(self, fragment: int) -> Tensor:
         """Return this rank's share of the samples since the last join, () float64, and begin to count anew."""

@@ -43,7 +43,7 @@ class Streaming(Outer):
     ) -> None:
         self.fragments, self.lag, self.mix = fragments, delay, mix
         super().__init__(frontend, exchange, alone, steps, rate, momentum, start)
-        self._interval = steps // fragments
+        self.interval = steps // fragments
         ways = (
             [partial(self._deltas, part) for part in self._fragments],
             [partial(self._arrived, k) for k in range(fragments)],
@@ -70,15 +70,31 @@ class Streaming(Outer):
 
     def _after_local_step(self, step: int) -> None:
         self.diverged = True
-        turn, place = divmod(step, self._interval)
+        turn, place = divmod(step, self.interval)
         if place == 0:
-            fragment = (turn - 1) % self.fragments
-            self._under_way = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
+            self._depart((turn - 1) % self.fragments)
         if place == self.lag and self._under_way:
-            fragment, wait = self._under_way
-            self._put[fragment](*wait())
-            self._under_way = None
+            self._arrive()
             self.diverged = self.fragments > 1 or self.lag > 0 or self.mix > 0
+
+    def join_all(self) -> None:
+        if self._under_way:
+            self._arrive()
+        for fragment, (_, samples, _) in enumerate(self._samples.tolist()):
+            if samples:  # else it has sent in this step
+                self._depart(fragment)
+                self._arrive()
+        self._give_common_weights()
+        self.diverged = False
+
+    def _depart(self, fragment: int) -> None:
+        self._under_way = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
+
+    def _arrive(self) -> None:
+        """Wait for what is under way, and take it."""
+        assert self._under_way
+        (fragment, wait), self._under_way = self._under_way, None
+        self._put[fragment](*wait())
 
     # ---- how
 

@@ -17,7 +17,7 @@ import numpy as np
 import hvd_train.keras as hk
 from hvd_train.errors import TrainError
 from tests.limits import SECONDS
-from tests.script.outer_formula import LR, OUTER, STEPS, first, target
+from tests.script.outer_formula import LR, OUTER, STEPS, STREAMED, STREAMING, first, target
 
 ENTRIES, WIDE = 5, 5_000  # WIDE: enough to be compressed
 TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -142,6 +142,30 @@ def by_batches(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def streamed() -> dict[str, Any]:
+    """A layer with a bias is a sum of two tensors."""
+
+    def made() -> Any:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(ENTRIES)])
+        model.set_weights([first(ENTRIES)[None], np.zeros(ENTRIES)])
+        model.compile(keras.optimizers.SGD(rate()), "mse")
+        return hk.distribute(model, **STREAMING)
+
+    def both(model) -> list[list[float]]:
+        return [x.reshape(-1).tolist() for x in model.get_weights()]
+
+    model, (x, y) = made(), data()
+    for step in range(STREAMED):
+        at = slice(step * hk.size() + hk.rank(), step * hk.size() + hk.rank() + 1)
+        model.train_on_batch(x[at], y[at])
+    facts = {"streamed": both(model)}
+    with hk.global_weights(model):
+        facts["streamed within"] = both(model)
+    model = made()
+    fitted(model, epochs=2, validation_data=zeros())
+    return facts | {"streamed fit": both(model)}
+
+
 def loops() -> dict[str, Any]:
     """Two passes over ``hk.shard``, as two epochs of ``fit``."""
     if not TENSORFLOW:
@@ -235,7 +259,7 @@ def refused() -> dict[str, str]:
             model.train_on_batch(*(a[:1] for a in data()))
 
     return {
-        "streaming": message(mode="streaming"),
+        "fragments": message(mode="streaming", fragments=3),
         "delayed": message(mode="delayed"),
         "option": message(outer_start=3),
         "foreign": message(mode="allreduce", outer_steps=3),
@@ -257,6 +281,7 @@ def main(folder: Path) -> None:
         lambda: backups(folder),
         stopped,
         lambda: by_batches(folder),
+        streamed,
         loops,
         statistics,
         compressed,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.keras.test_keras import launch
-from tests.script.outer_formula import ROUND, STEPS, by_formula, first
+from tests.script.outer_formula import ROUND, STEPS, STREAMED, by_formula, first, streamed_by_formula
 
 ROOT = Path(__file__).parents[2]
 LONG = pytest.mark.long("two ranks on TensorFlow run it in every run")
@@ -65,6 +65,18 @@ def test_the_ranks_follow_the_formula(worlds, world):
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_parts_join_while_the_ranks_train_on(worlds, world):
+    """With ``mode="streaming"``: at the end of an epoch all parts join at once."""
+    size, tolerance = world[0], {"rtol": TOLERANCE[world[2]], "atol": 1e-3 * TOLERANCE[world[2]]}
+    local, shared = streamed_by_formula(size, range(1, STREAMED + 1), (), 5)
+    _, joined = streamed_by_formula(size, [*range(1, STEPS + 1)] * 2, (STEPS, 2 * STEPS), 5)
+    for rank, facts in enumerate(worlds(world)):
+        np.testing.assert_allclose(facts["streamed"], local[rank], **tolerance)
+        np.testing.assert_allclose(facts["streamed within"], shared, **tolerance)
+        np.testing.assert_allclose(facts["streamed fit"], joined, **tolerance)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_one_rank_stops_all(worlds, world):
     _, shared, _ = by_formula(world[0], range(1, ROUND + 2), [ROUND, ROUND + 1], first(5))
     for facts in worlds(world):
@@ -106,8 +118,8 @@ def test_running_statistics_are_the_mean_at_the_last_join(worlds, world):
 
 MODE = r"hk\.distribute\(mode=\.\.\.\)"
 REFUSED = {
-    "streaming": r"mode='streaming': for hvd-train fit alone; hk\.distribute; a script takes mode='al",
-    "delayed": r"mode='delayed': for hvd-train fit alone; hk\.distribute; a script takes mode='allreduce' or 'outer'",
+    "fragments": r"the model has 2 tensors, and none is divided; exchange\.fragments: 3",
+    "delayed": r"mode='delayed': for hvd-train fit alone; hk\.distribute; a script takes one of allreduce, outer, st",
     "option": r"outer_start: for hvd-train fit alone",
     "foreign": r"outer_steps: for hvd-train fit alone.*or mode='outer' with outer_steps, outer_lr",
     "two optimizers": rf"ranks that train apart have one optimizer, and there are 2; {MODE}; leave mode out, or",

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hvd_train.torch as ht
 from hvd_train.errors import TrainError
 from tests.limits import SECONDS
-from tests.script.outer_formula import LR, OUTER, ROUND, STEPS, first
+from tests.script.outer_formula import LR, OUTER, ROUND, STEPS, STREAMED, STREAMING, first
 
 WIDE = 5_000  # entries: enough to be compressed
 
@@ -33,12 +33,21 @@ class Quadratic(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.from_numpy(first(entries) + self.rank))  # rank 0's counts
 
     def forward(self, step):
-        entries = torch.arange(len(self.w), dtype=torch.float64)
-        return (self.w - (self.rank + 1) * torch.sin(entries + step)).square().sum() / 2
+        return (self.w - self.target(step)).square().sum() / 2
+
+    def target(self, step):
+        return (self.rank + 1) * torch.sin(torch.arange(len(self.w), dtype=torch.float64) + step)
 
 
-def steps(model, optimizer, count: int) -> None:
-    for step in range(1, count + 1):
+def steps(model, optimizer, count: int, first: int = 1) -> None:
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+
+
+def one_pass(model, optimizer, loader) -> None:
+    for step, _ in enumerate(loader, 1):
         optimizer.zero_grad()
         model(step).backward()
         optimizer.step()
@@ -72,6 +81,58 @@ def quadratic(folder: Path) -> dict[str, Any]:
         ht.load(path, model=other, optimizer=its_optimizer)
         steps(other, its_optimizer, ROUND)
         facts[f"gone on from {path.stem}"] = other.w.tolist()
+    return facts
+
+
+class Added(Quadratic):
+    """A quadratic of the sum of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.z = torch.nn.Parameter(torch.zeros_like(self.w))
+
+    def forward(self, step):
+        return (self.w + self.z - self.target(step)).square().sum() / 2
+
+
+def streamed(folder: Path) -> dict[str, Any]:
+    model = Added()
+    ht.distribute(model, optimizer := torch.optim.SGD(model.parameters(), lr=LR), **STREAMING)
+    steps(model, optimizer, STREAMED - 1)
+    facts = {"streamed": [model.w.tolist(), model.z.tolist()]}
+    state = optimizer.state_dict()["outer"]  # this waits for what is under way, and leaves it so
+    steps(model, optimizer, 1, first=STREAMED)
+    facts["arrived"] = [model.w.tolist(), model.z.tolist()]
+    with ht.global_weights(model):
+        facts["streamed within"] = [model.w.tolist(), model.z.tolist()]
+    facts["streamed names"] = sorted(state)
+
+    def job(load: bool) -> list[list[float]]:
+        model = Added()
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+        parts = {"model": model, "optimizer": optimizer}
+        ht.distribute(model, optimizer, **STREAMING)
+        numbers = ht.shard(DataLoader(TensorDataset(torch.arange(5 * ht.size())), 1))
+
+        if load:
+            steps(model, optimizer, 2)  # something is under way
+            ht.load(folder / "streamed.safetensors", **parts)
+        else:
+            one_pass(model, optimizer, numbers)
+            ht.save(folder / "streamed.safetensors", **parts)
+        one_pass(model, optimizer, numbers)
+        return [model.w.tolist(), model.z.tolist()]
+
+    whole = job(load=False)
+    ht.barrier()
+    facts["streamed again"] = [whole, job(load=True)]
+
+    model = Added()
+    ht.distribute(model, optimizer := torch.optim.SGD(model.parameters(), lr=LR), **STREAMING)
+    numbers = ht.shard(DataLoader(TensorDataset(torch.arange(5 * ht.size())), 1))
+    for _ in range(2):
+        one_pass(model, optimizer, numbers)
+    facts["streamed passes"] = [model.w.tolist(), model.z.tolist()]
     return facts
 
 
@@ -137,10 +198,7 @@ def scripts() -> dict[str, Any]:
     model, optimizer = begun()
     numbers = ht.shard(DataLoader(TensorDataset(torch.arange(4 * ht.size())), 1))
     for _ in range(2):
-        for step, _ in enumerate(numbers, 1):
-            optimizer.zero_grad()
-            model(step).backward()
-            optimizer.step()
+        one_pass(model, optimizer, numbers)
     facts["passes"] = model.w.tolist()
     return facts
 
@@ -236,7 +294,8 @@ def refused() -> dict[str, str]:
         model.load_state_dict(model.state_dict())
 
     messages = {
-        "streaming": message(mode="streaming"),
+        "fragments": message(mode="streaming", fragments=3),
+        "compressed streaming": message(mode="streaming", fragments=2, compression="topk"),
         "delayed": message(mode="delayed"),
         "unknown": message(mode="outr"),
         "option": message(mode="outer", outer_start=3),
@@ -268,6 +327,7 @@ def main(folder: Path) -> None:
     facts: dict[str, Any] = {}
     for case in (
         lambda: quadratic(folder),
+        lambda: streamed(folder),
         lambda: resumed(folder),
         scripts,
         compressed,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.script.launching import launch
-from tests.script.outer_formula import ROUND, STEPS, by_formula, first
+from tests.script.outer_formula import ROUND, STEPS, STREAMED, by_formula, first, streamed_by_formula
 
 ROOT = Path(__file__).parents[2]
 LONG = pytest.mark.long("one and two ranks run it in every run")
@@ -59,6 +59,21 @@ def test_ranks_join_at_the_end_of_a_pass(worlds, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_parts_join_while_the_ranks_train_on(worlds, size):
+    """With ``mode="streaming"``: at the end of a pass all parts join at once."""
+    for steps, key in ((STREAMED - 1, "streamed"), (STREAMED, "arrived")):
+        local, shared = streamed_by_formula(size, range(1, steps + 1), (), 5)
+        for rank, facts in enumerate(worlds(size)):
+            np.testing.assert_allclose(facts[key], local[rank], rtol=1e-12, atol=1e-15, err_msg=key)
+    _, joined = streamed_by_formula(size, [1, 2, 3, 4, 5] * 2, (5, 10), 5)
+    for facts in worlds(size):
+        np.testing.assert_allclose(facts["streamed within"], shared, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(facts["streamed passes"], joined, rtol=1e-12, atol=1e-15)
+        assert facts["streamed again"][0] == facts["streamed again"][1] == worlds(size)[0]["streamed again"][0]
+        assert facts["streamed names"] == ["exchange/outer_momentum/w", "exchange/outer_momentum/z"]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_a_run_goes_on_from_the_global_weights(worlds, size):
     """With the outer momentum of the file, whatever the number of ranks was; a round begins."""
     for facts in worlds(size):
@@ -88,8 +103,9 @@ def test_running_statistics_are_the_mean_at_the_last_join(worlds, size):
 
 MODE = r"ht\.distribute\(mode=\.\.\.\)"
 REFUSED = {
-    "streaming": r"mode='streaming': for hvd-train fit alone; ht\.distribute; a script takes mode='al",
-    "delayed": r"mode='delayed': for hvd-train fit alone; ht\.distribute; a script takes mode='allreduce' or 'outer'",
+    "fragments": r"the model has 2 tensors, and none is divided; exchange\.fragments: 3",
+    "compressed streaming": r"compression: gradients do not travel with mode: streaming",
+    "delayed": r"mode='delayed': for hvd-train fit alone; ht\.distribute; a script takes one of allreduce, outer, st",
     "unknown": r"mode: unknown 'outr'; did you mean 'outer'\?",
     "option": r"outer_start: for hvd-train fit alone",
     "foreign": r"outer_steps: for hvd-train fit alone.*or mode='outer' with outer_steps, outer_lr",

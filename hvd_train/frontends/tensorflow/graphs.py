@@ -83,6 +83,11 @@ def in_thread(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     return begin
 
 
+def transfer_in_thread(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
+    """Return what ``FrontEnd.in_background`` does."""
+    return in_thread(graph(lambda *tensors: finish(start(*tensors))))
+
+
 class BetweenSteps:
     """The part of a front-end that runs graphs other than steps."""
 
@@ -108,7 +113,7 @@ class BetweenSteps:
     def in_background(
         self, start: Callable[..., Any], finish: Callable[[Any], Any]
     ) -> Callable[..., Callable[[], Any]]:
-        return in_thread(graph(lambda *tensors: finish(start(*tensors))))
+        return transfer_in_thread(start, finish)
 
 
 def steps_per_call(seconds: float, batch: Sequence[tf.Tensor]) -> int:

@@ -1,11 +1,13 @@
-"""Train a short while, and write how long a step takes, what a rank sends and how much memory it takes."""
+"""Train a short while, and write how long steps take, what a rank sends and how much memory it takes."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from hvd_train import files
@@ -38,9 +40,11 @@ class Meter(Hook):
         self._traffic, self._seconds, self._output = traffic, seconds, output
         self._samples = 0
         self._marks: list[Mark] = []
+        self._ends: list[float] = []  # of all steps, seconds
 
     def on_step(self, trainer: Training, info: StepInfo) -> None:
         self._samples += info.batch.count
+        self._ends.append(time.perf_counter())
         if not info.log_due:
             return
         self._marks.append(Mark(self._samples, trainer.progress.step, time.perf_counter(), self._traffic.total()))
@@ -53,6 +57,8 @@ class Meter(Hook):
             "sent": sent / max(steps, 1),
             "memory": _peak_bytes(),
             "gpu_memory": trainer.frontend.peak_device_bytes(),
+            "median_ms": 1000 * median(self._durations() or [0.0]),
+            "longest_ms": 1000 * max(self._durations(), default=0.0),
         }
         parts = trainer.communicator.gather_bytes(json.dumps(local).encode())
         if trainer.communicator.rank == 0:
@@ -63,6 +69,11 @@ class Meter(Hook):
                 {"ms": 1000 * seconds / steps, "seconds_per_sample": seconds / samples} if steps else {"ms": None}
             )
             files.put(self._output, json.dumps(figures).encode())
+
+    def _durations(self) -> list[float]:
+        """Return the seconds of each step that counts; of steps that run in one call, those of the call."""
+        ends = [end for end in self._ends if self._warm().seconds <= end <= self._marks[-1].seconds]
+        return [end - begin for begin, end in pairwise(ends)]
 
     def _warm(self) -> Mark:
         """Return the first mark that counts."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -96,6 +97,14 @@ def accuracy_table(framework: str, chosen: Sequence[Way], epochs: int, seeds: in
     return f"### {framework}, Fashion-MNIST, {epochs} epochs\n\n{tables.markdown(header, rows)}"
 
 
+def longest_steps(measured: Sequence[Result]) -> str:
+    """Return how many times the median a way's longest step takes."""
+    ratios = [
+        f"{one.way.name} {one.middle('longest_ms') / one.middle('median_ms'):.2g}" for one in measured if one.figures
+    ]
+    return f"the longest step, in medians of a way's steps: {', '.join(ratios)}"
+
+
 def plain(measured: Sequence[Result]) -> list[dict]:
     return [asdict(one) for one in measured]
 
@@ -106,7 +115,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--models", default="cnn,mlp,gpt")
     parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(link.RATES)}, {HERE}")
     parser.add_argument("--modes", help="these ways alone, as hvd-train modes takes them")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="each on a host of its own")
+    parser.add_argument("--ranks", default=str(RANKS), help="each on a host of its own; several numbers with commas")
     parser.add_argument("--set", action="append", default=[], help="a key of the configuration, KEY=VALUE; repeatable")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=20.0, help="of steps, of a way in a turn, at most")
@@ -115,37 +124,42 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--epochs", type=int, default=5, help="of --accuracy")
     parser.add_argument("--seeds", type=int, default=3, help="of --accuracy")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "runs" / "bench-modes", help="folder")
+    parser.add_argument("--add", action="store_true", help="to what an earlier call has left in this folder")
     options = parser.parse_args(arguments)
     if options.accuracy and not FASHION.exists():
         parser.error(f"there is no {FASHION}: apt install dataset-fashion-mnist")
-    chosen, limits = ways(options.modes, options.ranks), Limits(options.steps, options.seconds, options.turns)
+    counts, limits = [int(n) for n in options.ranks.split(",")], Limits(options.steps, options.seconds, options.turns)
     options.output.mkdir(parents=True, exist_ok=True)
-    parts = [f"scripts/bench modes {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
-    figures: dict[str, list[dict]] = {}
+    page, data = (options.output / name for name in ("modes.md", "modes.json"))
+    before = options.add and data.exists()
+    parts = [page.read_text().rstrip()] if before else []
+    parts += [f"scripts/bench modes {' '.join(arguments)}".strip(), machine(), time.strftime("%Y-%m-%d")]
+    figures: dict[str, list[dict]] = json.loads(data.read_text()) if before else {}
 
     def keep(part: str) -> None:
         parts.append(part)
         print(f"\n{part}", flush=True)
-        (options.output / "modes.md").write_text("\n\n".join(parts) + "\n")
+        page.write_text("\n\n".join(parts) + "\n")
 
     for framework in options.frameworks.split(","):
-        for rate in filter(None, options.rates.split(",")):
-            for model in options.models.split(","):
-                config = load_config(None, options.set, base=settings(framework, model, {}))
-                with (
-                    tempfile.TemporaryDirectory() as folder,
-                    started(rate, options.ranks, Path(folder)) as (start, where),
-                ):
-                    report = partial(print, f"{framework}, {rate}, {model}:", flush=True)
-                    measured = measure(config, chosen, options.ranks, limits, start, Path(folder) / "runs", report)
-                name = f"{framework}-{rate}-{model}"
-                results.picture(measured, options.output / f"{name}.png")
-                figures[name] = plain(measured)
-                (options.output / "modes.json").write_text(json.dumps(figures, indent=1) + "\n")
-                shown = tables.markdown(*results.header_and_rows(measured))
-                notes = "\n".join(results.notes(measured, config, limits))
-                title = f"### {framework}, {model}, {options.ranks} ranks, {where}"
-                keep(f"{title}\n\n{shown}\n\n{notes}\n\n![losses]({name}.png)")
+        work = product(filter(None, options.rates.split(",")), options.models.split(","), counts)
+        for rate, model, ranks in work:
+            config = load_config(None, options.set, base=settings(framework, model, {}))
+            chosen = ways(options.modes, ranks)
+            with tempfile.TemporaryDirectory() as folder, started(rate, ranks, Path(folder)) as (start, where):
+                report = partial(print, f"{framework}, {rate}, {model}, {ranks} ranks:", flush=True)
+                measured = measure(config, chosen, ranks, limits, start, Path(folder) / "runs", report)
+            name = f"{framework}-{rate}-{model}-{ranks}"
+            results.picture(measured, options.output / f"{name}.png")
+            figures[name] = plain(measured)
+            data.write_text(json.dumps(figures, indent=1) + "\n")
+            shown = tables.markdown(*results.header_and_rows(measured))
+            notes = "\n".join([*results.notes(measured, config, limits), longest_steps(measured)])
+            title = f"### {framework}, {model}, {ranks} ranks, {where}"
+            keep(f"{title}\n\n{shown}\n{notes}\n\n![losses]({name}.png)")
         if options.accuracy:
-            keep(accuracy_table(framework, chosen, options.epochs, options.seeds))
-    print(f"\n{options.output}: modes.md, modes.json and a picture of each table")
+            keep(accuracy_table(framework, ways(options.modes, RANKS), options.epochs, options.seeds))
+    if figures:
+        (options.output / "overview.md").write_text(tables.of_ways(figures) + "\n")
+        tables.ways_picture(figures, options.output / "overview.png")
+    print(f"\n{options.output}: modes.md, overview.md, modes.json, and a picture of each table")

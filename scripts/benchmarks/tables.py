@@ -1,4 +1,4 @@
-"""The results of compare.py and link.py as Markdown and as pictures."""
+"""The results of compare.py, link.py and modes.py as Markdown and as pictures."""
 
 from __future__ import annotations
 
@@ -157,5 +157,56 @@ def link_picture(results: dict[str, dict[str, dict]], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _of_ways(figures: dict[str, list[dict]]) -> dict[tuple[str, str, str, int], dict[str, float]]:
+    """figures: {framework-rate-model-ranks: ways}; return milliseconds a step: {(the four): {way: its median}}."""
+    found = {}
+    for key, results in figures.items():
+        framework, rate, model, ranks = key.split("-")
+        ms = {one["way"]["name"]: [run["ms"] for run in one["figures"]] for one in results if one["figures"]}
+        found[framework, rate, model, int(ranks)] = {name: float(np.median(values)) for name, values in ms.items()}
+    return found
+
+
+def of_ways(figures: dict[str, list[dict]]) -> str:
+    """A row for each way, and milliseconds a step of each model, framework and link."""
+    columns = _of_ways(figures)
+    header = ["way", *(f"{model}, {framework}, {rate}, {n} ranks" for framework, rate, model, n in columns)]
+    ways = dict.fromkeys(way for column in columns.values() for way in column)
+    rows = [[way, *(_number(x[way]) if way in x else "-" for x in columns.values())] for way in ways]
+    return markdown(header, rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ways_picture(figures: dict[str, list[dict]], path: Path) -> None:
+    """One panel for each model and framework: milliseconds a step over links, or over ranks where there are several."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = _of_ways(figures)
+    panels = list(dict.fromkeys((model, framework) for framework, _, model, _ in columns))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels) + 2, 4), squeeze=False)
+    for axis, (model, framework) in zip(axes[0], panels, strict=True):
+        chosen = {(rate, n): x for (f, rate, m, n), x in columns.items() if (f, m) == (framework, model)}
+        over_ranks = len({n for _, n in chosen}) > 1
+        ways = list(dict.fromkeys(way for x in chosen.values() for way in x))
+        for k, way in enumerate(ways):
+            places = [str(n) if over_ranks else rate for (rate, n), x in chosen.items() if way in x]
+            values = [x[way] for x in chosen.values() if way in x]
+            line = "-" if k < 10 else "--"
+            axis.plot(places, values, marker="o", markersize=3, color=f"C{k % 10}", linestyle=line, label=way)
+        axis.set_yscale("log")
+        axis.set(xlabel="ranks" if over_ranks else "link", ylabel="ms a step", title=f"{model}, {framework}")
+        axis.grid(alpha=0.3, which="both")
+    axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

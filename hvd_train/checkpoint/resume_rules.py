@@ -248,11 +248,12 @@ def check_fields(snapshot: Snapshot, sample: Sample, allowed: bool) -> None:
             key = "data.features" if kind == "inputs" else "data.labels"
             if old.columns and new.columns and old.columns != new.columns:
                 same = set(old.columns) == set(new.columns)
-                if same or not allowed:
-                    how = "in another order" if same else "called otherwise"
+                fewer = set(old.columns) > set(new.columns)
+                if same or fewer or not allowed:
+                    how = "in another order" if same else "fewer" if fewer else "called otherwise"
                     what = f"the columns are {how} than at the checkpoint: {listing(new.columns)}"
                     fix = f"they were {listing(old.columns)}; give them again, or --allow-change data: by their places"
-                    if same:
+                    if same or fewer:
                         fix = f"give --set {key}={json.dumps(list(old.columns))!r} --allow-change data"
                     raise DataError(what, where=str(snapshot.path), fix=fix)
             if kind == "inputs" and old.divisor != new.divisor:

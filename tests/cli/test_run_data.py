@@ -51,6 +51,7 @@ def made(tmp_path_factory):
         "again": [*fit(run, "--resume", "auto", sets=sets), "--set", "max_steps=32"],
         "other": [*fit(run, "--resume", "auto", sets=sets), "--set", "data.classes=[cow, bee, ant]"],
         "order": [*fit(run, *ANEW, sets=sets), "--set", f"data.path={folder / 'b.csv'}"],
+        "fewer": [*fit(run, *ANEW, sets=sets), "--set", "data.features=[a, b]"],
         **of_own_loss(folder),
         **of_text(folder),
         "half": ["eval", "--run-dir", run, "--set", "data.val_fraction=0.5"],
@@ -143,7 +144,9 @@ def test_columns_in_another_order_and_changed_data_are_told(made):
     """A run that went on with --allow-change data took columns by their places: accuracy 0.94, then 0.38."""
     _, done = made
     assert done["order"].code == 3 and "the columns are in another order than at the checkpoint" in done["order"].err
-    assert """--set data.features='["a", "b", "c"]' --allow-change data""" in done["order"].err
+    assert "the columns are fewer than at the checkpoint: a, b" in done["fewer"].err
+    for name in ("order", "fewer"):
+        assert """--set data.features='["a", "b", "c"]' --allow-change data""" in done[name].err
     assert (
         "the data changed since the training (training: 48 samples -> 29; validation: 12 samples -> 31)"
         in done["half"].err

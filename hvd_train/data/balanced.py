@@ -17,9 +17,10 @@ class Balanced:
     """Another source's samples, of which training takes as many of each class.
 
     An epoch is as long as without: place q of n is of class q mod C. Each class has an order of its samples, which goes
-    on from epoch to epoch and begins anew, in another order, at its end. So rarer classes are repeated. No sample of
-    a class is taken twice more often than another. (Draws with replacement would leave out a third of the rarest class
-    in an epoch, by chance.) All is a pure function of labels, seed and epoch.
+    on from epoch to epoch and begins anew, in another order, at its end. So rarer classes are repeated. Since
+    the first epoch two samples of a class have been taken equally often, or one of them once more. (Draws with
+    replacement would leave out a third of the rarest class in an epoch, by chance.) All is a pure function of labels,
+    seed and epoch.
 
     ``fetch`` gives the samples as they are: an evaluation of the training part takes each once.
     """

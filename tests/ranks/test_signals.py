@@ -48,7 +48,9 @@ def test_a_signal_saves_and_the_run_goes_on_bit_identical(tmp_path, expected, la
     the death of a rank as well, ends with the bits of a run that nobody disturbed."""
     # Saved by itself only with an epoch. It stands until the signal has come.
     cut, sets = tmp_path / "cut", [f"framework={framework}", *LONG]
-    job = Job(launcher, tmp_path, *settings(cut, *sets, "data.workers=2"), HVD_TRAIN_FAULT="step:1:100:stop")
+    # Slow later on: mpirun lets a stopped rank go on before it sends the signal, and may be late with that.
+    held = "step:1:100:stop,step:1:400:delay"
+    job = Job(launcher, tmp_path, *settings(cut, *sets, "data.workers=2"), HVD_TRAIN_FAULT=held)
     rank = job.stopped(1)
     (rank if who == "rank" else job.started).send_signal(number)
     with suppress(psutil.NoSuchProcess, FileNotFoundError):

@@ -62,9 +62,12 @@ def wait(connection: socket.socket) -> int:
 
 
 def main() -> None:
-    name, program = sys.argv[1], sys.argv[2:]
+    name, program, launcher = sys.argv[1], sys.argv[2:], os.getppid()
     connection = hand_over(name, program)
     if connection is None:
+        # Whoever kills the job kills its spares: a rank would load its framework for nobody.
+        if os.getppid() != launcher:
+            os._exit(5)
         os.execv(program[0], program)
     connection.settimeout(None)
     status = wait(connection)

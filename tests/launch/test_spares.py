@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -110,9 +111,23 @@ def test_without_a_spare_it_becomes_the_rank(tmp_path):
     assert started.communicate(timeout=SECONDS)[0].startswith("hvd-train, version") and started.returncode == 0
 
 
-def test_what_is_no_request_is_refused_and_the_spare_goes_on(spare, tmp_path):
-    import socket
+def test_it_does_not_become_the_rank_of_a_launcher_that_is_gone(tmp_path):
+    name, written = f"hvd-train-test-{secrets.token_hex(8)}", tmp_path / "written"
+    program = f'{sys.executable} -c \'open("{written}", "w")\''
+    with socket.socket(socket.AF_UNIX) as spare:
+        spare.bind(f"\0{name}")
+        spare.listen()
+        launcher = subprocess.Popen(["bash", "-c", f"{sys.executable} -I -S {stub.__file__} {name} {program}; true"])
+        connection = spare.accept()[0]
+        (stands,) = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait(SECONDS)
+        connection.close()  # the spare is gone as well
+    until(lambda: not alive(stands))
+    assert not written.exists()
 
+
+def test_what_is_no_request_is_refused_and_the_spare_goes_on(spare, tmp_path):
     name, _, process = spare
     texts = [b"", b"\xff" * 8, stub.LENGTH.pack(3) + b"{}]", stub.LENGTH.pack(4) + b"null", stub.LENGTH.pack(9)]
     for text in [*texts, stub.LENGTH.pack(8) + json.dumps([1, {}]).encode()[:8]]:

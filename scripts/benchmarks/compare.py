@@ -57,6 +57,9 @@ class Engine:
     root: Path = ROOT  # the checkout whose code runs
 
 
+WITH_MORE_KEYS = ("ours (ema)", "ours (groups)")  # see engines.py; other checkouts may not have them
+
+
 def engines(framework: str, model: str) -> list[Engine]:
     ours = [
         Engine(framework, "ours", "mpirun"),
@@ -65,7 +68,7 @@ def engines(framework: str, model: str) -> list[Engine]:
         Engine(framework, {"pytorch": "ours (own loop)", "tensorflow": "ours (model.fit)"}[framework], "mpirun"),
     ]
     if model == "mlp":
-        ours.append(Engine(framework, "ours (ema)", "mpirun"))
+        ours += [Engine(framework, name, "mpirun") for name in WITH_MORE_KEYS]
     if framework == "tensorflow":
         names = "ours (step by step)", "ours (model.fit by 10)"
         ours += [Engine(framework, name, "mpirun") for name in names]
@@ -294,8 +297,7 @@ def paired(framework: str, model: str, rounds: int, seconds: float, before: Path
     rounds, in the one order and then the other, and a ratio is the median of such a start's rounds.
     """
     ours = [e for e in engines(framework, model) if e.name.startswith("ours")]
-    # Other checkouts may not have the mean.
-    ours = [e for e in ours if (e.name in only if only else e.name != "ours (ema)")]
+    ours = [e for e in ours if (e.name in only if only else e.name not in WITH_MORE_KEYS)]
     results: dict[str, dict] = {}
     for engine in ours:
         pair = [ours[0], engine] if engine.name == "ours again" else [engine, replace(engine, root=before)]

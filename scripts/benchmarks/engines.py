@@ -21,9 +21,9 @@ from work import MODELS, Count, settings
 
 
 def ours(
-    framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto", ema: dict | None = None
+    framework: str, model: str, count: Count, exchange: dict, steps: int | str = "auto", more: dict | None = None
 ) -> None:
-    """The product's own loop."""
+    """The product's own loop; ``more``: further keys of the configuration."""
     from hvd_train.config import Config
     from hvd_train.core.hooks import Hook
     from hvd_train.core.loop import Trainer
@@ -47,8 +47,10 @@ def ours(
         """Return the mean loss of this rank's samples. Ranks run queued steps apart: nothing may be sent from here."""
         return frontend.task.results(frontend.ops.to_numpy(sums))["loss"]
 
-    more = {"ema": ema} if ema else {}  # other checkouts do not know the key
-    config = Config.model_validate(settings(framework, model, exchange) | {"steps_per_execution": steps} | more)
+    keys = settings(framework, model, exchange) | {"steps_per_execution": steps}
+    for key, value in (more or {}).items():
+        keys[key] = {**keys.get(key, {}), **value}
+    config = Config.model_validate(keys)
     with opened_job(config, False) as job:
         update, _ = connect(job, config.exchange.compression)
         trainer = Trainer(
@@ -58,6 +60,11 @@ def ours(
         trainer.fit()
 
 
+# Engines with further keys, which other checkouts may not know.
+MORE = {
+    "ours (ema)": {"ema": {"decay": 0.999}},
+    "ours (groups)": {"optim": {"groups": [{"match": "*.bias", "lr": 0.01}]}},
+}
 ENGINES: dict[str, dict[str, Callable]] = {
     "pytorch": PYTORCH,
     "tensorflow": TENSORFLOW
@@ -82,8 +89,8 @@ def main() -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     count = Count(options.count.with_name(f"{options.count.name}.{rank}"))
     run = ENGINES[options.framework].get(options.engine)
-    if options.engine == "ours (ema)":
-        ours(options.framework, options.model, count, {}, ema={"decay": 0.999})
+    if options.engine in MORE:
+        ours(options.framework, options.model, count, {}, more=MORE[options.engine])
     elif run is None:
         ours(options.framework, options.model, count, json.loads(options.exchange))
     else:

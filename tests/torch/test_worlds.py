@@ -284,7 +284,7 @@ ERRORS = {
     "replaced": "ConfigError: a parameter of shape .7, 32. came to the model after ht.distribute",
     "within": r"ConfigError: the gradients of this backward\(\) are not reduced yet; SGD.step",
     "alone failed": "CommunicationError: an error ended backward.* on this rank alone",
-    "mode": "ConfigError: mode='local_sgd': for hvd-train fit alone; ht.distribute; a script takes one of allreduce, outer, streaming",
+    "mode": "ConfigError: mode='local_sgd': for hvd-train fit alone; ht.distribute; a script takes one of a",
     "damaged": "CheckpointError: it is damaged",
     "unfit": "CheckpointError: it does not fit this model: Error",
     "missing": "CheckpointError: there is no checkpoint; .*none.ckpt",

@@ -53,12 +53,13 @@ class Meter(Hook):
 
     def on_end(self, trainer: Training, summary: Mapping[str, Any]) -> None:
         samples, steps, seconds, sent = (end - begin for begin, end in zip(self._warm(), self._marks[-1], strict=True))
+        durations = self._durations() or [0.0]
         local = {
             "sent": sent / max(steps, 1),
             "memory": _peak_bytes(),
             "gpu_memory": trainer.frontend.peak_device_bytes(),
-            "median_ms": 1000 * median(self._durations() or [0.0]),
-            "longest_ms": 1000 * max(self._durations(), default=0.0),
+            "median_ms": 1000 * median(durations),
+            "longest_ms": 1000 * max(durations),
         }
         parts = trainer.communicator.gather_bytes(json.dumps(local).encode())
         if trainer.communicator.rank == 0:

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvd_train.frontends.base import started_at_once
 from hvd_train.keras.gradients import Reduction
 from hvd_train.launch.environment import world
 from hvd_train.protocol import Communicator, Ops, Packing
-from hvd_train.script.apart import InBackground, started_at_once
+from hvd_train.script.apart import InBackground
 
 
 class OnTensorFlow:

@@ -37,7 +37,7 @@ def header_and_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str
         if one.problem:
             rows.append([one.way.name, *["-"] * (len(header) - 2), f"cannot run: {one.problem.split(';')[0]}"])
             continue
-        row = [one.way.name, size(one.middle("sent")), _milliseconds(one.middle("ms")), size(one.middle("memory"))]
+        row = [one.way.name, size(one.middle("sent")), milliseconds(one.middle("ms")), size(one.middle("memory"))]
         row += [size(one.middle("gpu_memory"))] if gpu else []
         row += [f"{loss_after(one, samples):.4f}", f"{loss_after(one, seconds / one.seconds_per_sample):.4f}"]
         rows.append([*row, one.way.exact])
@@ -53,7 +53,7 @@ def size(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

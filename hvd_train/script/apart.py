@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,11 +40,6 @@ class Variable(NamedTuple):
     name: str
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
-
-
-def started_at_once(start: Callable[..., Any], finish: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what ``FrontEnd.in_background`` does, where a transfer that is started blocks nobody."""
-    return lambda *tensors: partial(finish, start(*tensors))
 
 
 class ScriptWeights:

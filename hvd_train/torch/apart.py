@@ -15,10 +15,11 @@ import torch
 
 from hvd_train.config import ExchangeConfig
 from hvd_train.errors import ConfigError
+from hvd_train.frontends.base import started_at_once
 from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
 from hvd_train.frontends.pytorch.ops import TorchOps
 from hvd_train.protocol import Communicator
-from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named, started_at_once
+from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
 from hvd_train.script.dataloader import passes
 from hvd_train.script.weight_check import WeightCheck
 from hvd_train.torch import state_bytes

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_train.modes.results import milliseconds
+
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
@@ -176,12 +178,8 @@ def of_ways(figures: dict[str, list[dict]]) -> str:
     columns = _of_ways(figures)
     header = ["way", *(f"{model}, {framework}, {rate}, {n} ranks" for framework, rate, model, n in columns)]
     ways = dict.fromkeys(way for column in columns.values() for way in column)
-    rows = [[way, *(_number(x[way]) if way in x else "-" for x in columns.values())] for way in ways]
+    rows = [[way, *(milliseconds(x[way]) if way in x else "-" for x in columns.values())] for way in ways]
     return markdown(header, rows)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def ways_picture(figures: dict[str, list[dict]], path: Path) -> None:

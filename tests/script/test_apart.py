@@ -9,6 +9,7 @@ import pytest
 
 from hvd_train.config import load_config
 from hvd_train.errors import CommunicationError, ConfigError, NonFiniteError
+from hvd_train.frontends.base import started_at_once
 from hvd_train.protocol import Packing
 from hvd_train.script.apart import ScriptWeights, TrainedApart, Variable, named
 from tests.numpy_frontend import NumpyOps, run_ranks
@@ -26,7 +27,11 @@ class Script:
         self.parts, self.statistic = np.split(self.start.copy(), [2]), np.zeros(2)
         exchange = load_config(None, [f"exchange.{name}={value}" for name, value in (OUTER | options).items()]).exchange
         weights = ScriptWeights(
-            [self.variable(k) for k in range(2)], NumpyOps(), Packing(1 << 20, 1 << 20), named(communicator, 0)
+            [self.variable(k) for k in range(2)],
+            NumpyOps(),
+            Packing(1 << 20, 1 << 20),
+            named(communicator, 0),
+            started_at_once,
         )
         statistic = Variable("mean", lambda: self.statistic, lambda x: self.statistic.__setitem__(..., x))
         self.apart = TrainedApart(weights, [statistic], exchange, communicator, "hx.distribute")

@@ -68,8 +68,9 @@ class NumpyOps(EagerControl):
     def orthonormal(self, x):
         return np.linalg.qr(x).Q
 
-    def lerp(self, x, y, share):
-        return x + share * (y - x)
+    def move_towards(self, cells, x, share):
+        for cell, one in zip(cells, x, strict=True):
+            cell.write(cell.read() + share * (one - cell.read()))
 
     def clip(self, x, limit):
         return np.clip(x, -limit, limit)

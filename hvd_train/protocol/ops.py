@@ -84,8 +84,8 @@ class Ops(Protocol):
         # What ranks compute after an exchange must have the same bits on all. So this, ``matmul`` over a short axis,
         # ``sum_of_squares`` and ``scatter`` must not depend on the number of threads, bit for bit.
 
-    def lerp(self, x: Tensor, y: Tensor, share: float) -> Tensor:
-        """Return x + share (y - x), which may take the place of ``x``."""
+    def move_towards(self, cells: Sequence[Cell], x: Sequence[Tensor], share: float) -> None:
+        """Add share (x - c) to c, which is in the cell, for each cell and its x."""
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
         """Limit the entries of ``x`` to [-limit, limit]."""

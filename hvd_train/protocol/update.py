@@ -100,6 +100,9 @@ class Optimizer(Protocol):
     def weights(self, bucket: int) -> Tensor:
         """Return (n,): the weights of a bucket, as its gradient lies; not to be changed in place."""
 
+    def parts(self, bucket: int) -> Sequence[Tensor]:
+        """Return the same, (n,) for each tensor; nothing is copied where the framework can do without."""
+
     def take(self, bucket: int, weights: Tensor) -> None:
         """Take (n,): all weights of a bucket."""
 
@@ -116,8 +119,8 @@ class ShardedOptimizer(Protocol):
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
         """Move this rank's part of the weights; ``gradients``: (n,) of this rank's part of each bucket."""
 
-    def part(self, bucket: int) -> Tensor:
-        """Return (n,): the weights of this rank's part."""
+    def parts(self, bucket: int) -> Sequence[Tensor]:
+        """Return (n,) for each tensor: the weights of this rank's part of a bucket, in the order of gradients."""
 
     def take(self, bucket: int, bounds: tuple[int, int], weights: Tensor) -> None:
         """Take (n,): the weights of a bucket from its entry ``bounds[0]`` up to ``bounds[1]``."""

@@ -21,15 +21,15 @@ class Number(NamedTuple):
 class Average(ABC):
     """An optimizer around another one, ``optimizer``. Weights and averages are flat, (n,) for each bucket.
 
-    ``here``: reads the weights of a bucket that this rank moves, within a step; ``first``: reads those of all buckets,
-    between steps.
+    ``here``: reads the weights of a bucket that this rank moves, within a step, a part for each tensor; ``first``:
+    reads those of all buckets, between steps.
     """
 
     def __init__(
         self,
         frontend: FrontEnd,
         optimizer: Any,
-        here: Callable[[int], Tensor],
+        here: Callable[[int], Sequence[Tensor]],
         first: Callable[[], Sequence[Tensor]],
     ) -> None:
         self._ops, self._optimizer, self._here, self._first = frontend.ops, optimizer, here, first
@@ -75,8 +75,8 @@ class Average(ABC):
     def weights(self, bucket: int) -> Tensor:
         return self._optimizer.weights(bucket)
 
-    def part(self, bucket: int) -> Tensor:
-        return self._optimizer.part(bucket)
+    def parts(self, bucket: int) -> Sequence[Tensor]:
+        return self._optimizer.parts(bucket)
 
     def slot(self, name: str, bucket: int) -> Tensor:
         return self._optimizer.slot(name, bucket)

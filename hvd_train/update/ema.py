@@ -5,7 +5,8 @@ Polyak and Juditsky 1992; the recursion is that of torch.optim.swa_utils.get_ema
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ class ExponentialMean(Average):
     def __init__(self, *arguments: Any, decay: float, every: int) -> None:
         super().__init__(*arguments)
         self.decay, self.every = decay, every
-        self._means = [self._ops.keep(self._ops.to_numpy(x)) for x in self._first()]
+        # A cell for each tensor: the weights of a bucket would be copied to lie one after the other.
+        self._sizes = [[math.prod(part.shape) for part in self._here(b)] for b, _ in enumerate(self._first())]
+        self._means = [[self._ops.keep(x) for x in parts] for parts in self._cut()]
         self._steps = self._ops.keep_number(0)  # since the mean moved
 
     def step(self, gradients: Sequence[Tensor], learning_rate: Any) -> None:
@@ -37,16 +40,22 @@ class ExponentialMean(Average):
         self._steps.write(steps % self.every)
 
     def _move(self) -> None:
-        for bucket, cell in enumerate(self._means):
-            cell.write(self._ops.lerp(cell.read(), self._here(bucket), 1 - self.decay))
+        for bucket, cells in enumerate(self._means):
+            self._ops.move_towards(cells, self._here(bucket), 1 - self.decay)
 
     def global_weights(self) -> list[Tensor]:
-        return [cell.read() for cell in self._means]
+        return [self._ops.concat([cell.read() for cell in cells]) for cells in self._means]
 
     def begin_average(self) -> None:
-        for cell, x in zip(self._means, self._first(), strict=True):
+        for cells, parts in zip(self._means, self._cut(), strict=True):
+            for cell, x in zip(cells, parts, strict=True):
+                cell.write(self._ops.from_numpy(x))
+
+    def _cut(self) -> Iterator[list[np.ndarray]]:
+        """Copy the weights that this rank moves, (n,) for each tensor of each bucket."""
+        for sizes, x in zip(self._sizes, self._first(), strict=True):
             # Copied: TensorFlow's tensors may lie in memory that ranks share.
-            cell.write(self._ops.from_numpy(self._ops.to_numpy(x)))
+            yield np.split(self._ops.to_numpy(x), np.cumsum(sizes)[:-1])
 
     def _numbers(self) -> Mapping[str, Number]:
         steps = Number(lambda: np.array(int(self._steps.read())), lambda x: self._steps.write(int(x)))

@@ -45,7 +45,10 @@ class EpochMean(Average):
         if epoch >= first:
             self.count, self.last = self.count + 1, epoch
             for cell, x in zip(self._means, self._copies(), strict=True):
-                cell.write(self._ops.lerp(cell.read(), x, 1 / self.count) if self.count > 1 else x)
+                if self.count > 1:
+                    self._ops.move_towards([cell], [x], 1 / self.count)
+                else:
+                    cell.write(x)
 
     def end_training(self) -> bool:
         before, self._finished = self.ready, True

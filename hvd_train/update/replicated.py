@@ -144,9 +144,9 @@ class Replicated:
         made = make(self.frontend, self.optimizer, self._here, self._moved_weights)
         self.optimizer = self._averages = made
 
-    def _here(self, bucket: int) -> Tensor:
-        """Return (n,): the weights of a bucket that this rank moves, within a step."""
-        return self.optimizer.weights(bucket)
+    def _here(self, bucket: int) -> Sequence[Tensor]:
+        """Return the flat weights of a bucket that this rank moves, a part for each tensor, within a step."""
+        return self.optimizer.parts(bucket)
 
     def take_global_weights(self) -> None:
         if self._averages and self._averages.ready:

@@ -220,7 +220,7 @@ class Sharded(Replicated):
         once would hold the weights twice."""
         before = None
         for bucket in range(len(self.buckets)):
-            handle = self._parts.gather(bucket, self._sharded.part(bucket))
+            handle = self._parts.gather(bucket, self.frontend.ops.concat(self._sharded.parts(bucket)))
             if before is not None:
                 self._take(bucket - 1, before)
             before = handle
@@ -251,8 +251,8 @@ class Sharded(Replicated):
 
     # ---- averages: each rank has those of its part
 
-    def _here(self, bucket: int) -> Tensor:
-        return self._sharded.part(bucket)
+    def _here(self, bucket: int) -> Sequence[Tensor]:
+        return self._sharded.parts(bucket)
 
     def _moved_weights(self) -> list[Tensor]:
         ops = self.frontend.ops

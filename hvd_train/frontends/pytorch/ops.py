@@ -77,8 +77,8 @@ class TorchOps(EagerControl):
         finally:
             torch.set_num_threads(threads)
 
-    def lerp(self, x, y, share) -> torch.Tensor:
-        return x.lerp_(y, share)
+    def move_towards(self, cells, x, share) -> None:
+        torch._foreach_lerp_([cell.read() for cell in cells], list(x), share)
 
     def clip(self, x, limit) -> torch.Tensor:
         return torch.clamp(x, -limit, limit)

@@ -180,6 +180,10 @@ class FlatWeights:
     def weights(self, bucket: int) -> torch.Tensor:
         return self._flats[bucket].packed().to(self._home)
 
+    def parts(self, bucket: int) -> list[torch.Tensor]:
+        flat = self._flats[bucket]
+        return [part.to(self._home) for part in flat.parts(flat.weight)]
+
     @torch.no_grad()
     def take(self, bucket: int, weights: torch.Tensor) -> None:
         flat = self._flats[bucket]

@@ -80,9 +80,8 @@ class ShardedOptimizer(ShardedSlots):
                 part = [[tensors[k] for k in moved] for tensors in (*lists, self.steps)]
                 kernel(part[0], part[1], part[2:-1], part[-1], learning_rate * rule.factor, self._update.total)
 
-    def part(self, bucket: int) -> torch.Tensor:
-        """Return (n,): the weights of a bucket that this rank has moved, laid out as gradients travel."""
-        return torch.cat([w.view(-1) for w in self._weights[bucket]])
+    def parts(self, bucket: int) -> list[torch.Tensor]:
+        return [w.view(-1) for w in self._weights[bucket]]
 
     def slot(self, name: str, bucket: int) -> torch.Tensor:
         """Return (n,): a slot of the same weights."""

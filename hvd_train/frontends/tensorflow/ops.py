@@ -26,6 +26,10 @@ class VariableCell:
     def write(self, tensor: tf.Tensor) -> None:
         self._variable.assign(tensor)
 
+    def subtract(self, factor: tf.Tensor, x: tf.Tensor) -> None:
+        """Subtract factor x in place, without a tensor for the product."""
+        tf.raw_ops.ResourceApplyGradientDescent(var=self._variable.handle, alpha=factor, delta=x)
+
 
 class TensorFlowOps:
     """``device``: where ``keep`` puts its variables; empty: where TensorFlow does."""
@@ -99,8 +103,9 @@ class TensorFlowOps:
     def orthonormal(self, x) -> tf.Tensor:
         return tf.linalg.qr(x).q
 
-    def lerp(self, x, y, share) -> tf.Tensor:
-        return x + tf.constant(share, x.dtype) * (y - x)
+    def move_towards(self, cells, x, share) -> None:
+        for cell, one in zip(cells, x, strict=True):
+            cell.subtract(tf.constant(share, one.dtype), cell.read() - one)
 
     def clip(self, x, limit) -> tf.Tensor:
         return tf.clip_by_value(x, -limit, limit)

@@ -193,6 +193,9 @@ class BucketWeights:
     def weights(self, bucket: int) -> tf.Tensor:
         return _joined([self._weights[i].value for i in self._buckets[bucket]])
 
+    def parts(self, bucket: int) -> list[tf.Tensor]:
+        return [tf.reshape(self._weights[i].value, (-1,)) for i in self._buckets[bucket]]
+
     def take(self, bucket: int, weights: tf.Tensor) -> None:
         variables = [self._weights[i] for i in self._buckets[bucket]]
         parts = tf.split(weights, [math.prod(v.shape) for v in variables])

@@ -106,9 +106,8 @@ class ShardedOptimizer(ShardedSlots):
         if self._common:
             self._common.write([(p.variable, p.first, p.last, p.weight.read_value()) for p in self._all()])
 
-    def part(self, bucket: int) -> tf.Tensor:
-        """Return (n,): the weights of a bucket that this rank has moved."""
-        return tf.concat([tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]], 0)
+    def parts(self, bucket: int) -> list[tf.Tensor]:
+        return [tf.reshape(piece.weight.value(), (-1,)) for piece in self._buckets[bucket]]
 
     def slot(self, name: str, bucket: int) -> tf.Tensor:
         """Return (n,): a slot of the same weights."""

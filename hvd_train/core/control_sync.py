@@ -32,12 +32,14 @@ class ControlSync:
     """Decides after which turns of a loop (steps, batches) the ranks exchange reports, the same turns on all ranks.
 
     Two syncs are about ``SECONDS`` apart by the clock of rank 0: the first after one turn, then after at most twice as
-    many turns each time.
+    many turns each time. While something else travels, which a sync would have to wait for, it is put off: until
+    ``MOST_SECONDS`` have passed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._turns = self._left = 1
+        self._more = 0  # turns for which a sync may be put off
         self._cost = 0.0  # seconds of the fastest sync so far: the slower ones waited for a rank
         self._since = time.monotonic()
 
@@ -45,10 +47,13 @@ class ControlSync:
         """Begin the loop, or go on after something else: the clock leaves out what was between."""
         self._turns, self._since = self._left, time.monotonic()
 
-    def due(self) -> bool:
-        """Return whether the ranks sync now. Called after each turn, on all ranks."""
+    def due(self, under_way: bool = False) -> bool:
+        """Return whether the ranks sync now. Called after each turn, on all ranks.
+
+        ``under_way``: whether something else travels, the same on all ranks.
+        """
         self._left -= 1
-        return self._left <= 0
+        return self._left <= (-self._more if under_way else 0)
 
     def sync(self, report: Any) -> list[Any]:
         """Exchange what every rank reports, in rank order. Called on all ranks where it is ``due``, or sooner."""
@@ -65,5 +70,6 @@ class ControlSync:
             most = min(MOST_SECONDS, MPI_SECONDS) if self._communicator.mpi else MOST_SECONDS
             span = min(max(SECONDS, cost / SHARE), most)
             self._turns = self._left = max(1, min(2 * self._turns, round(span / max(seconds, 1e-9))))
+            self._more = max(0, int(most / max(seconds, 1e-9)) - self._turns)
             self._since = time.monotonic()
         return [report for *_, report in rows]

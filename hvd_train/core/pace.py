@@ -49,7 +49,7 @@ class Lockstep:
 
     board: LogBoard | None = None
 
-    def __init__(self, training: Training, rules: StepRules, sync_due: Callable[[], bool]) -> None:
+    def __init__(self, training: Training, rules: StepRules, sync_due: Callable[[bool], bool]) -> None:
         self._training, self._rules, self._sync_due = training, rules, sync_due
 
     def steps(self) -> Generator[Step, None, None]:
@@ -57,7 +57,7 @@ class Lockstep:
         return self._training.train_loader.epoch(p.epoch, p.consumed)
 
     def due(self, at_end: bool) -> Due:
-        return self._rules.due(self._training.progress.step, at_end, self._sync_due())
+        return self._rules.due(self._training.progress.step, at_end, self._sync_due(self._training.update.under_way))
 
     def meet_soon(self) -> None:
         pass

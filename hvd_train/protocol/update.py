@@ -284,6 +284,10 @@ class Update(Protocol):
         """Give back what the update has outside this process, when training has ended; on all ranks alike."""
 
     # For checkpoints.
+    @property
+    def under_way(self) -> bool:
+        """Return whether something that the next step does not wait for travels; on all ranks alike."""
+
     def finish_transfers(self) -> None:
         """Bring to an end what travels between steps, so that ``state`` is whole; on all ranks together."""
 

@@ -172,6 +172,10 @@ class Replicated:
         for bucket, x in enumerate(weights):
             self.optimizer.take(bucket, x)
 
+    @property
+    def under_way(self) -> bool:
+        return False
+
     def finish_transfers(self) -> None:
         """Nothing travels between steps."""
 

@@ -51,7 +51,7 @@ class Streaming(Outer):
         self._take, self._put = ([frontend.compiled(way) for way in of] for of in ways)
         self._send = [frontend.in_background(partial(self._start, part), self._finish) for part in self._fragments]
         # The fragment that is under way, and the function that waits for its d.
-        self._under_way: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
+        self._part: tuple[int, Callable[[], Sequence[Tensor]]] | None = None
         self._parts_received: Tree = {}  # from a checkpoint
 
     def _divide(self, frontend: FrontEnd) -> Sequence[Collection[int]]:
@@ -73,12 +73,12 @@ class Streaming(Outer):
         turn, place = divmod(step, self.interval)
         if place == 0:
             self._depart((turn - 1) % self.fragments)
-        if place == self.lag and self._under_way:
+        if place == self.lag and self._part:
             self._arrive()
             self.diverged = self.fragments > 1 or self.lag > 0 or self.mix > 0
 
     def join_all(self) -> None:
-        if self._under_way:
+        if self._part:
             self._arrive()
         for fragment, (_, samples, _) in enumerate(self._samples.tolist()):
             if samples:  # else it has sent in this step
@@ -88,12 +88,12 @@ class Streaming(Outer):
         self.diverged = False
 
     def _depart(self, fragment: int) -> None:
-        self._under_way = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
+        self._part = fragment, self._send[fragment](*self._take[fragment](self._share(fragment)))
 
     def _arrive(self) -> None:
         """Wait for what is under way, and take it."""
-        assert self._under_way
-        (fragment, wait), self._under_way = self._under_way, None
+        assert self._part
+        (fragment, wait), self._part = self._part, None
         self._put[fragment](*wait())
 
     # ---- how
@@ -109,17 +109,21 @@ class Streaming(Outer):
 
     # ---- what a checkpoint keeps
 
+    @property
+    def under_way(self) -> bool:
+        return self._part is not None
+
     def finish_transfers(self) -> None:
         """Wait for what is under way: it stays so, as far as steps are concerned."""
-        if self._under_way:
-            fragment, wait = self._under_way
-            self._under_way = fragment, _result(wait())
+        if self._part:
+            fragment, wait = self._part
+            self._part = fragment, _result(wait())
 
     def state(self) -> list[Entry]:
         entries = super().state()
         self.finish_transfers()
-        if self._under_way:
-            fragment, wait = self._under_way
+        if self._part:
+            fragment, wait = self._part
             for b, delta in zip(self._fragments[fragment], wait(), strict=True):
                 entries += self._flat.entries(PART, b, lambda delta=delta: delta)  # type: ignore[misc]
         return entries
@@ -128,9 +132,9 @@ class Streaming(Outer):
         if placement is Placement.REPLICATED:
             self._parts_received |= {key: x for key, x in tree.items() if key.startswith(PART)}
         else:
-            self._under_way, received, self._parts_received = None, self._parts_received, {}
+            self._part, received, self._parts_received = None, self._parts_received, {}
             for fragment, part in enumerate(self._fragments):
                 names = [name for b in part for name in self._flat.names(PART, b)]
                 if received.keys() == set(names):  # else the fragments were others
-                    self._under_way = fragment, _result([self._flat.flat(PART, b, received) for b in part])
+                    self._part = fragment, _result([self._flat.flat(PART, b, received) for b in part])
         super().load(tree, placement)

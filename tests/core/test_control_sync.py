@@ -238,6 +238,22 @@ def test_syncs_are_a_span_of_time_apart(monkeypatch):
     assert len(synced) - before >= 3
 
 
+def test_a_sync_does_not_wait_for_what_travels_unless_it_takes_long(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+    sync, synced = ControlSync(Serial()), []
+    for turn in range(1, 1200):
+        clock[0] += 0.01
+        # From turn 300 on something travels for 20 of 30 turns, from turn 600 on always.
+        if sync.due(turn >= 600 or (turn >= 300 and turn % 30 < 20)):
+            sync.sync(None)
+            synced.append(turn)
+    assert all(turn % 30 >= 20 for turn in synced if 300 <= turn < 600)
+    assert len([turn for turn in synced if 300 <= turn < 600]) == 10
+    late = [b - a for a, b in zip(synced, synced[1:], strict=False) if b >= 700]
+    assert late and set(late) <= {round(100 * control_sync.MOST_SECONDS) - 1, round(100 * control_sync.MOST_SECONDS)}
+
+
 def test_the_ranks_sync_after_each_slow_step(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])

@@ -27,6 +27,7 @@ class StepRules:
         self._snapshot_every = config.checkpoint.snapshot_every_n_steps if snapshots else 0
         self._log_every = config.log_every_n_steps
         self._check_every = config.agreement_every_n_steps
+        self._line_owed = False
 
     def steps_left(self, step: int, most: int) -> int:
         """Return how many steps follow step number ``step`` up to one that saves or ends the run, ``most`` at most."""
@@ -38,15 +39,20 @@ class StepRules:
         """Return whether a line of the log is due after so many steps."""
         return step % self._log_every == 0
 
-    def due(self, step: int, at_end: bool, sync: bool) -> Due:
-        """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock."""
+    def due(self, step: int, at_end: bool, sync: bool, under_way: bool = False) -> Due:
+        """Return what follows step number ``step`` (from 1). ``at_end``: of the epoch; ``sync``: by the clock.
+
+        ``under_way``: whether something travels, for which a line of the log would have to wait: it comes later.
+        """
         last = at_end or bool(self._max_steps and step >= self._max_steps)
         # At the end of an epoch its own checkpoint follows, with its metrics.
         save = not at_end and bool(self._save_every) and step % self._save_every == 0
         snapshot = not (last or save) and bool(self._snapshot_every) and step % self._snapshot_every == 0
         # Nothing is saved that was not looked at: a line shows losses that are not finite, a check other weights.
         looks = last or save or snapshot
-        log = looks or step % self._log_every == 0
+        self._line_owed = self._line_owed or self.log(step)
+        log = looks or (self._line_owed and not under_way)
+        self._line_owed = self._line_owed and not log
         check = looks or bool(self._check_every and step % self._check_every == 0)
         # A wish to stop takes effect with a line, whatever the clock says: when a run ends must not depend on clocks.
         return Due(last, save, snapshot, log, check, sync or log)

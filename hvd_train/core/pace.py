@@ -57,7 +57,8 @@ class Lockstep:
         return self._training.train_loader.epoch(p.epoch, p.consumed)
 
     def due(self, at_end: bool) -> Due:
-        return self._rules.due(self._training.progress.step, at_end, self._sync_due(self._training.update.under_way))
+        step, under_way = self._training.progress.step, self._training.update.under_way
+        return self._rules.due(step, at_end, self._sync_due(under_way), under_way)
 
     def meet_soon(self) -> None:
         pass

@@ -261,6 +261,19 @@ def test_evaluations_and_checkpoints_change_no_number_of_a_mode(tmp_path, mode):
     assert all((first[k] == second[k]).all() for k in first if k.startswith(("weights/", "slots/")))
 
 
+def test_a_line_of_the_log_waits_until_nothing_travels(tmp_path):
+    """Its sums would wait behind the transfer, which a delay is to hide."""
+    log = Recorder()
+    streaming = {"mode": "streaming", "outer_steps": 10, "fragments": 2, "stream_delay": 2}
+    c = config(exchange=streaming, log_every_n_steps=1, max_epochs=None, max_steps=19, check_val_every_n_epoch=9)
+    size = 2
+    assert final(size, c, tmp_path, log=log)[0]["steps"] == 19
+    lines = sorted({step for _, step, *_ in log.trains})
+    ends = [7, 14]  # of epochs: each has a line whatever travels
+    travels = [5, 6, 10, 11, 15, 16]
+    assert lines == [step for step in range(1, 20) if step not in travels or step in ends]
+
+
 def without_speed(summary):
     return {k: v for k, v in summary.items() if k != "samples_per_second"}
 

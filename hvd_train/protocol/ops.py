@@ -58,6 +58,12 @@ class Ops(Protocol):
         ``start`` returns the function that waits for the work. Both results are made of tensors in the same way.
         """
 
+    def in_blocks(self, formula: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+        """Return ``formula(*tensors)`` of flat tensors (n,), n > 0, which it may change.
+
+        ``formula`` treats each entry alone. The results may take the place of the first tensors, in their order.
+        """
+
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor: ...
     def topk(self, x: Tensor, k: int) -> Tensor:
         """Return the indices (k,) of the largest entries of the flat ``x``."""

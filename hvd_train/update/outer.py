@@ -132,19 +132,25 @@ class Outer(Apart):
     def _move(self, buckets: Sequence[int], deltas: Sequence[Tensor]) -> None:
         """Move v, G and w."""
         for b, delta in zip(buckets, deltas, strict=True):
-            if self._velocity:
-                velocity = self._velocity[b].read()
-                velocity += delta
-                velocity *= self.momentum
-                self._velocity[b].write(velocity)
-                delta += velocity
-            delta *= self.rate
-            weights = self._global[b].read()
-            weights -= delta
-            self._global[b].write(weights)
-            if self.mix:
-                weights = (1 - self.mix) * weights + self.mix * self.optimizer.weights(b)
+            cells = [self._global[b], *self._velocity[b : b + 1]]
+            local = [self.optimizer.weights(b)] if self.mix else []
+            weights, *moved = self.frontend.ops.in_blocks(self._moved, delta, *(cell.read() for cell in cells), *local)
+            for cell, x in zip(cells, moved, strict=True):
+                cell.write(x)
             self.optimizer.take(b, weights)
+
+    def _moved(self, delta: Tensor, common: Tensor, *rest: Tensor) -> list[Tensor]:
+        """Return w, G and v, if there is one, after a step; ``rest``: v and w before it."""
+        velocities = list(rest[:1]) if self._velocity else []
+        if velocities:
+            (velocity,) = velocities
+            velocity += delta
+            velocity *= self.momentum
+            delta += velocity
+            velocities = [velocity]
+        delta *= self.rate
+        common -= delta
+        return [(1 - self.mix) * common + self.mix * rest[-1] if self.mix else common, common, *velocities]
 
     # ---- the global weights, and what a checkpoint keeps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,9 @@ class Cell:
 
 
 class EagerControl:
-    """The verbs of ``Ops`` about conditions, where Python decides at once."""
+    """The verbs of ``Ops`` about what runs when, where Python decides at once."""
+
+    block = 1 << 16  # entries of a flat tensor: several blocks fit into the cache of a core
 
     def keep_number(self, x: int) -> Cell:
         return Cell(x)
@@ -83,3 +85,14 @@ class EagerControl:
         self, condition: bool, start: Callable[[], Callable[[], Any]], otherwise: Callable[[], Any]
     ) -> Callable[[], Any]:
         return start() if condition else otherwise
+
+    def in_blocks(self, formula: Callable[..., Sequence[Tensor]], *tensors: Any) -> Sequence[Tensor]:
+        count = 0
+        for start in range(0, len(tensors[0]), self.block):
+            blocks = [x[start : start + self.block] for x in tensors]
+            results = formula(*blocks)
+            count = len(results)
+            for block, result in zip(blocks, results, strict=False):
+                if result is not block:
+                    block[...] = result
+        return tensors[:count]

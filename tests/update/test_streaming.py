@@ -8,7 +8,7 @@ import pytest
 from hvd_train.config import load_config
 from hvd_train.errors import ConfigError
 from hvd_train.protocol import Placement
-from hvd_train.update.state import read
+from hvd_train.update.state import EagerControl, read
 from tests.core.test_loop import config, final, trainer
 from tests.numpy_frontend import run_ranks
 from tests.update.test_outer import made, read_all, walk
@@ -23,10 +23,12 @@ def test_one_part_that_arrives_at_once_is_outer(tmp_path, size, start):
     assert trees[0].keys() == trees[1].keys() and all((trees[0][k] == trees[1][k]).all() for k in trees[0])
 
 
+@pytest.mark.parametrize("block", [EagerControl.block, 2])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
-def test_two_parts_with_constant_gradients(delay, mix):
+def test_two_parts_with_constant_gradients(monkeypatch, delay, mix, block):
     """Rank r moves each weight by -(r + 1) in each step. The larger tensor is the first part."""
+    monkeypatch.setattr(EagerControl, "block", block)
     keys = {"outer_steps": 6, "fragments": 2, "stream_delay": delay, "mix": mix, "outer_lr": 0.7, "outer_momentum": 0.9}
     steps = 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ THIN = 32
 class TorchOps(EagerControl):
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type != "cpu":
+            self.block = sys.maxsize
 
     def at(self, device: torch.device) -> TorchOps:
         """Return the verbs over tensors of another device."""

@@ -57,6 +57,9 @@ class TensorFlowOps:
         result = tf.cond(condition, lambda: start()(), otherwise)
         return lambda: result
 
+    def in_blocks(self, formula, *tensors) -> Any:
+        return formula(*tensors)
+
     def from_numpy(self, x) -> tf.Tensor:
         return tf.convert_to_tensor(x)
 

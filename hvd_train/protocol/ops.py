@@ -58,6 +58,9 @@ class Ops(Protocol):
         ``start`` returns the function that waits for the work. Both results are made of tensors in the same way.
         """
 
+    def blocks(self, x: Tensor) -> Sequence[Tensor]:
+        """Cut the flat ``x``, without a copy, into parts for which a cell each is fastest."""
+
     def in_blocks(self, formula: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
         """Return ``formula(*tensors)`` of flat tensors (n,), n > 0, which it may change.
 

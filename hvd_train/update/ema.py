@@ -24,8 +24,8 @@ class ExponentialMean(Average):
     def __init__(self, *arguments: Any, decay: float, every: int) -> None:
         super().__init__(*arguments)
         self.decay, self.every = decay, every
-        # A cell for each tensor: the weights of a bucket would be copied to lie one after the other.
-        self._sizes = [[math.prod(part.shape) for part in self._here(b)] for b, _ in enumerate(self._first())]
+        # A cell for each part of a tensor: the weights of a bucket would be copied to lie one after the other.
+        self._sizes = [[math.prod(part.shape) for part in self._parts(b)] for b, _ in enumerate(self._first())]
         self._means = [[self._ops.keep(x) for x in parts] for parts in self._cut()]
         self._steps = self._ops.keep_number(0)  # since the mean moved
 
@@ -41,7 +41,10 @@ class ExponentialMean(Average):
 
     def _move(self) -> None:
         for bucket, cells in enumerate(self._means):
-            self._ops.move_towards(cells, self._here(bucket), 1 - self.decay)
+            self._ops.move_towards(cells, self._parts(bucket), 1 - self.decay)
+
+    def _parts(self, bucket: int) -> list[Tensor]:
+        return [block for part in self._here(bucket) for block in self._ops.blocks(part)]
 
     def global_weights(self) -> list[Tensor]:
         return [self._ops.concat([cell.read() for cell in cells]) for cells in self._means]
@@ -52,7 +55,7 @@ class ExponentialMean(Average):
                 cell.write(self._ops.from_numpy(x))
 
     def _cut(self) -> Iterator[list[np.ndarray]]:
-        """Copy the weights that this rank moves, (n,) for each tensor of each bucket."""
+        """Copy the weights that this rank moves, (n,) for each part of each bucket."""
         for sizes, x in zip(self._sizes, self._first(), strict=True):
             # Copied: TensorFlow's tensors may lie in memory that ranks share.
             yield np.split(self._ops.to_numpy(x), np.cumsum(sizes)[:-1])

@@ -86,6 +86,9 @@ class EagerControl:
     ) -> Callable[[], Any]:
         return start() if condition else otherwise
 
+    def blocks(self, x: Tensor) -> Sequence[Tensor]:
+        return [x]
+
     def in_blocks(self, formula: Callable[..., Sequence[Tensor]], *tensors: Any) -> Sequence[Tensor]:
         count = 0
         for start in range(0, len(tensors[0]), self.block):

@@ -12,6 +12,9 @@ from hvd_train.frontends.tensorflow.library_metric import library_metric
 
 # Entries that one thread adds up, whatever the number of threads.
 ROW = 4096
+# Entries of a block of a flat tensor, at least, and blocks, at most: each is several operations of a graph.
+BLOCK, BLOCKS = 1 << 17, 256
+ALIGNED = 64  # entries: a block that begins elsewhere in memory is copied
 
 
 class VariableCell:
@@ -56,6 +59,14 @@ class TensorFlowOps:
         # A graph waits for nothing: what needs the result comes after it.
         result = tf.cond(condition, lambda: start()(), otherwise)
         return lambda: result
+
+    def blocks(self, x) -> list[tf.Tensor]:
+        if "GPU" in self._device:
+            return [x]
+        # What a step makes of a block stays in the cache of a core; of a large tensor it would be new memory each time.
+        entries = x.shape[0]
+        size = max(BLOCK, -(-entries // BLOCKS)) // ALIGNED * ALIGNED + ALIGNED
+        return [x[start : start + size] for start in range(0, entries, size)] or [x]
 
     def in_blocks(self, formula, *tensors) -> Any:
         return formula(*tensors)

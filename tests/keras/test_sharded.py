@@ -152,6 +152,7 @@ hk.print(repr([w.tolist() for w in model.get_weights()]))
 """
 
 
+@pytest.mark.long("a script of PyTorch goes on by the same file in every run")
 def test_a_rank_that_is_killed(tmp_path):
     """BackupAndRestore goes on to the bits of a training that nobody killed."""
     script = tmp_path / "train.py"

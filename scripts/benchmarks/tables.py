@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -174,25 +175,29 @@ def _of_ways(figures: dict[str, list[dict]]) -> dict[tuple[str, str, str, int], 
 
 
 def of_ways(figures: dict[str, list[dict]]) -> str:
-    """A row for each way, and milliseconds a step of each model, framework and link."""
-    columns = _of_ways(figures)
-    header = ["way", *(f"{model}, {framework}, {rate}, {n} ranks" for framework, rate, model, n in columns)]
-    ways = dict.fromkeys(way for column in columns.values() for way in column)
-    rows = [[way, *(milliseconds(x[way]) if way in x else "-" for x in columns.values())] for way in ways]
-    return markdown(header, rows)
+    """A table for each model: a row for each way, and milliseconds a step of each framework and link."""
+    found, tables = _of_ways(figures), []
+    for model in dict.fromkeys(model for _, _, model, _ in found):
+        columns = {column: ways for column, ways in found.items() if column[2] == model}
+        header = [f"{model}, ms a step", *(f"{framework}, {rate}, {n} ranks" for framework, rate, _, n in columns)]
+        ways = dict.fromkeys(way for column in columns.values() for way in column)
+        rows = [[way, *(milliseconds(x[way]) if way in x else "-" for x in columns.values())] for way in ways]
+        tables.append(markdown(header, rows))
+    return "\n\n".join(tables)
 
 
 def ways_picture(figures: dict[str, list[dict]], path: Path) -> None:
-    """One panel for each model and framework: milliseconds a step over links, or over ranks where there are several."""
+    """A row of panels for each framework: milliseconds a step of each model over links, or over several ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     columns = _of_ways(figures)
-    panels = list(dict.fromkeys((model, framework) for framework, _, model, _ in columns))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels) + 2, 4), squeeze=False)
-    for axis, (model, framework) in zip(axes[0], panels, strict=True):
+    frameworks, models = (list(dict.fromkeys(column[k] for column in columns)) for k in (0, 2))
+    size = (4 * len(models) + 2, 3.6 * len(frameworks))
+    figure, axes = plt.subplots(len(frameworks), len(models), figsize=size, squeeze=False)
+    for axis, (framework, model) in zip(axes.flat, product(frameworks, models), strict=True):
         chosen = {(rate, n): x for (f, rate, m, n), x in columns.items() if (f, m) == (framework, model)}
         over_ranks = len({n for _, n in chosen}) > 1
         ways = list(dict.fromkeys(way for x in chosen.values() for way in x))
@@ -204,7 +209,8 @@ def ways_picture(figures: dict[str, list[dict]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set(xlabel="ranks" if over_ranks else "link", ylabel="ms a step", title=f"{model}, {framework}")
         axis.grid(alpha=0.3, which="both")
-    axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for row in axes:
+        row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -383,6 +383,10 @@ class NumpyMomentum(NamedArrays):
     def weights(self, bucket):
         return self.frontend.update.exchange.to_buckets(list(self.frontend.w.values()))[bucket]
 
+    def parts(self, bucket):
+        weights = list(self.frontend.w.values())
+        return [weights[i].reshape(-1) for i in self.frontend.update.buckets[bucket]]
+
     def take(self, bucket, weights):
         members, names = self.frontend.update.buckets[bucket], list(self.frontend.w)
         sizes = [self.frontend.w[names[i]].size for i in members]

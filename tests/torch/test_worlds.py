@@ -39,8 +39,9 @@ def cases(tmp_path_factory):
 
 
 LONG = pytest.mark.long("the other launcher, or another script of its kind, runs in every run")
-WORLDS = [(3, "horovodrun")]
-WORLDS += [pytest.param(world, marks=LONG) for world in ((2, "mpirun"), (3, "mpirun"), (2, "horovodrun"))]
+# Three ranks that wait over Gloo for one another, on two cores which others use, took from one to seven minutes.
+WORLDS = [(2, "mpirun")]
+WORLDS += [pytest.param(world, marks=LONG) for world in ((3, "horovodrun"), (3, "mpirun"), (2, "horovodrun"))]
 
 
 def furthest(one: Path, other: Path) -> float:

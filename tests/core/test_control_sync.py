@@ -217,9 +217,15 @@ def test_a_wish_to_stop_waits_for_its_line_whatever_the_clock_says(tmp_path, mon
     assert ends == [6, 6]
 
 
-def test_syncs_are_a_span_of_time_apart(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of the only clock, which the test moves."""
+    seconds = [0.0]
+    monkeypatch.setattr(control_sync.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_syncs_are_a_span_of_time_apart(clock):
     sync, synced = ControlSync(Serial()), []
     for turn in range(1, 400):
         clock[0] += 0.01
@@ -238,9 +244,7 @@ def test_syncs_are_a_span_of_time_apart(monkeypatch):
     assert len(synced) - before >= 3
 
 
-def test_a_sync_does_not_wait_for_what_travels_unless_it_takes_long(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+def test_a_sync_does_not_wait_for_what_travels_unless_it_takes_long(clock):
     sync, synced = ControlSync(Serial()), []
     for turn in range(1, 1200):
         clock[0] += 0.01
@@ -254,9 +258,7 @@ def test_a_sync_does_not_wait_for_what_travels_unless_it_takes_long(monkeypatch)
     assert late and set(late) <= {round(100 * control_sync.MOST_SECONDS) - 1, round(100 * control_sync.MOST_SECONDS)}
 
 
-def test_the_ranks_sync_after_each_slow_step(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(control_sync.time, "monotonic", lambda: clock[0])
+def test_the_ranks_sync_after_each_slow_step(clock):
     sync = ControlSync(Serial())
     for _ in range(10):
         clock[0] += 3.0

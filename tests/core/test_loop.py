@@ -266,8 +266,7 @@ def test_a_line_of_the_log_waits_until_nothing_travels(tmp_path):
     log = Recorder()
     streaming = {"mode": "streaming", "outer_steps": 10, "fragments": 2, "stream_delay": 2}
     c = config(exchange=streaming, log_every_n_steps=1, max_epochs=None, max_steps=19, check_val_every_n_epoch=9)
-    size = 2
-    assert final(size, c, tmp_path, log=log)[0]["steps"] == 19
+    assert final(2, c, tmp_path, log=log)[0]["steps"] == 19
     lines = sorted({step for _, step, *_ in log.trains})
     ends = [7, 14]  # of epochs: each has a line whatever travels
     travels = [5, 6, 10, 11, 15, 16]

@@ -22,7 +22,7 @@ class TorchOps(EagerControl):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type != "cpu":
-            self.block = sys.maxsize
+            self.block = sys.maxsize  # a GPU would start a kernel for each operation of each block
 
     def at(self, device: torch.device) -> TorchOps:
         """Return the verbs over tensors of another device."""

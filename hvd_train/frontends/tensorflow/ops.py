@@ -61,7 +61,7 @@ class TensorFlowOps:
         return lambda: result
 
     def blocks(self, x) -> list[tf.Tensor]:
-        if "GPU" in self._device:
+        if "GPU" in self._device:  # which would start kernels for each block
             return [x]
         # What a step makes of a block stays in the cache of a core; of a large tensor it would be new memory each time.
         entries = x.shape[0]

@@ -54,7 +54,7 @@ class NumpyOps(EagerControl):
     def split(self, x, sizes):
         return np.split(x, np.cumsum(sizes)[:-1])
 
-    def scatter(self, length, indices, values):
+    def scatter(self, length, indices, values, *, same_bits=True):
         out = np.zeros(length, values.dtype)
         np.add.at(out, indices, values)
         return out

@@ -96,9 +96,11 @@ class OnTorch:
     def __init__(self) -> None:
         import torch
 
+        from hvd_train.frontends.pytorch.buckets import dense
         from hvd_train.frontends.pytorch.model import PyTorchFrontEnd
         from hvd_train.frontends.pytorch.ops import TorchOps
 
+        self._dense = dense
         self.ops: Ops = TorchOps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.packing: Callable[[Communicator], Packing] = lambda _: PyTorchFrontEnd.packing
         self.in_background: InBackground = started_at_once
@@ -120,7 +122,7 @@ class OnTorch:
         """Do nothing: there is no graph."""
 
     def dense(self, gradients: list[Any]) -> list[Any]:
-        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        return [self._dense(g) if g is not None and g.is_sparse else g for g in gradients]
 
     def awaited(self, gradients: Sequence[Any], transfer: Callable[[], Any]) -> Any:
         return transfer()

@@ -44,7 +44,7 @@ class AUC(Metric):
         # In 32 bits a count stands still at 2^24, which one batch of large masks has.
         w = ops.cast(w, "float64")
         one = ops.cast(y > 0.5, "float64")
-        return ops.concat([ops.scatter(half, bins, w * (1 - one)), ops.scatter(half, bins, w * one)])
+        return ops.concat([ops.scatter(half, bins, w * x, same_bits=False) for x in (1 - one, one)])
 
     def result(self, sums: np.ndarray) -> float:
         zero, one = sums.reshape(2, -1, BINS)  # (L, BINS) each

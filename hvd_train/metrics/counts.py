@@ -7,6 +7,7 @@ A place is *predicted* as a class by its largest output, or as class 1 where its
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -45,8 +46,9 @@ class Counts(Metric):
         right = w * ops.cast(predicted == actual, ops.dtype(w))
         # A model may have more outputs than there are classes, as with a vocabulary that is rounded up.
         known = predicted < classes
-        per_class = ops.scatter(classes, ops.where(known, predicted, 0), ops.where(known, w, 0.0))
-        return ops.concat([ops.scatter(classes, actual, right), per_class, ops.scatter(classes, actual, w)])
+        add = partial(ops.scatter, classes, same_bits=False)  # all ranks are told one sum of theirs
+        per_class = add(ops.where(known, predicted, 0), ops.where(known, w, 0.0))
+        return ops.concat([add(actual, right), per_class, add(actual, w)])
 
     def _label_sums(self, predictions: Predictions) -> Tensor:
         ops = predictions.ops

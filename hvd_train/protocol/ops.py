@@ -81,8 +81,12 @@ class Ops(Protocol):
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Cut the flat ``x`` into parts of these sizes, which add up to its size."""
 
-    def scatter(self, length: int, indices: Tensor, values: Tensor) -> Tensor:
-        """Add values into a flat tensor of zeros; an index may occur several times."""
+    def scatter(self, length: int, indices: Tensor, values: Tensor, *, same_bits: bool = True) -> Tensor:
+        """Add values into a flat tensor of zeros; an index may occur several times.
+
+        Without ``same_bits`` a GPU may add in another order each time. Where many values have few indices it then takes
+        a sixtieth of the time (one H100, 8 million values of two indices: 8 ms against 490).
+        """
 
     def matmul(self, a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor: ...
     def minus_product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Flat:
         """Return the gradient of all parameters, (n,), zeros where backward reached none; for this step, unless it is
         handed over."""
         gradients = [p.grad for p in self.parameters]
-        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        gradients = [dense(g) if g is not None and g.is_sparse else g for g in gradients]
         if not self._joined:
             (alone,) = gradients
             if alone is None:
@@ -116,6 +116,12 @@ class Flat:
 def in_memory(memory: mmap.mmap, dtype: torch.dtype, entries: int, start: int) -> torch.Tensor:
     """Return the flat tensor that begins at byte ``start`` of a memory."""
     return torch.frombuffer(memory, dtype=dtype, count=entries, offset=start)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient as a dense one."""
+    # A GPU would add rows that occur several times in another order each time; ``coalesce`` sorts them.
+    return (x.coalesce() if x.is_cuda else x).to_dense()
 
 
 def users(x: torch.Tensor) -> int:

@@ -58,8 +58,12 @@ class TorchOps(EagerControl):
     def split(self, x, sizes) -> Sequence[torch.Tensor]:
         return torch.split(x, list(sizes))
 
-    def scatter(self, length, indices, values) -> torch.Tensor:
-        return torch.zeros(length, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
+    def scatter(self, length, indices, values, *, same_bits=True) -> torch.Tensor:
+        zeros = torch.zeros(length, dtype=values.dtype, device=values.device)
+        if same_bits and values.is_cuda:
+            # It sorts. index_add_ adds in another order each time there, and three ranks that sent an entry went apart.
+            return zeros.index_put_((indices,), values, accumulate=True)
+        return zeros.index_add_(0, indices, values)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> torch.Tensor:
         a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)

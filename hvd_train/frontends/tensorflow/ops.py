@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -98,9 +99,11 @@ class TensorFlowOps:
     def split(self, x, sizes) -> list[tf.Tensor]:
         return tf.split(x, sizes)
 
-    def scatter(self, length, indices, values) -> tf.Tensor:
-        # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them).
-        return tf.math.unsorted_segment_sum(values, indices, length)
+    def scatter(self, length, indices, values, *, same_bits=True) -> tf.Tensor:
+        # The bits of tensor_scatter_nd_add in 0.4 to 0.6 of its time (4M entries, 2 and 30 % of them). A GPU adds in
+        # another order each time.
+        with tf.device("CPU:0") if same_bits else nullcontext():
+            return tf.math.unsorted_segment_sum(values, indices, length)
 
     def matmul(self, a, b, *, transpose_a=False, transpose_b=False) -> tf.Tensor:
         inner = a.shape[0 if transpose_a else 1]

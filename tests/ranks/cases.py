@@ -228,8 +228,8 @@ CHANGING = MLP | {"model.name": "tests.own_models:changing", "max_steps": 20}
 CHANGING.pop("model.hidden")
 
 
-# What the largest world of a framework runs without --long: where shares of other sizes could show. An optimizer sees
-# the mean alone, whoever made it.
+# What worlds of three ranks and more run without --long, up to the largest of a framework: where shares of other sizes
+# could show. An optimizer sees the mean alone, whoever made it.
 LARGEST = {"pytorch": 4, "tensorflow": 3}
 EVERY_SIZE = ["cnn", "sgd", "accumulate", "norm", "norm-parts", "masked", *APART]
 EVERY_SIZE += ["evaluation", "verbs", "shards", "shards-traced", "average", "adasum-verb"]
@@ -357,5 +357,5 @@ def cases(framework: str, size: int, folder: Path, everything: bool) -> list[dic
             {"name": f"disagree-{n}", "kind": "disagree", "config": own("disagree", MLP), "differs": d}
             for n, d in differences.items()
         ]
-    whole = everything or size < LARGEST[framework]
+    whole = everything or size < 3
     return [one for one in made if whole or one["name"] in EVERY_SIZE]

@@ -32,7 +32,7 @@ EVERY = [("mpirun", 2, ()), ("horovodrun", 2, LONG), ("mpirun", 3, LONG), ("horo
 
 def worlds_of(framework: str, name: str, *more: str) -> list:
     """(*more, launcher, size) of the worlds for a test of the case ``name``; which of them are long."""
-    largest = LARGEST[framework] - (name not in EVERY_SIZE)
+    largest = LARGEST[framework] if name in EVERY_SIZE else 2
     return [pytest.param(*more, *world, marks=mark or (FEW if world[1] > largest else ())) for *world, mark in EVERY]
 
 

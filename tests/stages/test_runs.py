@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
+import hvd_train
+from hvd_train.errors import TrainError
 from hvd_train.launch.start import environment
 from tests.ranks.job import BIN, HELD, LONG, OFTEN, ROOT, SECONDS, TINY, Job, lines_of, settings, summary
 
@@ -18,6 +21,20 @@ PYTORCH = ["pytorch", pytest.param("tensorflow", marks=pytest.mark.long("as in P
 KEYS = ["precision=64", "threads=1", "tensorboard=false", "global_batch_size=47", "sync_batchnorm=true"]
 KEYS += ["optim.lr=0.02", "gradient_clip_val=0.5", "parallel.microbatches=3"]
 RESUME = ("--resume", "auto")
+
+
+def job_of(folder: Path, framework: str, *sets: str, model: str) -> dict:
+    """The configuration that ``fit`` is told in words, beside ``TINY``."""
+    job: dict = {}
+    keys = [*KEYS, f"model.name={model or f'tests.stages.models:{framework}'}", f"code_dir={ROOT}"]
+    for one in (*keys, f"framework={framework}", f"run_dir={folder}", *sets):
+        path, _, value = one.partition("=")
+        *above, key = path.split(".")
+        section = job
+        for name in above:
+            section = section.setdefault(name, {})
+        section[key] = yaml.safe_load(value)
+    return job
 
 
 def fit(folder: Path, framework: str, *words: str, sets: tuple[str, ...] = (), model: str = "") -> tuple[int, str]:
@@ -110,98 +127,53 @@ def test_a_stage_that_is_killed(tmp_path, framework):
     assert summary(cut)["weights_sha256"] == summary(whole)["weights_sha256"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "framework", "model", "sets", "told"),
-    [
-        (
-            "3",
-            "pytorch",
-            "",
-            ["parallel.pipeline=2"],
-            "2 stages do not divide 3 ranks; parallel.pipeline: 2; start 2, 4",
-        ),
-        (
-            "2",
-            "pytorch",
-            "mlp",
-            ["parallel.pipeline=2", "model.hidden=[]"],
-            "2 stages for 1 block; parallel.pipeline: 2",
-        ),
-        (
-            "2",
-            "pytorch",
-            "cnn",
-            ["parallel.pipeline=2", "data.image_size=16"],
-            "the model is not a list of blocks; model",
-        ),
-        (
-            "2",
-            "tensorflow",
-            "cnn",
-            ["parallel.pipeline=2", "data.image_size=16"],
-            "the model is not a list of blocks; m",
-        ),
-        (
-            "2",
-            "pytorch",
-            "",
-            ["parallel={pipeline: 2, split: [1, 1]}"],
-            "2 blocks, and the model has 4; parallel.split",
-        ),
-        (
-            "2",
-            "pytorch",
-            "",
-            ["parallel={pipeline: 2, split: [1, 2, 1]}"],
-            "parallel.split: 3 numbers of blocks for 2 st",
-        ),
-        (
-            "2",
-            "pytorch",
-            "tests.stages.models:pytorch_pair",
-            ["parallel.pipeline=2"],
-            "block 1 (Two) does not take the",
-        ),
-        (
-            "2",
-            "pytorch",
-            "tests.stages.models:pytorch_tuple",
-            ["parallel.pipeline=2"],
-            "block 0 (Two) gives tuple, and n",
-        ),
-        (
-            "2",
-            "tensorflow",
-            "tests.stages.models:keras_mask",
-            ["parallel.pipeline=2"],
-            "block 2 (masking) gives a mask be",
-        ),
-        (
-            "2",
-            "tensorflow",
-            "tests.stages.models:keras_regular",
-            ["parallel.pipeline=2"],
-            "the model adds losses of its ow",
-        ),
-        (
-            "2",
-            "pytorch",
-            "",
-            ["parallel.pipeline=2", "optim.sharded=true"],
-            "optim.sharded: pipeline stages do not go wit",
-        ),
-        (
-            "2",
-            "pytorch",
-            "",
-            ["parallel.pipeline=2", "exchange.mode=local_sgd"],
-            "exchange.mode: pipeline stages do not",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_before_the_first_step(tmp_path, ranks, framework, model, sets, told):
-    code, text = fit(tmp_path / "run", framework, "-np", ranks, sets=tuple(sets), model=model)
-    assert code == 2 and text.startswith("error") and told in text.replace(f"{TINY}", ""), text
+SPLIT = "parallel.pipeline=2"
+# (framework, model, settings, the line)
+MISTAKES = [
+    ("pytorch", "mlp", [SPLIT, "model.hidden=[]"], "2 stages for 1 block; parallel.pipeline: 2"),
+    ("pytorch", "cnn", [SPLIT, "data.image_size=16"], "the model is not a list of blocks; model"),
+    ("tensorflow", "cnn", [SPLIT, "data.image_size=16"], "the model is not a list of blocks; model"),
+    ("pytorch", "", ["parallel={pipeline: 2, split: [1, 1]}"], "2 blocks, and the model has 4; parallel.split"),
+    ("pytorch", "", ["parallel={pipeline: 2, split: [1, 2, 1]}"], "3 numbers of blocks for 2 st"),
+    ("pytorch", "tests.stages.models:pytorch_pair", [SPLIT], "block 1 (Two) does not take the"),
+    ("pytorch", "tests.stages.models:pytorch_tuple", [SPLIT], "block 0 (Two) gives tuple, and n"),
+    ("tensorflow", "tests.stages.models:keras_mask", [SPLIT], "block 2 (masking) gives a mask be"),
+    ("tensorflow", "tests.stages.models:keras_regular", [SPLIT], "the model adds losses of its ow"),
+    ("pytorch", "", [SPLIT, "optim.sharded=true"], "pipeline stages do not go wit"),
+    ("pytorch", "", [SPLIT, "exchange.mode=local_sgd"], "pipeline stages do not"),
+]
+
+
+def told(jobs: list[dict]) -> list[tuple[int, str]]:
+    """On a rank: train each job, which is a mistake; the exit code and the line of each."""
+    lines = []
+    for job in jobs:
+        try:
+            hvd_train.fit(job)
+        except TrainError as error:
+            lines.append((error.exit_code, str(error)))
+    return lines
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_mistakes_are_told_before_the_first_step(tmp_path, framework):
+    """One launch for all of them."""
+    mistakes = [mistake for mistake in MISTAKES if mistake[0] == framework]
+    jobs = []
+    for number, (_, model, sets, _) in enumerate(mistakes):
+        job = job_of(tmp_path / f"{number}", framework, *sets, model=model)
+        jobs.append(yaml.safe_load(TINY.read_text()) | job)
+    first, other = hvd_train.launch(told, np=2, args=(jobs,))
+    assert first == other and len(first) == len(mistakes)
+    for number, ((code, line), (*_, words)) in enumerate(zip(first, mistakes, strict=True)):
+        assert code == 2 and words in line and "\n" not in line, line
+        assert not (tmp_path / f"{number}" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_is_one_line_before_the_first_step(tmp_path):
+    code, text = fit(tmp_path / "run", "pytorch", "-np", "3", sets=(SPLIT,))
+    assert code == 2 and text.startswith("error"), text
+    assert "2 stages do not divide 3 ranks; parallel.pipeline: 2; start 2, 4" in text
     assert text.count("\n") == 1 and not (tmp_path / "run" / "metrics.jsonl").exists(), text
 
 

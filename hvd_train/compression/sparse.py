@@ -27,7 +27,8 @@ class _Sparse(ErrorFeedback):
         indices = self.chosen(abs(total), length, ops)
         values = ops.take(total, indices)
         # values (k,) in the gradient's type, indices (k,) int32; k may differ between ranks.
-        return Wire("gather", (values, ops.cast(indices, "int32"))), ops.scatter(length, indices, values)
+        sent = ops.scatter(length, indices, values, same_bits=False)  # no index occurs twice
+        return Wire("gather", (values, ops.cast(indices, "int32"))), sent
 
     def decode(self, reduced: tuple[Tensor, ...], total: Tensor, ops: Ops) -> Tensor:
         # Those of all ranks, one after the other. An index that several ranks sent is added as often.

@@ -58,6 +58,19 @@ def test_a_rise_of_one_step_begins_at_the_top():
     assert rates[0] == 0.1 and rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.parametrize("parts", [1, 3, 7, 24])  # tenths of an epoch
+@pytest.mark.parametrize("per_epoch", [5, 10, 12, 30])
+def test_a_fraction_of_an_epoch_ends_at_its_step(parts, per_epoch):
+    """3 of 5 steps are 0.6, of which 0.1 goes 5.99... times: the drop came a step late."""
+    every = parts / 10
+    steps = [step for step in range(12 * per_epoch) if step * 10 % (parts * per_epoch) == 0]
+    dropped = Schedule(OptimConfig(lr=1.0, schedule="step", step_size=every, gamma=0.5), 8, per_epoch, 12 * per_epoch)
+    restarted = Schedule(OptimConfig(lr=1.0, schedule="cosine_restarts", period=every), 8, per_epoch, 12 * per_epoch)
+    for step in steps:
+        assert dropped.rate(step) == 0.5 ** (step * 10 // (parts * per_epoch)), step
+        assert restarted.rate(step) == 1.0, step
+
+
 def test_a_longer_warmup_than_training():
     s = schedule(schedule="cosine", warmup_steps=100)
     assert all(0 < s.rate(k) <= 0.1 for k in range(TOTAL))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_train.config import Config
+from hvd_train.config import Config, OptimConfig
 from hvd_train.core import train_state
 from hvd_train.core.control_sync import StopSource
 from hvd_train.core.mean import ordered_sum
@@ -84,7 +84,10 @@ def find_lr(config: Config, rates: Rates, picture: Path | None, verbose: bool) -
             means = smooth(losses)
             rate = suggestion(tried, means)
             factor = scale(config.optim, config.global_batch(job.session.groups.data.size))
-            print("\n".join(_lines(tried, means, rate, factor)), flush=True)
+            lines = _lines(tried, means, rate, factor)
+            if rate is not None:
+                lines += _of_groups(config.optim, rate / factor)
+            print("\n".join(lines), flush=True)
             if picture:
                 range_test(tried, losses, means, rate, picture)
                 print(f"picture: {picture}", flush=True)
@@ -140,3 +143,14 @@ def _lines(tried: list[float], means: list[float], rate: float | None, factor: f
         return [*lines, "no suggestion: the loss does not fall; give other --from, --to, or more --steps"]
     scaled = "" if factor == 1 else f"; optim.lr_scaling multiplies optim.lr by {factor:g}"
     return [*lines, f"suggestion: --set optim.lr={rate / factor:.2g} (the loss falls fastest at {rate:.2g}{scaled})"]
+
+
+def _of_groups(optim: OptimConfig, rate: float) -> list[str]:
+    """Say which rates of ``optim.groups`` belong to the suggested ``optim.lr``: they were tried at their ratio to it."""
+    rates = [
+        f"optim.groups.{number}.lr to {rate * group.lr / optim.lr:.2g}"
+        for number, group in enumerate(optim.groups)
+        if group.lr is not None
+    ]
+    title = "optim.groups were tried at their ratio to optim.lr: with it set"
+    return [f"{title} {' and '.join(rates)}"] if rates else []

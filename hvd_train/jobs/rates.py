@@ -20,7 +20,7 @@ def draw_rates(config: Config, ranks: int, picture: Path) -> str:
     """
     look_in(config.code_dir)
     samples = len(open_data(config.data, config.task).train)
-    schedule = Schedule.of(config, samples, ranks)
+    schedule = Schedule.of(config, samples, config.replicas(ranks))
     steps = range(0, schedule.total_steps, -(-schedule.total_steps // MOST))
     values = [schedule.rate(step) for step in steps]
     rates(steps, values, schedule.steps_per_epoch, f"optim.schedule: {config.optim.schedule}", picture)

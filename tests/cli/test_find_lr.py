@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_train.jobs.find_lr import Rates, smooth, suggestion
+from hvd_train.config import OptimConfig, load_config
+from hvd_train.jobs.find_lr import Rates, _of_groups, smooth, suggestion
+from hvd_train.jobs.rates import draw_rates
 from tests.cli.running import run
 
 TINY = ("--set", "data.name=digits", "--set", "model.name=mlp", "--set", "model.hidden=[16]")
@@ -29,6 +31,17 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
     diverged = [*losses, 50, 40, 5]
     assert suggestion([*rates, 20, 30, 40], diverged) == pytest.approx(0.01, rel=0.1)
     assert suggestion(list(rates[:6]), list(losses[:6])) is None, "too few steps"
+
+
+def test_the_rates_of_groups_go_with_the_suggestion():
+    """They were tried at their ratio to optim.lr; as numbers of their own they would stay where they were."""
+    groups = [{"match": "a.*", "freeze": True}, {"match": "b.*", "lr": 0.002}, {"match": "c.*", "lr": 0.5}]
+    optim = OptimConfig.model_validate({"lr": 0.01, "groups": groups})
+    assert _of_groups(optim, 0.2) == [
+        "optim.groups were tried at their ratio to optim.lr: with it set optim.groups.1.lr to 0.04 and "
+        "optim.groups.2.lr to 10"
+    ]
+    assert _of_groups(OptimConfig(), 0.2) == []
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
@@ -55,3 +68,10 @@ def test_the_rates_of_a_training_are_drawn(tmp_path):
     out = run("config", *TINY, *job, "--plot", "lr", "-np", "2", cwd=tmp_path).stdout.splitlines()
     assert out[0] == "92 steps of 64 samples, 23 an epoch: learning rate 0.004 at first, 0.1 at most, 4e-07 at last"
     assert out[1:] == ["picture: lr.png"] and (tmp_path / "lr.png").stat().st_size > 10_000
+
+
+def test_stages_share_the_samples_of_a_replica(tmp_path):
+    """Four ranks in two stages train with a global batch of two, and so twice as many steps."""
+    keys = ["data.name=digits", "model.name=mlp", "parallel.pipeline=2", "batch_size=32", "max_epochs=4"]
+    words = draw_rates(load_config(None, keys), 4, tmp_path / "lr.png")
+    assert words.startswith("92 steps of 64 samples, 23 an epoch: ")

@@ -146,7 +146,7 @@ def _lines(tried: list[float], means: list[float], rate: float | None, factor: f
 
 
 def _of_groups(optim: OptimConfig, rate: float) -> list[str]:
-    """Say which rates of ``optim.groups`` belong to the suggested ``optim.lr``: they were tried at their ratio to it."""
+    """Say which rates of ``optim.groups`` belong to the suggested ``optim.lr``; they were tried at their ratio."""
     rates = [
         f"optim.groups.{number}.lr to {rate * group.lr / optim.lr:.2g}"
         for number, group in enumerate(optim.groups)

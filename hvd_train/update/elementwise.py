@@ -122,12 +122,10 @@ def schedule_free_adamw(
 def _between(u: Tensor, d: Tensor, rate: Tensor, o: OptimConfig, ops: Ops) -> tuple[Tensor, Tensor]:
     """Return what is to be taken from y, and d = z - y, where z -= r u, x = (1 - c) x + c z, y = (1 - beta) z + beta x.
 
-    ``rate`` is (r, r c). Of these three equations follow y += c d - r (1 - beta (1 - c)) u and
-    d = (1 - c) (d - beta r u), so that d begins with zeros.
+    ``rate`` is (r, c, 1), all multiplied by the factor of a group on r. Of these three equations follow
+    y += c d - r (1 - beta (1 - c)) u and d = (1 - c) (d - beta r u), so that d begins with zeros.
     """
-    r, moves = rate[0], rate[0] > 0
-    c = ops.where(moves, rate[1] / ops.where(moves, r, 1.0), 0.0)
-    beta = o.betas[0]
+    r, c, beta = rate[0], rate[1] / rate[2], o.betas[0]
     return r * (1 - beta * (1 - c)) * u - c * d, (1 - c) * (d - beta * r * u)
 
 

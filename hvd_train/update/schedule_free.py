@@ -39,8 +39,9 @@ class ScheduleFree(Average):
         share = highest * highest / ops.where(total > 0, total, 1.0)
         self._highest.write(highest)
         self._total.write(total)
-        # The share times the rate, so that whoever multiplies the rate of some weights leaves the share as it is.
-        self._optimizer.step(gradients, ops.stack([rate, rate * share]))
+        # A group multiplies all of them by its factor on the rate. The share is then the second over the third, also
+        # where the rate is 0.
+        self._optimizer.step(gradients, ops.stack([rate, share, rate * 0 + 1]))
 
     def global_weights(self) -> list[Tensor]:
         share = 1 / self.beta - 1

@@ -19,8 +19,8 @@ OPTIONS = {
     "sgd": OptimConfig(name="schedule_free_sgd", weight_decay=0.01),
     "adamw": OptimConfig(name="schedule_free_adamw", betas=[0.95, 0.99], weight_decay=0.1),
 }
-# A warm-up and a drop.
-RATES = (0.02, 0.05, 0.1, 0.1, 0.04, 0.04, 0.07)
+# A warm-up, a drop, and a step of rate 0, whose mean moves by its share as that of any other.
+RATES = (0.02, 0.05, 0.1, 0.1, 0.04, 0.0, 0.04, 0.07)
 
 
 def reference(options, y, gradients, rates):
@@ -104,14 +104,14 @@ def test_it_is_the_reference(framework, name):
         np.testing.assert_allclose(inner.ops.to_numpy(found), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_of_rate_0_moves_nothing_and_a_factor_on_the_rate_leaves_the_mean_as_it_is():
+def test_a_step_of_rate_0_at_the_start_moves_nothing_and_a_factor_on_the_rate_leaves_the_mean_as_it_is():
     y, g = np.ones(5), np.full(5, 0.5)
     inner = Moved("numpy", OPTIONS["sgd"], y)
-    inner.step([g], np.array([0.0, 0.0]))
+    inner.step([g], np.array([0.0, 0.0, 1.0]))
     assert (inner.y == y).all() and not inner.slots[0].any()
     several = [Moved("numpy", OPTIONS["sgd"], y) for _ in range(2)]
-    several[0].step([g], np.array([0.1, 0.1 * 0.25]) * 3)
-    several[1].step([g], np.array([0.3, 0.3 * 0.25]))
+    several[0].step([g], np.array([0.1, 0.25, 1.0]) * 3)
+    several[1].step([g], np.array([0.3, 0.25, 1.0]))
     np.testing.assert_allclose(several[0].y, several[1].y, rtol=1e-14)
 
 
